@@ -1,0 +1,1 @@
+"""Text into tokens into deterministic, disjoint, resumable shards."""

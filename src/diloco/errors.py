@@ -1,0 +1,113 @@
+"""Every error this package raises on purpose.
+
+::
+
+    DiLoCoError
+    ├── ConfigurationError            a setting or an argument that cannot work; nothing was started (exit code 2)
+    │   └── FragmentError             the fragments do not cover the trainable parameters exactly once
+    ├── CodecError                    a payload that cannot be decoded, or values a codec cannot take
+    ├── NonFiniteError                NaN or infinity where numbers were due; nothing was sent
+    ├── TransportError                carries the round, and the replicas concerned where known
+    │   ├── RoundVoidError            the round is void for every replica of its view; nobody applied it
+    │   ├── RoundTimeoutError         an average did not arrive in the time allowed
+    │   └── DivergedError             this replica's global parameters differ from the majority's
+    ├── DataError                     text, tokens or shards that cannot be read or do not suffice
+    └── CheckpointError               a checkpoint that is missing, incomplete, damaged or of another kind
+
+A message says what was given, what would work, and what happens now.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "CodecError",
+    "ConfigurationError",
+    "DataError",
+    "DiLoCoError",
+    "DivergedError",
+    "FragmentError",
+    "NonFiniteError",
+    "RoundTimeoutError",
+    "RoundVoidError",
+    "TransportError",
+    "nearest",
+]
+
+
+class DiLoCoError(Exception):
+    """The root: ``except DiLoCoError`` catches everything this package raises on purpose."""
+
+
+class ConfigurationError(DiLoCoError, ValueError):
+    """A setting or an argument that cannot work. Raised before any work is done."""
+
+
+class FragmentError(ConfigurationError):
+    """The fragments do not hold every trainable parameter exactly once; the message names the parameters."""
+
+
+class CodecError(DiLoCoError, ValueError):
+    """A payload of the wrong length, type or content, or values that a codec cannot take."""
+
+
+class NonFiniteError(DiLoCoError, ArithmeticError):
+    """NaN or infinity in a pseudo-gradient, a gradient or a loss. Nothing was sent or applied."""
+
+
+class TransportError(DiLoCoError):
+    """Something went wrong between replicas.
+
+    Attributes:
+        round: the round concerned, as text (``"fragment 2, outer step 7"``), or None.
+        replicas: the replicas concerned, where known.
+    """
+
+    def __init__(self, message: str, *, round: str | None = None, replicas: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.round = round
+        self.replicas = tuple(replicas)
+
+
+class RoundVoidError(TransportError):
+    """The round is void for every replica of its view: global parameters did not move anywhere."""
+
+
+class RoundTimeoutError(TransportError):
+    """An average did not arrive within the time allowed."""
+
+
+class DivergedError(TransportError):
+    """This replica's global parameters or outer state differ from the majority's for this fragment.
+
+    Attributes:
+        donor: a replica that holds what the majority holds.
+    """
+
+    def __init__(self, message: str, *, donor: int, round: str | None = None, replicas: Iterable[int] = ()) -> None:
+        super().__init__(message, round=round, replicas=replicas)
+        self.donor = donor
+
+
+class DataError(DiLoCoError, ValueError):
+    """Text, tokens or shards that cannot be read or do not suffice."""
+
+
+class CheckpointError(DiLoCoError):
+    """A checkpoint that is missing, incomplete, damaged, or of another kind than asked for."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """A sentence naming the known word nearest to ``given``, or all of them when none is near.
+
+    >>> nearest("int9", ["int8", "fp4"])
+    "did you mean 'int8'?"
+    >>> nearest("zip", ["int8", "fp4"])
+    'known are: fp4, int8'
+    """
+    choices = sorted(known)
+    close = difflib.get_close_matches(given, choices, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(choices)}"

@@ -1,0 +1,146 @@
+"""What can be set about the training loop. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Suppress, arg
+
+from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
+from diloco.data.settings import DataSettings
+from diloco.errors import ConfigurationError
+from diloco.model.settings import ModelSettings
+from diloco.transport.settings import TransportSettings
+
+__all__ = ["Algorithm", "CheckpointSettings", "EvaluationSettings", "InnerSettings", "RunSettings", "TrainSettings"]
+
+Algorithm = Literal["streaming", "diloco", "data-parallel", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Length, batch, precision and place of a run."""
+
+    steps: Annotated[int, arg(aliases=["--steps"])] = 1000
+    """Inner steps of the whole run; learning-rate schedules are laid out over them."""
+    stop_after: Annotated[int | None, arg(aliases=["--stop-after"])] = None
+    """Save and stop after this step, with the schedules laid out for `steps`."""
+    batch_size: int = 4
+    """Sequences per replica and inner step."""
+    gradient_accumulation: int = 1
+    """Pieces a replica's batch is split into, one after the other, to save memory."""
+    sequence_length: int = 128
+    """Tokens per sequence."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Autocast type of the forward pass; float16 uses a gradient scaler. Parameters stay float32."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto (cuda where there is one)."""
+    global_device: Literal["model", "cpu"] = "model"
+    """Where global parameters and outer state live: beside the model, or in (pinned) host memory."""
+    threads: int | None = None
+    """CPU threads of torch. Default: torch's own choice."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    data_parallel_steps: Annotated[int, arg(aliases=["--data-parallel-steps"])] = 0
+    """Begin with this many shared data-parallel steps (the DiLoCo paper's pretraining phase)."""
+    init_from: Annotated[Path | None, arg(aliases=["--init-from"])] = None
+    """Begin from the global parameters of this checkpoint, run folder or .safetensors file."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "gradient_accumulation", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(
+                    f"train.{name}={getattr(self, name)} was given; at least 1 is needed. Nothing was started."
+                )
+        if self.batch_size % self.gradient_accumulation:
+            raise ConfigurationError(
+                f"train.gradient_accumulation={self.gradient_accumulation} must divide "
+                f"train.batch_size={self.batch_size}. Nothing was started."
+            )
+        if not 0 <= self.data_parallel_steps <= self.steps:
+            raise ConfigurationError(
+                f"train.data_parallel_steps={self.data_parallel_steps} was given; "
+                f"0 to train.steps={self.steps} would work. Nothing was started."
+            )
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ConfigurationError(
+                f"train.stop_after={self.stop_after} was given; at least 1 is needed. Nothing was started."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerSettings:
+    """The inner optimizer and its learning rate."""
+
+    name: str = "AdamW"
+    """Name of a class in torch.optim."""
+    learning_rate: float = 4e-4
+    """Peak learning rate."""
+    arguments: Annotated[Mapping[str, Any], Suppress] = field(
+        default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    )
+    """Further arguments of the optimizer's class (in the TOML file, as a table)."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after the warm-up: cosine, warm-up-stable-decay, or constant."""
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises linearly to its peak."""
+    decay_steps: int | None = None
+    """wsd: steps of the final linear decay. Default: a fifth of the run."""
+    final_ratio: float = 0.05
+    """Learning rate at the end, as a fraction of the peak (cosine, wsd)."""
+    clip_norm: float | None = 1.0
+    """Clip the global gradient norm to this; None: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """Held-out evaluation of the global parameters."""
+
+    every_steps: int | None = None
+    """Steps between two evaluations during the run. Default: a tenth of the run. 0: only at the end."""
+    sequences: int = 256
+    """Held-out sequences per evaluation, always the same ones; 0: all."""
+    sample_prompt: str = "def "
+    """What the sample at the end of a run begins with."""
+    sample_tokens: int = 200
+    """Length of that sample; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Saving and resuming."""
+
+    every_steps: int | None = None
+    """Steps between two checkpoints. Default: a quarter of the run. 0: only at the end."""
+    keep: int = 2
+    """How many checkpoints to keep, newest first."""
+    resume: Annotated[Path | None, arg(aliases=["--resume"])] = None
+    """Go on from this run folder or checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Everything that decides what a run computes: the composition that a trainer takes."""
+
+    out: Annotated[Path | None, arg(aliases=["-o"])] = None
+    """Run folder. Default: runs/ALGORITHM-PRESET, with a number added when that exists."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the data and every replica's generators."""
+    algorithm: Algorithm = "streaming"
+    """streaming: Streaming DiLoCo; diloco: Algorithm 1; data-parallel: average gradients at every step;
+    none: independent replicas."""
+    train: TrainSettings = field(default_factory=TrainSettings)
+    inner: InnerSettings = field(default_factory=InnerSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    fragments: FragmentSettings = field(default_factory=FragmentSettings)
+    merge: MergeSettings = field(default_factory=MergeSettings)
+    outer: OuterSettings = field(default_factory=OuterSettings)
+    codec: CodecSettings = field(default_factory=CodecSettings)
+    transport: TransportSettings = field(default_factory=TransportSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
