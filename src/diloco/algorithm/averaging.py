@@ -1,0 +1,194 @@
+"""What a replica gives to a round, how a round is judged, and the one mean that every replica gets from it.
+
+Pure: `judge` and `weighted_mean` take contributions and return values, whatever brought the contributions together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.codec import Codec
+from diloco.errors import CodecError
+
+__all__ = ["Contribution", "Mean", "RoundId", "Verdict", "judge", "refusal", "weighted_mean"]
+
+
+@dataclass(frozen=True, order=True)
+class RoundId:
+    """One exchange of one fragment.
+
+    Attributes:
+        fragment: p; -1 for the gradients of a data-parallel step.
+        outer_step: the fragment's synchronisations before this one; the inner step for gradients.
+    """
+
+    fragment: int
+    outer_step: int
+
+    def __str__(self) -> str:
+        if self.fragment < 0:
+            return f"gradients of step {self.outer_step}"
+        return f"fragment {self.fragment}, outer step {self.outer_step}"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Contribution:
+    """What one replica gives to one round.
+
+    Attributes:
+        round: which round.
+        replica: m.
+        codec: how ``payload`` was encoded.
+        numel: values behind the payload.
+        payload: ``(codec.payload_bytes(numel),)`` uint8.
+        weight: this replica's weight in the mean; finite and positive.
+        digest: of the fragment's global parameters and outer state, as this replica holds them.
+        buffers: ``(n,)`` float32, the model's floating buffers, or None.
+        integers: ``(n,)`` uint8, the bytes of its integer buffers, or None.
+        withdrawn: why the sender itself does not want it averaged, or "".
+    """
+
+    round: RoundId
+    replica: int
+    codec: Codec
+    numel: int
+    payload: Tensor
+    weight: float = 1.0
+    digest: str = ""
+    buffers: Tensor | None = None
+    integers: Tensor | None = None
+    withdrawn: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Mean:
+    """What every replica gets from a round.
+
+    Attributes:
+        values: ``(numel,)`` float32; shared between replicas of one process, so never to be changed.
+        contributors: replicas in the mean, ascending.
+        weight: sum of their weights, the divisor.
+        buffers: ``(n,)`` float32 mean of the floating buffers, or None.
+        integers: ``(n,)`` uint8, the integer buffers of the first contributor, or None.
+    """
+
+    values: Tensor
+    contributors: tuple[int, ...]
+    weight: float
+    buffers: Tensor | None = None
+    integers: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision about a round, the same for everybody who sees the same contributions.
+
+    Attributes:
+        contributors: replicas whose contributions are averaged; empty when the round is void.
+        reason: why the round is void, or who was left out; empty when all is well.
+        diverged: replicas whose digest differs from the majority's; the round is void when there are any.
+        donor: a replica that holds what the majority holds.
+    """
+
+    contributors: tuple[int, ...]
+    reason: str = ""
+    diverged: tuple[int, ...] = ()
+    donor: int = -1
+
+    @property
+    def void(self) -> bool:
+        return not self.contributors
+
+
+def refusal(contribution: Contribution, numel: int) -> str:
+    """Why ``contribution`` can't be averaged, or "" when it can.
+
+    Args:
+        contribution: as it arrived.
+        numel: values that the round is about.
+    """
+    if contribution.withdrawn:
+        return contribution.withdrawn
+    if contribution.numel != numel:
+        return f"holds {contribution.numel} values instead of {numel}"
+    if not (math.isfinite(contribution.weight) and contribution.weight > 0):
+        return f"has the weight {contribution.weight}; a positive number is needed"
+    if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
+        return "holds model buffers that are not finite"
+    try:
+        contribution.codec.validate(contribution.payload, numel)
+    except CodecError as error:
+        return str(error)
+    return ""
+
+
+def judge(
+    contributions: Mapping[int, Contribution], *, members: Sequence[int], min_contributors: int, absent: Mapping[int, str]
+) -> Verdict:
+    """Decide about a round whose members have all been heard of.
+
+    Args:
+        contributions: replica -> what arrived from it.
+        members: the replicas of the view.
+        min_contributors: fewer usable contributions than this make the round void.
+        absent: replica -> why nothing arrived from it.
+
+    Returns:
+        The verdict. A replica is diverged when its digest is not the most frequent one; on a tie the digest of the
+        lowest replica counts as the majority's, on every replica alike.
+    """
+    reasons = {replica: f"replica {replica} {why}" for replica, why in absent.items()}
+    if not contributions:
+        return Verdict((), "; ".join(reasons[replica] for replica in sorted(reasons)) or "nobody contributed")
+    ordered = sorted(contributions)
+    counts = Counter(contributions[replica].digest for replica in ordered)
+    majority = max(counts, key=lambda digest: counts[digest])  # the first of equals: Counter keeps replica order
+    donor = next(replica for replica in ordered if contributions[replica].digest == majority)
+    diverged = tuple(replica for replica in ordered if contributions[replica].digest != majority)
+    if diverged:
+        names = ", ".join(str(replica) for replica in diverged)
+        reason = f"global parameters or outer state of replica {names} differ from those of replica {donor}"
+        return Verdict((), reason, diverged, donor)
+    numel = contributions[donor].numel
+    for replica in ordered:
+        if why := refusal(contributions[replica], numel):
+            reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
+    usable = tuple(replica for replica in ordered if replica not in reasons)
+    reason = "; ".join(reasons[replica] for replica in sorted(reasons))
+    if len(usable) < min_contributors:
+        return Verdict((), f"{len(usable)} of {len(members)} contributions, {min_contributors} needed: {reason}")
+    return Verdict(usable, reason, donor=donor)
+
+
+def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
+    """``sum_m w_m decode(payload_m) / sum_m w_m`` in float32, in ascending order of replicas.
+
+    Quantised addends and one float32 sum (Streaming DiLoCo, section 2.4): partial sums are never quantised again, and
+    the divisor is the weight that arrived.
+    """
+    ordered = sorted(contributions, key=lambda contribution: contribution.replica)
+    first = ordered[0]
+    total = sum(contribution.weight for contribution in ordered)
+    values = torch.zeros(first.numel, dtype=torch.float32, device=first.payload.device)
+    for contribution in ordered:
+        contribution.codec.accumulate(contribution.payload, values, contribution.weight)
+    buffers = None
+    if first.buffers is not None:
+        buffers = torch.zeros_like(first.buffers)
+        for contribution in ordered:
+            assert contribution.buffers is not None
+            buffers.add_(contribution.buffers * contribution.weight)
+        buffers.div_(total)
+    return Mean(
+        values=values.div_(total),
+        contributors=tuple(contribution.replica for contribution in ordered),
+        weight=total,
+        buffers=buffers,
+        integers=first.integers,
+    )

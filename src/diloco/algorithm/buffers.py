@@ -1,0 +1,57 @@
+"""Model buffers: floating ones are averaged with the last fragment, integer ones copied from the first contributor.
+
+Only persistent buffers count, those in the model's ``state_dict``: the others (a rotary table) are derived and alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["collect_buffers", "restore_buffers_"]
+
+
+def collect_buffers(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """``(n,)`` float32 of all floating buffers and ``(n,)`` uint8, the bytes of all others; None where there are none.
+
+    Both are on the CPU, in the order of ``model.named_buffers()``.
+
+    >>> floats, integers = collect_buffers(nn.BatchNorm1d(2))    # running mean and variance; number of batches
+    >>> floats.tolist(), integers.numel()
+    ([0.0, 0.0, 1.0, 1.0], 8)
+    """
+    floating, others = _split(model)
+    floats = torch.cat([b.detach().float().cpu().reshape(-1) for b in floating]) if floating else None
+    integers = torch.cat([b.detach().cpu().reshape(-1).view(torch.uint8) for b in others]) if others else None
+    return floats, integers
+
+
+def restore_buffers_(model: nn.Module, floats: Tensor | None, integers: Tensor | None) -> None:
+    """Write into the model what `collect_buffers` reads, in the buffers' own dtype and on their own device."""
+    floating, others = _split(model)
+    start = 0
+    for buffer in floating:
+        assert floats is not None
+        buffer.copy_(floats[start : start + buffer.numel()].view(buffer.shape))
+        start += buffer.numel()
+    start = 0
+    for buffer in others:
+        assert integers is not None
+        stop = start + buffer.numel() * buffer.element_size()
+        buffer.copy_(integers[start:stop].clone().view(buffer.dtype).view(buffer.shape))
+        start = stop
+
+
+def _split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    for name, buffer in buffers.items():
+        if buffer.is_complex():
+            raise ConfigurationError(
+                f"the buffer {name!r} is complex; real and integer buffers can be averaged. Register it as two real "
+                "ones, or with persistent=False if it is derived. Nothing was started."
+            )
+    floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
+    return floating, [buffer for buffer in buffers.values() if not buffer.is_floating_point()]

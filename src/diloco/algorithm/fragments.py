@@ -1,0 +1,211 @@
+"""Dividing a model's trainable parameters into fragments, each parameter in exactly one.
+
+A `Fragment` is a value: names, shapes and sizes. `partition` decides from names and sizes alone; `bind` looks the
+parameters up in a model; `flatten` and `unflatten_` move between a fragment's tensors and one flat float32 vector.
+Tied weights count once, under the first of their names; frozen parameters are in no fragment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.layers import group_layers, match_patterns
+from diloco.errors import ConfigurationError, FragmentError
+
+__all__ = ["Fragment", "bind", "check_coverage", "flatten", "partition", "trainable_parameters", "unflatten_"]
+
+Strategy = Literal["strided", "sequential", "balanced", "patterns"]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Parameters that travel together.
+
+    Attributes:
+        index: p, counted from 0.
+        names: the parameters' names, in the order in which they are flattened.
+        shapes: their shapes.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """Values in the flat vector."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter, trainable ones only, tied ones once.
+
+    Raises:
+        FragmentError: if two distinct parameters share memory, which would be updated twice.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    owners: dict[tuple[str, int], str] = {}
+    for name, parameter in parameters.items():
+        if parameter.is_meta or parameter.numel() == 0:
+            continue
+        place = (str(parameter.device), parameter.data_ptr())
+        if place in owners:
+            raise FragmentError(
+                f"the parameters {owners[place]!r} and {name!r} are two objects on the same memory; tie them by "
+                "assigning one Parameter to both modules, so that it is counted once. Nothing was started."
+            )
+        owners[place] = name
+    return parameters
+
+
+def partition(
+    model: nn.Module,
+    *,
+    num_fragments: int = 1,
+    strategy: Strategy = "strided",
+    patterns: Sequence[Sequence[str]] = (),
+) -> tuple[Fragment, ...]:
+    """Divide the trainable parameters of ``model`` into ``num_fragments`` fragments.
+
+    - One fragment is the whole model, under every strategy but ``patterns``.
+    - ``strided`` (Streaming DiLoCo's default): fragment 0 holds everything outside the layers (embeddings, head, final
+      norm), fragment i >= 1 the layers i-1, i-1 + (P-1), i-1 + 2(P-1), ... Where nothing is outside, all hold layers.
+    - ``sequential``: the same, but with blocks of neighbouring layers.
+    - ``balanced``: single tensors packed into fragments of nearly equal size, the largest first.
+    - ``patterns``: fragment i holds the names that match one of ``patterns[i]`` (shell-style, ``layers.[01].*``).
+
+    Raises:
+        FragmentError: if a parameter is in no fragment or in two, or a fragment would be empty; it names them.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
+    >>> [fragment.names for fragment in partition(model, num_fragments=2, strategy="balanced")]
+    [('1.weight', '0.weight'), ('2.weight',)]
+    """
+    parameters = trainable_parameters(model)
+    if not parameters:
+        raise FragmentError("the model has no trainable parameters; there is nothing to synchronise. Nothing was started.")
+    if strategy == "patterns":
+        groups = match_patterns(_names_with_aliases(model, parameters), patterns)
+    elif num_fragments == 1:
+        groups = [list(parameters)]
+    elif strategy == "balanced":
+        groups = _balanced({name: p.numel() for name, p in parameters.items()}, num_fragments)
+    elif strategy in ("strided", "sequential"):
+        groups = _layered({name: p.numel() for name, p in parameters.items()}, num_fragments, strategy)
+    else:
+        raise ConfigurationError(
+            f"fragment strategy {strategy!r} was given; strided, sequential, balanced or patterns would work."
+        )
+    fragments = tuple(
+        Fragment(index, tuple(names), tuple(tuple(parameters[name].shape) for name in names))
+        for index, names in enumerate(groups)
+    )
+    check_coverage(model, fragments)
+    return fragments
+
+
+def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
+    """Raise `FragmentError` unless every trainable parameter of ``model`` is in exactly one of ``fragments``."""
+    parameters = trainable_parameters(model)
+    seen: dict[str, int] = {}
+    for position, fragment in enumerate(fragments):
+        if fragment.index != position or fragment.numel == 0:
+            raise FragmentError(
+                f"fragment {fragment.index} at position {position} holds {fragment.numel} values; fragments "
+                "are numbered from 0 and none is empty. Fewer fragments would work. Nothing was started."
+            )
+        for name, shape in zip(fragment.names, fragment.shapes, strict=True):
+            if name in seen:
+                raise FragmentError(
+                    f"the parameter {name!r} is in fragments {seen[name]} and {position}; it must be in exactly one. "
+                    "Nothing was started."
+                )
+            if name not in parameters or tuple(parameters[name].shape) != shape:
+                raise FragmentError(
+                    f"fragment {position} names {name!r} of shape {shape}, which is no trainable parameter of this "
+                    "model. Nothing was started."
+                )
+            seen[name] = position
+    if missing := [name for name in parameters if name not in seen]:
+        raise FragmentError(
+            f"no fragment holds {', '.join(missing)}; a parameter left out would never be synchronised. Add it to a "
+            "fragment, or freeze it with requires_grad_(False). Nothing was started."
+        )
+
+
+def bind(model: nn.Module, fragment: Fragment) -> list[nn.Parameter]:
+    """The parameters of ``fragment`` in ``model``, in order."""
+    parameters = trainable_parameters(model)
+    return [parameters[name] for name in fragment.names]
+
+
+def flatten(tensors: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Copy ``tensors``, of any dtype and device, into ``out``: ``(numel,)`` float32; returns ``out``."""
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.numel()
+        out[start:stop].view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        start = stop
+    if out.device.type == "cpu" and any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.current_stream().synchronize()  # the host must not read a copy that is still on its way
+    return out
+
+
+def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy ``values``, ``(numel,)`` float32, into ``tensors`` in place, in their own dtype and on their own device."""
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.numel()
+        tensor.detach().copy_(values[start:stop].view(tensor.shape))
+        start = stop
+
+
+def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
+    """First name -> every name of the same parameter, so that a pattern may use any of them."""
+    first = {id(parameter): name for name, parameter in parameters.items()}
+    aliases: dict[str, list[str]] = {name: [] for name in parameters}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            aliases[first[id(parameter)]].append(name)
+    return aliases
+
+
+def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> list[list[str]]:
+    rest, layers = group_layers(sizes)
+    outside = [rest] if rest else []
+    blocks = num_fragments - len(outside)
+    if not 1 <= blocks <= len(layers):
+        most = len(layers) + len(outside)
+        raise FragmentError(
+            f"{num_fragments} {strategy} fragments were asked of a model with {len(layers)} layers"
+            f"{' and parameters outside them' if outside else ''}; {f'1 to {most}' if layers else '1, or balanced ones,'} "
+            "would work. Nothing was started."
+        )
+    if strategy == "strided":
+        members = [layers[block::blocks] for block in range(blocks)]
+    else:
+        bounds = [block * len(layers) // blocks for block in range(blocks + 1)]
+        members = [layers[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [*outside, *([name for layer in block for name in layer] for block in members)]
+
+
+def _balanced(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:
+    if num_fragments > len(sizes):
+        raise FragmentError(
+            f"{num_fragments} balanced fragments were asked of a model with {len(sizes)} parameter tensors; "
+            f"1 to {len(sizes)} would work. Nothing was started."
+        )
+    groups: list[list[str]] = [[] for _ in range(num_fragments)]
+    loads = [0] * num_fragments
+    # sorted() is stable: tensors of one size keep the model's order, so every replica packs alike.
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        lightest = min(range(num_fragments), key=lambda index: (loads[index], len(groups[index])))
+        groups[lightest].append(name)
+        loads[lightest] += sizes[name]
+    return groups

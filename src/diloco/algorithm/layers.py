@@ -1,0 +1,77 @@
+"""Reading a model's structure from its parameter names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from diloco.errors import FragmentError
+
+__all__ = ["group_layers", "match_patterns"]
+
+
+def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
+    """Parameters outside the layers, and the parameters of each layer, in the order of the layers' numbers.
+
+    The layers are the numbered children of one container: of all prefixes followed by a number
+    (``model.layers`` in ``model.layers.3.mlp.weight``), the outermost one that holds the most values.
+
+    Args:
+        sizes: parameter name -> number of values.
+
+    >>> group_layers({"embedding": 4, "layers.0.w": 2, "layers.1.w": 2, "layers.1.b": 1})
+    (['embedding'], [['layers.0.w'], ['layers.1.w', 'layers.1.b']])
+    """
+    totals: dict[tuple[str, ...], int] = {}
+    for name, size in sizes.items():
+        parts = tuple(name.split("."))
+        for position, part in enumerate(parts):
+            if part.isdigit():
+                totals[parts[:position]] = totals.get(parts[:position], 0) + size
+    if not totals:
+        return list(sizes), []
+    container = max(totals, key=lambda prefix: (totals[prefix], -len(prefix)))
+    rest: list[str] = []
+    layers: dict[int, list[str]] = {}
+    for name in sizes:
+        parts = tuple(name.split("."))
+        depth = len(container)
+        if parts[:depth] == container and len(parts) > depth and parts[depth].isdigit():
+            layers.setdefault(int(parts[depth]), []).append(name)
+        else:
+            rest.append(name)
+    return rest, [layers[number] for number in sorted(layers)]
+
+
+def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Group names by the list of shell-style patterns that they match.
+
+    Args:
+        aliases: name of a parameter -> all its names (tied weights have several); a pattern may match any of them.
+        patterns: for each fragment, its patterns.
+
+    Raises:
+        FragmentError: if a name matches the patterns of two fragments or of none, or a pattern matches nothing.
+
+    >>> match_patterns({"a.w": ["a.w"], "b.w": ["b.w"]}, [["b.*"], ["a.*"]])
+    [['b.w'], ['a.w']]
+    """
+    groups: list[list[str]] = [[] for _ in patterns]
+    for name, names in aliases.items():
+        hits = [
+            index
+            for index, group in enumerate(patterns)
+            if any(fnmatchcase(alias, pattern) for pattern in group for alias in names)
+        ]
+        if len(hits) != 1:
+            where = f"the patterns of fragments {hits}" if hits else "no pattern of any fragment"
+            raise FragmentError(f"the parameter {name!r} matches {where}; exactly one would work. Nothing was started.")
+        groups[hits[0]].append(name)
+    every = [alias for names in aliases.values() for alias in names]
+    for index, group in enumerate(patterns):
+        for pattern in group:
+            if not any(fnmatchcase(alias, pattern) for alias in every):
+                raise FragmentError(
+                    f"the pattern {pattern!r} of fragment {index} matches no trainable parameter. Nothing was started."
+                )
+    return groups

@@ -1,0 +1,142 @@
+"""Global parameters and outer state of one replica: what all replicas agree on, moved only by the outer optimizer.
+
+The outer loop of Streaming DiLoCo, Algorithm 2, for one fragment p::
+
+    Delta_p  <- global_p - local_p                     line 7   pseudo_gradient
+    global_p <- OuterOpt(global_p, mean Delta_p)       line 11  outer_step
+    local_p  <- merge(local_p, global_p)               line 12  merge
+
+Lasting memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum. While a fragment is in
+flight its payload stays, and under the rebase rule 4 bytes per value of that fragment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.digest import digest_state
+from diloco.algorithm.fragments import Fragment, bind, flatten, unflatten_
+from diloco.algorithm.merge import MergeRule, carry_over
+from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
+from diloco.errors import NonFiniteError
+
+__all__ = ["OuterLoop"]
+
+
+class OuterLoop:
+    """Flat float32 global parameters and outer state, per fragment, of the model they were made from.
+
+    Args:
+        model: its parameters now become the global parameters.
+        fragments: a partition of its trainable parameters.
+        outer_optimizer: moves the global parameters.
+        device: where global parameters and outer state live; None: beside the model. Host memory is pinned when the
+            model is on a CUDA device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fragments: Sequence[Fragment],
+        outer_optimizer: OuterOptimizer,
+        device: torch.device | None = None,
+    ) -> None:
+        self.fragments = tuple(fragments)
+        self.outer_optimizer = outer_optimizer
+        self.parameters = [bind(model, fragment) for fragment in self.fragments]
+        self.device = device or self.parameters[0][0].device
+        self._pinned = self.device.type == "cpu" and self.parameters[0][0].is_cuda
+        self.global_params = [
+            flatten(parameters, self._empty(fragment.numel))
+            for fragment, parameters in zip(self.fragments, self.parameters, strict=True)
+        ]
+        self.outer_states = [outer_optimizer.init(values) for values in self.global_params]
+
+    def local(self, index: int) -> Tensor:
+        """The local parameters of a fragment, ``(numel,)`` float32, a fresh copy beside the global ones."""
+        return flatten(self.parameters[index], self._empty(self.fragments[index].numel))
+
+    def pseudo_gradient(self, index: int, *, keep_local: bool) -> tuple[Tensor, Tensor | None, float]:
+        """``Delta = global - local`` (Algorithm 2, line 7).
+
+        Args:
+            index: of the fragment.
+            keep_local: also return the local parameters, which otherwise are overwritten to save memory.
+
+        Returns:
+            Delta ``(numel,)`` float32; the local parameters likewise, or None; the largest magnitude in Delta.
+
+        Raises:
+            NonFiniteError: if Delta holds NaN or infinity; it names the parameters.
+        """
+        local = self.local(index)
+        delta = self.global_params[index] - local if keep_local else local.neg_().add_(self.global_params[index])
+        largest = float(torch.linalg.vector_norm(delta, math.inf))
+        if not math.isfinite(largest):
+            fragment = self.fragments[index]
+            bad = [
+                name
+                for name, parameter in zip(fragment.names, self.parameters[index], strict=True)
+                if not bool(torch.isfinite(parameter).all())
+            ]
+            raise NonFiniteError(
+                f"the pseudo-gradient of fragment {index} is not finite; the local values of {', '.join(bad) or 'none'} "
+                "hold NaN or infinity. Nothing was sent. A lower inner learning rate, gradient clipping or a wider "
+                "precision would work, going on from the last checkpoint."
+            )
+        return delta, local if keep_local else None, largest
+
+    def outer_step(self, index: int, mean: Tensor) -> None:
+        """``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11)."""
+        mean = mean.to(self.device)
+        self.outer_optimizer.update(mean, self.outer_states[index], self.global_params[index])
+
+    def merge(self, index: int, rule: MergeRule, sent: Tensor | None) -> None:
+        """Let the local parameters take up the global ones (Algorithm 2, line 12)."""
+        local = self.local(index)
+        rule.merge(local, self.global_params[index], sent)
+        unflatten_(local, self.parameters[index])
+
+    @contextmanager
+    def carrying_over(self, index: int) -> Iterator[None]:
+        """Around a change of global parameters: local ones move along, and the pseudo-gradient stays what it was."""
+        before = self.global_params[index].clone()
+        yield
+        local = self.local(index)
+        carry_over(local, before, self.global_params[index])
+        unflatten_(local, self.parameters[index])
+
+    def digest(self, index: int) -> str:
+        """Digest of the fragment's global parameters and outer state."""
+        return digest_state(self.global_params[index], self.outer_states[index])
+
+    def named_global_params(self) -> dict[str, Tensor]:
+        """Parameter name -> global value in the parameter's shape, float32: views that must not be changed."""
+        named: dict[str, Tensor] = {}
+        for fragment, values in zip(self.fragments, self.global_params, strict=True):
+            pieces = values.split([math.prod(shape) for shape in fragment.shapes])
+            for name, shape, piece in zip(fragment.names, fragment.shapes, pieces, strict=True):
+                named[name] = piece.view(shape)
+        return named
+
+    def fragment_state(self, index: int) -> dict[str, Any]:
+        """Global parameters and outer state of a fragment, as a nested state of tensors (not copies)."""
+        state = self.outer_states[index]
+        return {"global_params": self.global_params[index], "outer_step": state.step, "slots": dict(state.slots)}
+
+    def load_fragment_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Take over what `fragment_state` gave, by copy."""
+        self.global_params[index].copy_(state["global_params"])
+        slots = self.outer_states[index].slots
+        for name, values in slots.items():
+            values.copy_(state["slots"][name])
+        self.outer_states[index] = OuterState(int(state["outer_step"]), slots)
+
+    def _empty(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=torch.float32, device=self.device, pin_memory=self._pinned)

@@ -1,0 +1,110 @@
+"""When fragments are sent and merged: a pure function of the step (Streaming DiLoCo, Algorithm 2, lines 6 and 9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["Merge", "Send", "SyncSchedule"]
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send the pseudo-gradient of ``fragment`` (p) as the ``outer_step``-th round of that fragment, counted from 0."""
+
+    fragment: int
+    outer_step: int
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Take the average of that round, step the outer optimizer and merge the result into the local parameters."""
+
+    fragment: int
+    outer_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSchedule:
+    """Fragment p is sent after the inner steps t with ``(t - t_p) mod H == 0`` and merged tau steps later.
+
+    The first synchronisation of fragment p is after step ``H + t_p``: with H=100 and P=2, fragment 0 is sent at
+    100, 200, ... and fragment 1 at 150, 250, ..., the paper's example. H and P need not divide each other, and any
+    0 <= tau < H is allowed, so several fragments can be in flight at once, but never twice the same one.
+
+    Args:
+        inner_steps: inner steps between two synchronisations of one fragment (H).
+        num_fragments: number of fragments (P), at most H.
+        overlap_steps: inner steps between sending and merging (tau).
+        offsets: step at which each fragment's cycle begins (t_p), each 0 <= t_p < H; by default spread evenly,
+            ``t_p = floor(p * H / P)``.
+
+    Raises:
+        ConfigurationError: for values outside these ranges.
+
+    >>> schedule = SyncSchedule(inner_steps=100, num_fragments=2, overlap_steps=5)
+    >>> [(step, schedule.actions(step)) for step in range(1, 156) if schedule.actions(step)]
+    [(100, (Send(fragment=0, outer_step=0),)),
+     (105, (Merge(fragment=0, outer_step=0),)),
+     (150, (Send(fragment=1, outer_step=0),)),
+     (155, (Merge(fragment=1, outer_step=0),))]
+    """
+
+    inner_steps: int
+    num_fragments: int = 1
+    overlap_steps: int = 0
+    offsets: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        inner_steps, num_fragments = self.inner_steps, self.num_fragments
+        if inner_steps < 1:
+            raise ConfigurationError(f"inner_steps={inner_steps} was given; at least 1 is needed. Nothing was started.")
+        if not 1 <= num_fragments <= inner_steps:
+            raise ConfigurationError(
+                f"num_fragments={num_fragments} with inner_steps={inner_steps} was given; 1 to {inner_steps} would "
+                "work, so that no two fragments need the same step. Nothing was started."
+            )
+        if not 0 <= self.overlap_steps < inner_steps:
+            raise ConfigurationError(
+                f"overlap_steps={self.overlap_steps} with inner_steps={inner_steps} was given; 0 to {inner_steps - 1} "
+                "would work: a fragment must have been merged before it is sent again. Nothing was started."
+            )
+        if self.offsets is None:
+            # object.__setattr__ is the frozen dataclass's own way to derive a field.
+            object.__setattr__(self, "offsets", tuple(p * inner_steps // num_fragments for p in range(num_fragments)))
+        offsets = self.fragment_offsets
+        if len(offsets) != num_fragments or any(not 0 <= offset < inner_steps for offset in offsets):
+            raise ConfigurationError(
+                f"offsets={offsets} was given for {num_fragments} fragments; {num_fragments} values from 0 to "
+                f"{inner_steps - 1} would work. Nothing was started."
+            )
+
+    @property
+    def fragment_offsets(self) -> tuple[int, ...]:
+        """The offset t_p of every fragment."""
+        assert self.offsets is not None
+        return self.offsets
+
+    def actions(self, step: int) -> tuple[Send | Merge, ...]:
+        """What to do after inner step ``step`` (counted from 1): all sends first, so that the link starts early."""
+        sends = [Send(p, k) for p in range(self.num_fragments) if (k := self._outer_step(p, step)) is not None]
+        merges = [
+            Merge(p, k)
+            for p in range(self.num_fragments)
+            if (k := self._outer_step(p, step - self.overlap_steps)) is not None
+        ]
+        return (*sends, *merges)
+
+    def rounds(self, steps: int) -> int:
+        """Number of sends, over all fragments, in steps 1..``steps``.
+
+        >>> SyncSchedule(inner_steps=100, num_fragments=2).rounds(200)
+        3
+        """
+        return sum(max(0, (steps - offset) // self.inner_steps) for offset in self.fragment_offsets)
+
+    def _outer_step(self, fragment: int, step: int) -> int | None:
+        """The round of ``fragment`` that is sent at ``step``, or None."""
+        cycles, rest = divmod(step - self.fragment_offsets[fragment], self.inner_steps)
+        return cycles - 1 if rest == 0 and cycles >= 1 else None

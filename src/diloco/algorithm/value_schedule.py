@@ -1,0 +1,74 @@
+"""A number as a pure function of a step: inner and outer learning rates, and the outer momentum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["ValueSchedule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSchedule:
+    """Linear warm-up to ``peak``, then one of four shapes down to ``final_ratio * peak`` at ``total_steps``.
+
+    - ``constant``: stays at the peak.
+    - ``linear``: falls in a straight line.
+    - ``cosine``: ``final + (peak - final) * (1 + cos(pi * x)) / 2`` with x from 0 at the end of the warm-up to 1.
+    - ``wsd``: stays at the peak, then falls linearly over the last ``decay_steps``.
+
+    After ``total_steps`` the value stays where it ended: it never rises again.
+
+    Args:
+        peak: the value after the warm-up.
+        kind: the shape.
+        total_steps: step at which the final value is reached.
+        warmup_steps: steps of the warm-up; step s < warmup_steps gives ``peak * (s + 1) / warmup_steps``.
+        final_ratio: final value / peak.
+        decay_steps: length of the fall of ``wsd``.
+
+    >>> rate = ValueSchedule(peak=1.0, kind="cosine", total_steps=10, warmup_steps=2, final_ratio=0.0)
+    >>> [round(rate(step), 3) for step in (0, 1, 2, 6, 10, 11)]
+    [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    peak: float
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    total_steps: int = 0
+    warmup_steps: int = 0
+    final_ratio: float = 0.0
+    decay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.peak):
+            raise ConfigurationError(f"peak={self.peak} was given; a finite number is needed. Nothing was started.")
+        if self.kind != "constant" and self.warmup_steps > self.total_steps:
+            raise ConfigurationError(
+                f"warmup_steps={self.warmup_steps} with total_steps={self.total_steps} was given; a warm-up no longer "
+                "than the run would work. Nothing was started."
+            )
+        if self.kind == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
+            raise ConfigurationError(
+                f"decay_steps={self.decay_steps} was given; 1 to {self.total_steps - self.warmup_steps}, what the "
+                "warm-up leaves of the run, would work. Nothing was started."
+            )
+
+    def __call__(self, step: int) -> float:
+        """The value for the step that follows ``step`` finished ones."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        return self.peak * (self.final_ratio + (1 - self.final_ratio) * self._shape(step))
+
+    def _shape(self, step: int) -> float:
+        """1 at the end of the warm-up, 0 at ``total_steps`` and after."""
+        if self.kind == "constant":
+            return 1.0
+        if step >= self.total_steps:
+            return 0.0
+        if self.kind == "wsd":
+            return min(1.0, (self.total_steps - step) / self.decay_steps)
+        progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2

@@ -1,0 +1,143 @@
+"""Every trainable parameter is in exactly one fragment (invariant 4)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.algorithm.fragments import Fragment, bind, check_coverage, flatten, partition, unflatten_
+from diloco.errors import FragmentError
+
+
+class Decoder(nn.Module):
+    def __init__(self, num_layers: int, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(num_layers))
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def layer_numbers(fragment: Fragment) -> set[int]:
+    return {int(name.split(".")[1]) for name in fragment.names if name.startswith("layers")}
+
+
+@pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_exactly_once_for_every_number_of_fragments(strategy: str, tied: bool) -> None:
+    """Property, by exhaustion over layers and fragments."""
+    for num_layers in range(1, 8):
+        model = Decoder(num_layers, tied=tied)
+        for num_fragments in range(1, num_layers + 2):
+            fragments = partition(model, num_fragments=num_fragments, strategy=strategy)  # type: ignore[arg-type]
+            names = [name for fragment in fragments for name in fragment.names]
+            assert len(fragments) == num_fragments
+            assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+            assert sum(fragment.numel for fragment in fragments) == sum(p.numel() for p in model.parameters())
+
+
+def test_strided_takes_every_nth_layer_and_the_rest_travels_apart() -> None:
+    fragments = partition(Decoder(7), num_fragments=4)
+    assert fragments[0].names == ("embedding.weight", "head.weight")
+    assert [layer_numbers(fragment) for fragment in fragments[1:]] == [{0, 3, 6}, {1, 4}, {2, 5}]
+
+
+def test_sequential_takes_neighbours() -> None:
+    fragments = partition(Decoder(7), num_fragments=4, strategy="sequential")
+    assert [layer_numbers(fragment) for fragment in fragments[1:]] == [{0, 1}, {2, 3}, {4, 5, 6}]
+
+
+def test_layers_are_ordered_by_number_not_by_name() -> None:
+    fragments = partition(Decoder(12), num_fragments=13)
+    assert [layer_numbers(fragment) for fragment in fragments[1:]] == [{number} for number in range(12)]
+
+
+def test_a_model_of_nothing_but_layers_has_only_fragments_of_layers() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    fragments = partition(model, num_fragments=2)
+    assert [fragment.names for fragment in fragments] == [("0.weight", "2.weight"), ("1.weight",)]
+
+
+def test_balanced_is_as_even_as_the_largest_tensor_allows() -> None:
+    model = Decoder(5)
+    largest = max(p.numel() for p in model.parameters())
+    sizes = [fragment.numel for fragment in partition(model, num_fragments=4, strategy="balanced")]
+    assert max(sizes) - min(sizes) <= largest
+
+
+def test_tied_weights_are_counted_once_under_either_name() -> None:
+    model = Decoder(1, tied=True)
+    fragments = partition(model, strategy="patterns", patterns=[["head.weight"], ["layers.*"]])
+    assert fragments[0].names == ("embedding.weight",)
+
+
+def test_frozen_parameters_are_in_none() -> None:
+    model = Decoder(2)
+    model.embedding.weight.requires_grad_(False)
+    names = [name for fragment in partition(model, num_fragments=2) for name in fragment.names]
+    assert "embedding.weight" not in names
+    assert "head.weight" in names
+
+
+def test_two_parameters_on_one_memory_are_refused() -> None:
+    model = Decoder(1)
+    model.head.weight = nn.Parameter(model.embedding.weight.detach())
+    with pytest.raises(FragmentError, match=r"'embedding.weight' and 'head.weight'"):
+        partition(model)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        ([["layers.*"], ["head.*"]], "'embedding.weight' matches no pattern"),
+        ([["layers.*", "*.weight"], ["embedding.*", "head.*"]], r"'embedding.weight' matches the patterns of fragments \[0, 1\]"),
+        ([["*"], ["nothing"]], "pattern 'nothing' of fragment 1 matches no"),
+    ],
+)
+def test_patterns_that_miss_or_overlap_are_refused(patterns: list[list[str]], words: str) -> None:
+    with pytest.raises(FragmentError, match=words):
+        partition(Decoder(1), strategy="patterns", patterns=patterns)
+
+
+@pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
+def test_more_fragments_than_there_are_parts_is_refused(strategy: str) -> None:
+    with pytest.raises(FragmentError, match="would work"):
+        partition(Decoder(2), num_fragments=40, strategy=strategy)  # type: ignore[arg-type]
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(FragmentError, match="no trainable parameters"):
+        partition(nn.ReLU())
+
+
+def fragment_of(model: nn.Module, index: int, *names: str) -> Fragment:
+    parameters = dict(model.named_parameters())
+    return Fragment(index, names, tuple(tuple(parameters[name].shape) for name in names))
+
+
+def test_a_parameter_left_out_twice_or_unknown_is_named() -> None:
+    model = nn.Linear(2, 3)
+    with pytest.raises(FragmentError, match="no fragment holds bias"):
+        check_coverage(model, [fragment_of(model, 0, "weight")])
+    with pytest.raises(FragmentError, match="'bias' is in fragments 0 and 1"):
+        check_coverage(model, [fragment_of(model, 0, "weight", "bias"), fragment_of(model, 1, "bias")])
+    with pytest.raises(FragmentError, match=r"names 'weight' of shape \(2, 2\)"):
+        check_coverage(model, [Fragment(0, ("weight",), ((2, 2),))])
+    with pytest.raises(FragmentError, match="none is empty"):
+        check_coverage(model, [fragment_of(model, 0, "weight", "bias"), Fragment(1, (), ())])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flatten_and_unflatten_are_inverse_and_reach_every_value(dtype: torch.dtype) -> None:
+    model = Decoder(3).to(dtype)
+    for fragment in partition(model, num_fragments=3):
+        values = torch.arange(fragment.numel, dtype=torch.float32) % 64
+        parameters = bind(model, fragment)
+        unflatten_(values, parameters)
+        assert torch.equal(flatten(parameters, torch.empty(fragment.numel)), values)
+    flat = list(itertools.chain.from_iterable(p.flatten().tolist() for p in model.parameters()))
+    assert max(flat) == 63

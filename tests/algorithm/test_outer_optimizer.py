@@ -1,0 +1,104 @@
+"""Outer optimizers: one contract suite, with torch.optim as the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.algorithm.outer_optimizer import PIECE, Adam, Nesterov, OuterOptimizer, Sgd
+from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.errors import ConfigurationError
+
+OPTIMIZERS = {
+    "sgd": Sgd(learning_rate=0.5),
+    "nesterov": Nesterov(learning_rate=0.4, momentum=0.9),
+    "adam": Adam(learning_rate=0.3, betas=(0.8, 0.9), epsilon=0.1),
+}
+
+
+def torch_twin(name: str, values: Tensor) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD([values], lr=0.5)
+    if name == "nesterov":
+        return torch.optim.SGD([values], lr=0.4, momentum=0.9, nesterov=True)
+    return torch.optim.Adam([values], lr=0.3, betas=(0.8, 0.9), eps=0.1)
+
+
+def run(outer: OuterOptimizer, start: Tensor, means: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    values = start.clone()
+    state = outer.init(values)
+    for mean in means:
+        outer.update(mean, state, values)
+    assert state.step == len(means)
+    return values, state.slots
+
+
+@pytest.fixture(params=sorted(OPTIMIZERS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_agrees_with_torch(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    size = PIECE + 3  # a second, partial piece
+    start, means = torch.randn(size, generator=generator), torch.randn(5, size, generator=generator)
+    mine, _ = run(OPTIMIZERS[name], start, means)
+    theirs = start.clone().requires_grad_()
+    twin = torch_twin(name, theirs)
+    for mean in means:
+        theirs.grad = mean.clone()
+        twin.step()
+    torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_is_deterministic_and_element_wise(name: str) -> None:
+    """The same value gets the same bits wherever it stands, so a fragment's layout can't matter."""
+    generator = torch.Generator().manual_seed(2)
+    start, means = torch.randn(1001, generator=generator), torch.randn(4, 1001, generator=generator)
+    whole, slots = run(OPTIMIZERS[name], start, means)
+    again, _ = run(OPTIMIZERS[name], start, means)
+    part, part_slots = run(OPTIMIZERS[name], start[13:977], means[:, 13:977])
+    assert torch.equal(whole, again)
+    assert torch.equal(whole[13:977], part)
+    assert all(torch.equal(slots[key][13:977], part_slots[key]) for key in slots)
+
+
+def test_converges_on_a_quadratic(name: str) -> None:
+    target = torch.tensor([1.0, -2.0, 3.0])
+    values = torch.zeros(3)
+    outer, state = OPTIMIZERS[name], OPTIMIZERS[name].init(values)
+    for _ in range(200):
+        outer.update((values - target) * 0.2, state, values)
+    torch.testing.assert_close(values, target, rtol=0, atol=1e-2)
+
+
+def test_leaves_the_mean_alone_and_a_zero_mean_from_rest_moves_nothing(name: str) -> None:
+    mean, values = torch.zeros(4), torch.ones(4)
+    outer = OPTIMIZERS[name]
+    outer.update(mean, outer.init(values), values)
+    assert torch.equal(mean, torch.zeros(4))
+    assert torch.equal(values, torch.ones(4))
+
+
+def test_schedules_are_functions_of_the_outer_step() -> None:
+    rate = ValueSchedule(peak=1.0, kind="linear", total_steps=2)
+    values, _ = run(Sgd(learning_rate=rate), torch.zeros(1), torch.ones(3, 1))
+    assert values.item() == -1.5  # 1 + 0.5 + 0
+    momentum = ValueSchedule(peak=1.0, warmup_steps=2)
+    values, slots = run(Nesterov(learning_rate=1.0, momentum=momentum), torch.zeros(1), torch.ones(2, 1))
+    # v = 1, theta = -(1 + 0.5); v = 1 * 1 + 1 = 2, theta = -1.5 - (1 + 1 * 2)
+    assert (values.item(), slots["momentum"].item()) == (-4.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Sgd(learning_rate=-1.0), "learning_rate=-1.0"),
+        (lambda: Nesterov(momentum=1.5), "0 to 1 would work"),
+        (lambda: Adam(betas=(0.9, 1.0)), "0 <= beta < 1"),
+    ],
+)
+def test_impossible_values_are_refused(make: object, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()  # type: ignore[operator]

@@ -1,0 +1,98 @@
+"""The schedule is a pure function of the step; its properties hold for every small H, P and tau."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.algorithm.schedule import Merge, Send, SyncSchedule
+from diloco.errors import ConfigurationError
+
+
+def steps_of(schedule: SyncSchedule, kind: type, fragment: int, steps: int) -> list[int]:
+    return [
+        step
+        for step in range(1, steps + 1)
+        for action in schedule.actions(step)
+        if isinstance(action, kind) and action.fragment == fragment
+    ]
+
+
+def test_the_papers_example() -> None:
+    schedule = SyncSchedule(inner_steps=100, num_fragments=2)
+    assert steps_of(schedule, Send, 0, 400) == [100, 200, 300, 400]
+    assert steps_of(schedule, Send, 1, 400) == [150, 250, 350]
+
+
+@pytest.mark.parametrize("inner_steps", range(1, 40))
+def test_never_two_sends_of_a_fragment_in_flight_and_every_fragment_equally_often(inner_steps: int) -> None:
+    """By exhaustion for every P <= H and tau < H: the actions of three cycles, replayed."""
+    for num_fragments in range(1, inner_steps + 1):
+        offsets = SyncSchedule(inner_steps=inner_steps, num_fragments=num_fragments).fragment_offsets
+        assert len(set(offsets)) == num_fragments, "spread evenly: no two fragments at one step"
+        gaps = [b - a for a, b in zip(offsets, (*offsets[1:], inner_steps), strict=True)]
+        assert max(gaps) - min(gaps) <= 1
+        for overlap_steps in range(inner_steps):
+            schedule = SyncSchedule(
+                inner_steps=inner_steps, num_fragments=num_fragments, overlap_steps=overlap_steps
+            )
+            in_flight: dict[int, tuple[int, int]] = {}
+            sends = [0] * num_fragments
+            # Fragment p's cycles of this window are those between H and 3H after its offset.
+            for step in range(1, 4 * inner_steps):
+                for action in schedule.actions(step):
+                    if isinstance(action, Send):
+                        assert action.fragment not in in_flight
+                        in_flight[action.fragment] = (step, action.outer_step)
+                        if step < offsets[action.fragment] + 3 * inner_steps:
+                            assert action.outer_step == sends[action.fragment]
+                            sends[action.fragment] += 1
+                    else:
+                        sent_at, outer_step = in_flight.pop(action.fragment)
+                        assert (step - sent_at, action.outer_step) == (overlap_steps, outer_step)
+            assert sends == [2] * num_fragments
+
+
+def test_overlap_of_several_fragments() -> None:
+    schedule = SyncSchedule(inner_steps=4, num_fragments=4, overlap_steps=3)
+    assert schedule.actions(7) == (Send(3, 0), Merge(0, 0))
+    assert schedule.actions(8) == (Send(0, 1), Merge(1, 0))
+
+
+def test_sends_come_before_merges_in_one_step() -> None:
+    schedule = SyncSchedule(inner_steps=1)
+    assert schedule.actions(1) == (Send(0, 0), Merge(0, 0))
+
+
+def test_custom_offsets_may_coincide() -> None:
+    schedule = SyncSchedule(inner_steps=5, num_fragments=2, offsets=(3, 3))
+    assert schedule.actions(8) == (Send(0, 0), Send(1, 0), Merge(0, 0), Merge(1, 0))
+    assert schedule.actions(5) == ()
+
+
+def test_nothing_happens_before_a_full_cycle() -> None:
+    schedule = SyncSchedule(inner_steps=10, num_fragments=10)
+    assert all(schedule.actions(step) == () for step in range(-5, 10))
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(0, 0), (9, 0), (10, 1), (14, 1), (15, 2), (20, 3), (25, 4)])
+def test_rounds_counts_the_sends(steps: int, rounds: int) -> None:
+    schedule = SyncSchedule(inner_steps=10, num_fragments=2)
+    assert schedule.rounds(steps) == rounds
+    assert rounds == sum(isinstance(a, Send) for step in range(1, steps + 1) for a in schedule.actions(step))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"inner_steps": 0}, "inner_steps=0"),
+        ({"inner_steps": 4, "num_fragments": 5}, "1 to 4 would work"),
+        ({"inner_steps": 4, "num_fragments": 0}, "num_fragments=0"),
+        ({"inner_steps": 4, "overlap_steps": 4}, "0 to 3 would work"),
+        ({"inner_steps": 4, "overlap_steps": -1}, "overlap_steps=-1"),
+        ({"inner_steps": 4, "num_fragments": 2, "offsets": (0,)}, "2 values from 0 to 3"),
+        ({"inner_steps": 4, "num_fragments": 2, "offsets": (0, 4)}, "2 values from 0 to 3"),
+    ],
+)
+def test_impossible_schedules_are_refused(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        SyncSchedule(**arguments)  # type: ignore[arg-type]  # that is the point
