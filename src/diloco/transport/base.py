@@ -1,0 +1,105 @@
+"""The one interface between a replica and the others: a contribution in, an average out, the same on every replica.
+
+Not ``all_reduce(tensor)``: quantised bytes can't be summed on the wire, and a DHT can't promise a collective.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.membership.view import View
+
+__all__ = ["Average", "Pending", "SnapshotSource", "Transport"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Average:
+    """What a replica gets from a committed round.
+
+    Attributes:
+        round: which round.
+        values: ``(numel,)`` float32, the weighted mean; bit-identical on every replica and never to be changed.
+        view: who took part.
+        contributors: replicas whose contributions are in the mean, ascending.
+        weight: the sum of their weights, which divided.
+        sent_bytes, received_bytes: payload moved by this replica for this round.
+        wait_s: how long this replica stood still for it (virtual seconds on an emulated link).
+        buffers: ``(n,)`` float32 mean of the floating model buffers, or None.
+        integers: ``(n,)`` uint8 bytes of the first contributor's integer buffers, or None.
+        note: who was left out of the mean and why; empty when nobody was.
+    """
+
+    round: RoundId
+    values: Tensor
+    view: View
+    contributors: tuple[int, ...]
+    weight: float
+    sent_bytes: int
+    received_bytes: int
+    wait_s: float
+    buffers: Tensor | None = None
+    integers: Tensor | None = None
+    note: str = ""
+
+
+class Pending(Protocol):
+    """An average on its way."""
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        """The average, once the round is decided.
+
+        Args:
+            timeout_s: the longest to wait; None: the transport's round timeout.
+
+        Raises:
+            RoundVoidError: the round is void for every replica; it says why.
+            DivergedError: this replica's digest differs from the majority's; the round is void for every replica.
+            RoundTimeoutError: nothing was decided in time; it names the replicas that were not heard of.
+        """
+
+
+SnapshotSource = Callable[[int], Mapping[str, Any]]
+"""Fragment index -> that fragment's global parameters and outer state, as a nested state of tensors."""
+
+
+class Transport(abc.ABC):
+    """One replica's way to the others.
+
+    Attributes:
+        replica: this replica's number in the view.
+        view: who takes part in the next round.
+        sent_bytes, received_bytes: payload moved by this replica in all rounds so far, void ones included.
+    """
+
+    replica: int
+    view: View
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    @abc.abstractmethod
+    def average(self, contribution: Contribution) -> Pending:
+        """Hand in a contribution; returns at once. Afterwards the contribution's tensors must not be changed.
+
+        Every replica of the view gets the same average from `Pending.wait`, or every replica gets `RoundVoidError`.
+        """
+
+    @abc.abstractmethod
+    def publish(self, source: SnapshotSource) -> None:
+        """From now on, answer those who `fetch` from this replica with ``source(fragment)``."""
+
+    @abc.abstractmethod
+    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
+        """The donor's global parameters and outer state of ``fragment``: a copy that is the caller's own.
+
+        Raises:
+            TransportError: if the donor is no member of the view or has published nothing.
+        """
+
+    def tick(self) -> None:  # noqa: B027 - a transport without a virtual clock has nothing to do
+        """One inner step of this replica is done; a virtual clock moves on."""

@@ -1,0 +1,302 @@
+"""M replicas in one process: they take turns in one thread, or run in a thread each; deterministic either way.
+
+In one thread, begin a step on every replica before finishing it on any (`DiLoCo.begin`, `DiLoCo.finish`), since the
+round is decided when the last contribution is in. The average of a round is computed once and shared.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
+from diloco.algorithm.exchange import Exchange, plan_exchange
+from diloco.errors import ConfigurationError, DivergedError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.membership.view import View
+from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from diloco.transport.faults import Fault, tamper
+from diloco.transport.links import Transfer, VirtualNetwork
+
+__all__ = ["InProcessEndpoint", "InProcessTransport"]
+
+
+@dataclass(eq=False)
+class _Round:
+    """A round that not everybody has taken the outcome of."""
+
+    contributions: dict[int, Contribution] = field(default_factory=dict)
+    sent_at_s: dict[int, float] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    mean: Mean | None = None
+    exchange: Exchange | None = None
+    commit_at_s: float = 0.0
+    taken: set[int] = field(default_factory=set)
+
+
+class InProcessTransport:
+    """The meeting place of ``num_replicas`` replicas; each uses its `endpoint`.
+
+    Args:
+        num_replicas: M.
+        min_contributors: a round with fewer usable contributions is void; default: all of them.
+        round_timeout_s: a contribution that would be later than this, in virtual seconds, counts as not arrived; and
+            the longest that `Pending.wait` waits in real seconds for replicas in other threads.
+        network: emulated links on a virtual clock; None: payloads arrive at once.
+        faults: what goes wrong, as data.
+
+    >>> from diloco.algorithm.codec import make_codec
+    >>> transport, codec = InProcessTransport(2), make_codec("float32")
+    >>> def contribution(replica: int, value: float) -> Contribution:
+    ...     payload = codec.encode(torch.tensor([value]))
+    ...     return Contribution(round=RoundId(0, 0), replica=replica, codec=codec, numel=1, payload=payload)
+    >>> pending = [transport.endpoint(m).average(contribution(m, float(m))) for m in (0, 1)]
+    >>> [p.wait().values.item() for p in pending]
+    [0.5, 0.5]
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        min_contributors: int | None = None,
+        round_timeout_s: float = 600.0,
+        network: VirtualNetwork | None = None,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        if network is not None and len(network.links) != num_replicas:
+            raise ConfigurationError(
+                f"a network of {len(network.links)} links was given for {num_replicas} replicas; one link for each "
+                "would work. Nothing was started."
+            )
+        self.view = View.of(num_replicas)
+        self.min_contributors = num_replicas if min_contributors is None else min_contributors
+        if not 1 <= self.min_contributors <= num_replicas:
+            raise ConfigurationError(
+                f"min_contributors={min_contributors} was given for {num_replicas} replicas; 1 to {num_replicas} "
+                "would work. Nothing was started."
+            )
+        self.round_timeout_s = round_timeout_s
+        self.network = network
+        self.faults = tuple(faults)
+        self.changed = threading.Condition()
+        self._rounds: dict[RoundId, _Round] = {}
+        self._decided_before: dict[RoundId, float] = {}
+        self._sources: dict[int, SnapshotSource] = {}
+        self.threads: dict[int, int] = {}
+        self._endpoints = tuple(InProcessEndpoint(self, replica) for replica in self.view.members)
+
+    def endpoint(self, replica: int) -> InProcessEndpoint:
+        """The transport that replica number ``replica`` uses."""
+        return self._endpoints[replica]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Traffic, clocks, links and decided rounds. Contributions in flight are kept by the replicas that sent them."""
+        decided = [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict is not None]
+        return {
+            "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self._endpoints],
+            "network": self.network.state_dict() if self.network else None,
+            "decided": decided,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; the replicas then hand in again what they have in flight."""
+        for endpoint, (sent_bytes, received_bytes) in zip(self._endpoints, state["traffic"], strict=True):
+            endpoint.sent_bytes, endpoint.received_bytes = int(sent_bytes), int(received_bytes)
+        if self.network is not None and state["network"] is not None:
+            self.network.load_state_dict(state["network"])
+            self._decided_before = {RoundId(int(p), int(k)): float(at_s) for p, k, at_s in state["decided"]}
+
+    # What endpoints call, always under `changed`.
+
+    def accept(self, contribution: Contribution) -> None:
+        """Take in a contribution; the last one decides the round."""
+        replica, round_id = contribution.replica, contribution.round
+        state = self._rounds.setdefault(round_id, _Round())
+        if replica in state.contributions:
+            raise TransportError(
+                f"replica {replica} has contributed to {round_id} already; one contribution a round is taken. "
+                "The first one stands.",
+                round=str(round_id),
+                replicas=[replica],
+            )
+        state.contributions[replica] = contribution
+        state.sent_at_s[replica] = self.network.now_s[replica] if self.network else 0.0
+        if len(state.contributions) == len(self.view.members):
+            self._decide(round_id, state)
+            self.changed.notify_all()
+
+    def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
+        """The average of a round for ``replica``, waiting until it is decided."""
+        state = self._rounds.get(round_id)
+        if state is None or replica not in state.contributions or replica in state.taken:
+            raise TransportError(
+                f"replica {replica} waits for {round_id}, of which it has nothing in flight.", round=str(round_id)
+            )
+        self._await_verdict(replica, round_id, state, self.round_timeout_s if timeout_s is None else timeout_s)
+        verdict, exchange = state.verdict, state.exchange
+        assert verdict is not None and exchange is not None
+        waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
+        endpoint = self._endpoints[replica]
+        endpoint.sent_bytes += exchange.sent_bytes
+        endpoint.received_bytes += exchange.received_bytes
+        state.taken.add(replica)
+        if len(state.taken) == len(self.view.members):
+            del self._rounds[round_id]
+        if replica in verdict.diverged:
+            raise DivergedError(
+                f"{round_id}: {verdict.reason}. The round is void for all.",
+                donor=verdict.donor,
+                round=str(round_id),
+                replicas=verdict.diverged,
+            )
+        if state.mean is None:
+            raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
+        if self._befallen(round_id, replica, "miss-commit"):
+            raise RoundVoidError(f"{round_id}: no commit was heard of.", round=str(round_id), replicas=[replica])
+        return Average(
+            round=round_id,
+            values=state.mean.values,
+            view=self.view,
+            contributors=state.mean.contributors,
+            weight=state.mean.weight,
+            sent_bytes=exchange.sent_bytes,
+            received_bytes=exchange.received_bytes,
+            wait_s=waited_s,
+            buffers=state.mean.buffers,
+            integers=state.mean.integers,
+            note=verdict.reason,
+        )
+
+    def publish(self, replica: int, source: SnapshotSource) -> None:
+        self._sources[replica] = source
+
+    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
+        if donor not in self._sources:
+            raise TransportError(
+                f"replica {donor} was asked for fragment {fragment}, but it has published nothing.", replicas=[donor]
+            )
+        return self._sources[donor](fragment)
+
+    def _decide(self, round_id: RoundId, state: _Round) -> None:
+        absent: dict[int, str] = {}
+        arrived: dict[int, Contribution] = {}
+        delay_s = 0.0
+        for replica, contribution in state.contributions.items():
+            faults = [fault for fault in self.faults if fault.round == round_id and fault.replica == replica]
+            late_s = sum(fault.seconds for fault in faults if fault.kind == "late")
+            if any(fault.kind == "drop" for fault in faults):
+                absent[replica] = "was not heard of"
+            elif late_s > self.round_timeout_s:
+                absent[replica] = f"was {late_s:g} s late, {self.round_timeout_s:g} s are allowed"
+            else:
+                arrived[replica] = tamper(contribution, faults)
+                delay_s = max(delay_s, late_s)
+        sample = next(iter(state.contributions.values()))
+        state.exchange = plan_exchange(sample.codec, sample.numel, len(self.view.members), _extra_bytes(sample))
+        verdict = judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
+        state.commit_at_s = self._commit_time_s(round_id, state, delay_s)
+        taken_s = state.commit_at_s - min(state.sent_at_s.values())
+        if taken_s > self.round_timeout_s and not verdict.void:
+            verdict = Verdict((), f"it would take {taken_s:.3g} s, {self.round_timeout_s:g} s are allowed")
+        state.verdict = verdict
+        if not verdict.void:
+            state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors])
+
+    def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:
+        if self.network is None:
+            return 0.0
+        if round_id in self._decided_before:  # its bytes had their place on the links before the checkpoint
+            return self._decided_before.pop(round_id)
+        assert state.exchange is not None
+        transfers = {
+            replica: Transfer(at_s, state.exchange.sent_bytes, state.exchange.received_bytes)
+            for replica, at_s in sorted(state.sent_at_s.items())
+        }
+        return self.network.commit_time_s(transfers) + delay_s
+
+    def _await_verdict(self, replica: int, round_id: RoundId, state: _Round, timeout_s: float) -> None:
+        here = threading.get_ident()
+        missing = [member for member in self.view.members if member not in state.contributions]
+        if any(self.threads.get(member) == here for member in missing):
+            raise RoundTimeoutError(
+                f"replica {replica} would wait for ever for {round_id}: replica {missing[0]} has not sent its part and "
+                "runs in this same thread. Call begin() on every replica before finish() on any, or give each replica "
+                "a thread.",
+                round=str(round_id),
+                replicas=missing,
+            )
+        if not self.changed.wait_for(lambda: state.verdict is not None, timeout_s if math.isfinite(timeout_s) else None):
+            missing = [member for member in self.view.members if member not in state.contributions]
+            raise RoundTimeoutError(
+                f"{round_id} was not decided within {timeout_s:g} s: nothing was heard of replica "
+                f"{', '.join(map(str, missing))}. Nothing was applied.",
+                round=str(round_id),
+                replicas=missing,
+            )
+
+    def _befallen(self, round_id: RoundId, replica: int, kind: str) -> bool:
+        return any(f.kind == kind and f.replica == replica and f.round == round_id for f in self.faults)
+
+
+class InProcessEndpoint(Transport):
+    """One replica's side of an `InProcessTransport`."""
+
+    def __init__(self, hub: InProcessTransport, replica: int) -> None:
+        self.hub = hub
+        self.replica = replica
+        self.view = hub.view
+
+    def average(self, contribution: Contribution) -> Pending:
+        if contribution.replica != self.replica:
+            raise TransportError(
+                f"replica {self.replica} handed in a contribution in the name of replica {contribution.replica}; "
+                "each replica contributes for itself. It was not taken."
+            )
+        with self.hub.changed:
+            self.hub.threads[self.replica] = threading.get_ident()
+            self.hub.accept(contribution)
+        return _InProcessPending(self, contribution.round)
+
+    def publish(self, source: SnapshotSource) -> None:
+        with self.hub.changed:
+            self.hub.publish(self.replica, source)
+
+    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
+        with self.hub.changed:
+            return _copied(self.hub.fetch(fragment, donor))
+
+    def tick(self) -> None:
+        with self.hub.changed:
+            self.hub.threads[self.replica] = threading.get_ident()
+            if self.hub.network is not None:
+                self.hub.network.tick(self.replica)
+
+
+@dataclass(frozen=True)
+class _InProcessPending:
+    endpoint: InProcessEndpoint
+    round: RoundId
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        with self.endpoint.hub.changed:
+            return self.endpoint.hub.take(self.endpoint.replica, self.round, timeout_s)
+
+
+def _extra_bytes(contribution: Contribution) -> int:
+    extras = (contribution.buffers, contribution.integers)
+    return sum(extra.numel() * extra.element_size() for extra in extras if extra is not None)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        return {name: copy(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
+
+    return {name: copy(value) for name, value in state.items()}

@@ -1,0 +1,136 @@
+"""What every transport must do, whatever is underneath. Each implementation runs this suite on endpoints it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.codec import codec_names, make_codec
+from diloco.errors import DivergedError, RoundVoidError, TransportError
+from diloco.transport.base import Average, Transport
+
+MakeEndpoints = Callable[[int], Sequence[Transport]]
+"""Number of replicas -> their transports, each on its own side."""
+
+SIZE = 1000
+
+
+def contribution(
+    replica: int, *, outer_step: int = 0, fragment: int = 0, codec: str = "float32", weight: float = 1.0, digest: str = "d"
+) -> Contribution:
+    generator = torch.Generator().manual_seed(17 * replica + outer_step)
+    encoder = make_codec(codec)
+    return Contribution(
+        round=RoundId(fragment, outer_step),
+        replica=replica,
+        codec=encoder,
+        numel=SIZE,
+        payload=encoder.encode(torch.randn(SIZE, generator=generator)),
+        weight=weight,
+        digest=digest,
+        buffers=torch.tensor([float(replica), 1.0]),
+        integers=torch.tensor([replica, 7], dtype=torch.uint8),
+    )
+
+
+def exchange(endpoints: Sequence[Transport], contributions: Sequence[Contribution]) -> list[Average]:
+    pending = [endpoint.average(given) for endpoint, given in zip(endpoints, contributions, strict=True)]
+    return [each.wait() for each in pending]
+
+
+class TransportContract:
+    """Subclasses give the fixture ``make_endpoints``."""
+
+    @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
+    @pytest.mark.parametrize("codec", codec_names())
+    def test_every_replica_gets_the_same_weighted_mean(
+        self, make_endpoints: MakeEndpoints, num_replicas: int, codec: str
+    ) -> None:
+        weights = [1.0 + replica for replica in range(num_replicas)]
+        given = [contribution(m, codec=codec, weight=weights[m]) for m in range(num_replicas)]
+        averages = exchange(make_endpoints(num_replicas), given)
+        decoded = [make_codec(codec).decode(each.payload, SIZE) for each in given]
+        expected = sum(w * values for w, values in zip(weights, decoded, strict=True)) / sum(weights)
+        for average in averages:
+            assert torch.equal(average.values, averages[0].values), "bit-identical everywhere (invariant 1)"
+            torch.testing.assert_close(average.values, expected, rtol=1e-5, atol=1e-6)
+            assert average.contributors == tuple(range(num_replicas))
+            assert average.weight == sum(weights)
+            assert average.integers is not None
+            assert average.integers.tolist() == [0, 7], "integer buffers come from the first replica"
+            assert average.buffers is not None
+            mean = sum(w * m for m, w in enumerate(weights)) / sum(weights)
+            assert average.buffers.tolist() == pytest.approx([mean, 1.0])
+
+    def test_several_rounds_in_flight_do_not_mix(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(2)
+        first = [endpoint.average(contribution(m, outer_step=1)) for m, endpoint in enumerate(endpoints)]
+        second = [endpoint.average(contribution(m, fragment=1, outer_step=2)) for m, endpoint in enumerate(endpoints)]
+        later, earlier = [each.wait() for each in second], [each.wait() for each in first]
+        assert {average.round for average in later} == {RoundId(1, 2)}
+        assert {average.round for average in earlier} == {RoundId(0, 1)}
+        assert not torch.equal(later[0].values, earlier[0].values)
+
+    @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+    def test_a_weight_that_is_none_is_refused_and_named(self, make_endpoints: MakeEndpoints, weight: float) -> None:
+        endpoints = make_endpoints(2)
+        given = [contribution(0), contribution(1, weight=weight)]
+        pending = [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]
+        for each in pending:
+            with pytest.raises(RoundVoidError, match="replica 1 was refused: has the weight"):
+                each.wait()
+
+    def test_a_digest_of_the_minority_is_never_averaged_over(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(3)
+        given = [contribution(m, digest="odd" if m == 1 else "even") for m in range(3)]
+        pending = [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]
+        with pytest.raises(DivergedError, match="replica 1 differ from those of replica 0") as caught:
+            pending[1].wait()
+        assert (caught.value.donor, caught.value.replicas) == (0, (1,))
+        for each in (pending[0], pending[2]):
+            with pytest.raises(RoundVoidError, match="replica 1 differ"):
+                each.wait()
+
+    def test_the_first_round_is_checked_too(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(2)
+        pending = [endpoint.average(contribution(m, digest=str(m))) for m, endpoint in enumerate(endpoints)]
+        with pytest.raises(DivergedError):
+            pending[1].wait()
+        with pytest.raises(RoundVoidError):
+            pending[0].wait()
+
+    def test_two_contributions_to_one_round_are_refused(self, make_endpoints: MakeEndpoints) -> None:
+        endpoint = make_endpoints(2)[0]
+        endpoint.average(contribution(0))
+        with pytest.raises(TransportError, match="contributed to fragment 0, outer step 0 already"):
+            endpoint.average(contribution(0))
+
+    def test_nobody_contributes_in_anothers_name(self, make_endpoints: MakeEndpoints) -> None:
+        with pytest.raises(TransportError, match="in the name of replica 1"):
+            make_endpoints(2)[0].average(contribution(1))
+
+    def test_traffic_is_counted_each_way(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(3)
+        average = exchange(endpoints, [contribution(m, codec="fp4") for m in range(3)])[0]
+        extra = 2 * 4 + 2
+        assert average.sent_bytes == 2 * (make_codec("fp4").payload_bytes(SIZE) + extra)
+        assert [endpoint.sent_bytes for endpoint in endpoints] == [average.sent_bytes] * 3
+        assert [endpoint.received_bytes for endpoint in endpoints] == [average.received_bytes] * 3
+
+    def test_what_is_fetched_is_the_donors_and_a_copy(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(2)
+        held = {"global_params": torch.ones(3), "outer_step": 5, "slots": {"momentum": torch.zeros(3)}}
+        endpoints[1].publish(lambda fragment: {**held, "outer_step": fragment})
+        got = endpoints[0].fetch(4, 1)
+        got["global_params"].fill_(9)
+        got["slots"]["momentum"].fill_(9)
+        assert got["outer_step"] == 4
+        assert held["global_params"].tolist() == [1, 1, 1]  # type: ignore[attr-defined]  # a tensor
+        assert held["slots"]["momentum"].tolist() == [0, 0, 0]  # type: ignore[index]  # a dictionary
+
+    def test_a_donor_with_nothing_to_give_is_named(self, make_endpoints: MakeEndpoints) -> None:
+        with pytest.raises(TransportError, match="replica 1 was asked for fragment 0"):
+            make_endpoints(2)[0].fetch(0, 1)

@@ -1,0 +1,135 @@
+"""The in-process transport: the contract, faults given as data, threads, and what only it can get wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from diloco.algorithm.averaging import RoundId
+from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.transport.base import Average, Transport
+from diloco.transport.faults import Fault, parse_fault
+from diloco.transport.in_process import InProcessTransport
+from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
+
+
+def endpoints_of(hub: InProcessTransport) -> list[Transport]:
+    return [hub.endpoint(number) for number in hub.view.members]
+
+
+class TestInProcessContract(TransportContract):
+    @pytest.fixture
+    def make_endpoints(self) -> MakeEndpoints:
+        def make(num_replicas: int) -> Sequence[Transport]:
+            return endpoints_of(InProcessTransport(num_replicas))
+
+        return make
+
+
+def faulty(kind: str, *, min_contributors: int | None = None, seconds: float = 0.0) -> InProcessTransport:
+    fault = Fault(kind=kind, replica=1, round=RoundId(0, 0), seconds=seconds)  # type: ignore[arg-type]  # from a table
+    return InProcessTransport(3, min_contributors=min_contributors, faults=[fault], round_timeout_s=10)
+
+
+FAULTS = [
+    ("drop", 0.0, "replica 1 was not heard of"),
+    ("late", 11.0, "replica 1 was 11 s late, 10 s are allowed"),
+    ("truncate", 0.0, "the contribution of replica 1 was refused"),
+    ("non-finite", 0.0, "the contribution of replica 1 was refused"),
+]
+
+
+@pytest.mark.parametrize(("kind", "seconds", "words"), FAULTS)
+@pytest.mark.parametrize("codec", ["float32", "int8", "fp4"])
+def test_a_fault_makes_the_round_void_for_all_and_names_the_replica(
+    kind: str, seconds: float, words: str, codec: str
+) -> None:
+    endpoints = endpoints_of(faulty(kind, seconds=seconds))
+    pending = [endpoint.average(contribution(m, codec=codec)) for m, endpoint in enumerate(endpoints)]
+    for each in pending:
+        with pytest.raises(RoundVoidError, match=words):
+            each.wait()
+    assert endpoints[0].sent_bytes > 0, "void rounds cost bytes too"
+
+
+@pytest.mark.parametrize(("kind", "seconds", "words"), FAULTS)
+def test_with_enough_others_the_mean_divides_by_what_arrived(kind: str, seconds: float, words: str) -> None:
+    """Invariant 3."""
+    endpoints = endpoints_of(faulty(kind, min_contributors=2, seconds=seconds))
+    averages = exchange(endpoints, [contribution(m, weight=1.0 + m) for m in range(3)])
+    alone = exchange(endpoints_of(InProcessTransport(1)), [contribution(0)])[0].values
+    third = contribution(2).codec.decode(contribution(2).payload, alone.numel())
+    for average in averages:
+        assert (average.contributors, average.weight) == ((0, 2), 4.0)
+        torch.testing.assert_close(average.values, (alone + 3 * third) / 4)
+        assert words in average.note
+
+
+def test_a_delay_within_the_timeout_changes_nothing() -> None:
+    averages = exchange(endpoints_of(faulty("late", seconds=9.0)), [contribution(m) for m in range(3)])
+    assert averages[0].contributors == (0, 1, 2)
+
+
+def test_a_missed_commit_is_the_business_of_one_replica() -> None:
+    pending = [e.average(contribution(m)) for m, e in enumerate(endpoints_of(faulty("miss-commit")))]
+    assert pending[0].wait().contributors == (0, 1, 2)
+    with pytest.raises(RoundVoidError, match="no commit was heard of"):
+        pending[1].wait()
+    assert pending[2].wait().contributors == (0, 1, 2)
+
+
+def test_replicas_in_threads_wait_for_each_other_and_get_the_same_bits() -> None:
+    hub = InProcessTransport(3)
+    averages: dict[int, list[Average]] = {m: [] for m in range(3)}
+
+    def live(replica: int) -> None:
+        for step in range(20):
+            pending = hub.endpoint(replica).average(contribution(replica, outer_step=step))
+            averages[replica].append(pending.wait())
+
+    threads = [threading.Thread(target=live, args=(replica,)) for replica in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = InProcessTransport(3)
+    for step in range(20):
+        in_turns = exchange(endpoints_of(expected), [contribution(m, outer_step=step) for m in range(3)])
+        assert all(torch.equal(averages[m][step].values, in_turns[0].values) for m in range(3))
+
+
+def test_waiting_out_of_turn_in_one_thread_is_an_error_at_once() -> None:
+    first, second = endpoints_of(InProcessTransport(2))
+    second.tick()
+    pending = first.average(contribution(0))
+    with pytest.raises(RoundTimeoutError, match=r"replica 1 has not sent .* begin\(\) on every replica") as caught:
+        pending.wait()
+    assert caught.value.replicas == (1,)
+
+
+def test_a_replica_that_never_comes_is_named_after_the_timeout() -> None:
+    pending = InProcessTransport(2).endpoint(0).average(contribution(0))
+    with pytest.raises(RoundTimeoutError, match="within 0 s: nothing was heard of replica 1"):
+        pending.wait(timeout_s=0)
+
+
+def test_an_average_is_taken_once() -> None:
+    endpoint = InProcessTransport(1).endpoint(0)
+    pending = endpoint.average(contribution(0))
+    pending.wait()
+    with pytest.raises(TransportError, match="nothing in flight"):
+        pending.wait()
+
+
+@pytest.mark.parametrize("text", ["dorp replica=1", "drop replica=1", "drop replica=x fragment=0 outer_step=0", ""])
+def test_faults_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"drop|would work"):
+        parse_fault(text)
+
+
+def test_impossible_minimum_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="1 to 2 would work"):
+        InProcessTransport(2, min_contributors=3)

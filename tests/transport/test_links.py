@@ -1,0 +1,126 @@
+"""Emulated links: times that can be checked by hand, on a clock that nobody waits for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.errors import ConfigurationError, RoundVoidError
+from diloco.transport.in_process import InProcessTransport
+from diloco.transport.links import Link, LinkState, Transfer, VirtualNetwork, transfer_times
+from tests.transport.contract import SIZE, contribution, exchange
+
+FREE = [LinkState(), LinkState()]
+MEGABYTE_PER_S = 8e6
+
+
+def equal(num_replicas: int, sent_bytes: int, at_s: float = 0.0) -> dict[int, Transfer]:
+    return {m: Transfer(at_s, sent_bytes, sent_bytes) for m in range(num_replicas)}
+
+
+def test_one_replica_waits_for_nobody() -> None:
+    committed, _ = transfer_times({0: Transfer(3.0, 0, 0)}, [Link(1.0, 9.0)], [LinkState()])
+    assert committed == 3.0
+
+
+def test_bandwidth_latency_and_vote_add_up() -> None:
+    """2 MB at 1 MB/s, then 0.1 s to arrive and 0.1 s for the vote."""
+    committed, after = transfer_times(equal(2, 2_000_000, at_s=1.0), [Link(MEGABYTE_PER_S, 0.1)] * 2, FREE)
+    assert committed == pytest.approx(1.0 + 2.0 + 0.1 + 0.1)
+    assert after[0] == LinkState(pytest.approx(3.0), pytest.approx(3.1))
+
+
+def test_the_slowest_path_ends_the_round() -> None:
+    links = [Link(MEGABYTE_PER_S), Link(MEGABYTE_PER_S / 4)]
+    assert transfer_times(equal(2, 1_000_000), links, FREE)[0] == pytest.approx(4.0)
+
+
+def test_a_late_sender_holds_up_the_others() -> None:
+    transfers = {0: Transfer(0.0, 1_000_000, 1_000_000), 1: Transfer(5.0, 1_000_000, 1_000_000)}
+    assert transfer_times(transfers, [Link(MEGABYTE_PER_S)] * 2, FREE)[0] == pytest.approx(6.0)
+
+
+def test_payloads_of_one_replica_leave_one_after_the_other() -> None:
+    links = [Link(MEGABYTE_PER_S)] * 2
+    first, states = transfer_times(equal(2, 1_000_000), links, FREE)
+    second, _ = transfer_times(equal(2, 1_000_000), links, states)
+    assert (first, second) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+@given(
+    num_replicas=st.integers(1, 5),
+    bandwidth=st.floats(1e3, 1e12),
+    slower=st.floats(1, 100),
+    latency=st.floats(0, 1),
+    more=st.floats(0, 1),
+    size=st.integers(0, 10**9),
+)
+def test_a_worse_link_never_helps(
+    num_replicas: int, bandwidth: float, slower: float, latency: float, more: float, size: int
+) -> None:
+    states = [LinkState()] * num_replicas
+    good, _ = transfer_times(equal(num_replicas, size), [Link(bandwidth, latency)] * num_replicas, states)
+    bad, _ = transfer_times(equal(num_replicas, size), [Link(bandwidth / slower, latency + more)] * num_replicas, states)
+    assert bad >= good >= 0
+
+
+def network(bandwidth: float, latency_s: float = 0.0, step_time_s: float = 1.0) -> VirtualNetwork:
+    return VirtualNetwork([Link(bandwidth, latency_s)] * 2, [step_time_s] * 2)
+
+
+def test_what_is_overlapped_is_not_waited_for() -> None:
+    """4 kB at 1 kB/s take 4 s; 3 steps of 1 s pass before the merge, so 1 s is waited: CU = 3 / 4."""
+    emulated = network(8_000.0)
+    hub = InProcessTransport(2, network=emulated)
+    endpoints = [hub.endpoint(m) for m in range(2)]
+    pending = [endpoint.average(contribution(m)) for m, endpoint in enumerate(endpoints)]
+    for _ in range(3):
+        for endpoint in endpoints:
+            endpoint.tick()
+    extra_s = (2 * 4 + 2) / 1000
+    assert contribution(0).payload.numel() == 4 * SIZE
+    assert [each.wait().wait_s for each in pending] == [pytest.approx(1.0 + extra_s)] * 2
+    assert emulated.compute_utilization(0) == pytest.approx(3 / (4 + extra_s))
+
+
+def test_an_unlimited_link_is_never_waited_for() -> None:
+    emulated = network(math.inf)
+    hub = InProcessTransport(2, network=emulated)
+    averages = exchange([hub.endpoint(m) for m in range(2)], [contribution(m) for m in range(2)])
+    assert averages[0].wait_s == 0
+    assert emulated.compute_utilization(0) == 1
+
+
+def test_a_round_slower_than_the_timeout_is_void() -> None:
+    hub = InProcessTransport(2, network=network(8_000.0), round_timeout_s=3.9)
+    pending = [hub.endpoint(m).average(contribution(m)) for m in range(2)]
+    with pytest.raises(RoundVoidError, match=r"it would take 4\.01 s, 3\.9 s are allowed"):
+        pending[0].wait()
+
+
+def test_clocks_and_rounds_in_flight_survive_a_checkpoint() -> None:
+    """The bytes of a round in flight have their place on the link; saving must not send them twice."""
+
+    def through(stop: bool) -> list[float]:
+        hub = InProcessTransport(2, network=network(8_000.0))
+        pending = [hub.endpoint(m).average(contribution(m)) for m in range(2)]
+        if stop:
+            state = hub.state_dict()
+            hub = InProcessTransport(2, network=network(8_000.0))
+            hub.load_state_dict(state)
+            pending = [hub.endpoint(m).average(contribution(m)) for m in range(2)]
+        for m in range(2):
+            hub.endpoint(m).tick()
+        later = [hub.endpoint(m).average(contribution(m, fragment=1)) for m in range(2)]
+        return [each.wait().wait_s for each in (*pending, *later)]
+
+    assert through(stop=True) == through(stop=False)
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(0.0, 0.0), (-1.0, 0.0), (1.0, -1.0), (math.nan, 0.0), (1.0, math.inf)])
+def test_links_that_are_none_are_refused(bandwidth: float, latency: float) -> None:
+    with pytest.raises(ConfigurationError, match="positive bandwidth"):
+        Link(bandwidth, latency)
