@@ -1,0 +1,127 @@
+"""From settings to the things they describe."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from diloco.algorithm.codec import Codec, make_codec
+from diloco.algorithm.fragments import Fragment, partition
+from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
+from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, ScalarSchedule, Sgd
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
+from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.errors import ConfigurationError
+from diloco.model.transformer import Transformer
+from diloco.train.settings import RunSettings, TrainSettings
+from diloco.transport.faults import parse_fault
+from diloco.transport.in_process import InProcessTransport
+from diloco.transport.links import Link, VirtualNetwork
+from diloco.transport.settings import TransportSettings
+
+__all__ = [
+    "choose_device",
+    "make_configured_codec",
+    "make_fragments",
+    "make_merge_rule",
+    "make_outer_optimizer",
+    "make_schedule",
+    "make_transport",
+]
+
+
+def choose_device(settings: TrainSettings) -> torch.device:
+    """The device to train on.
+
+    Raises:
+        ConfigurationError: if it was asked for and is not there.
+    """
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(settings.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"train.device={settings.device!r} was given, and torch sees {torch.cuda.device_count()} CUDA devices; "
+            "train.device=cpu or auto would work. Nothing was started."
+        )
+    return device
+
+
+def make_schedule(settings: RunSettings) -> SyncSchedule:
+    """The synchronisation schedule of resolved settings."""
+    schedule, fragments = settings.schedule, settings.fragments
+    return SyncSchedule(
+        inner_steps=schedule.inner_steps,
+        num_fragments=fragments.num_fragments or 1,
+        overlap_steps=schedule.overlap_steps or 0,
+        offsets=schedule.offsets,
+    )
+
+
+def make_fragments(settings: FragmentSettings, model: Transformer) -> tuple[Fragment, ...]:
+    """The partition of resolved settings."""
+    return partition(
+        model,
+        num_fragments=settings.num_fragments or 1,
+        strategy=settings.strategy,
+        patterns=settings.patterns,
+    )
+
+
+def make_merge_rule(settings: MergeSettings) -> MergeRule:
+    """The merge rule of resolved settings."""
+    return RebaseMerge() if settings.rule == "rebase" else AlphaMerge(settings.alpha or 0.0)
+
+
+def make_configured_codec(settings: CodecSettings) -> Codec:
+    """The codec of resolved settings."""
+    return make_codec(settings.name or "float32", **settings.arguments())
+
+
+def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOptimizer:
+    """The outer optimizer of resolved settings.
+
+    Args:
+        settings: of the outer optimizer.
+        outer_steps: rounds of one fragment in the whole run, over which the schedules are laid out.
+    """
+    learning_rate: ScalarSchedule = settings.learning_rate if settings.learning_rate is not None else 0.7
+    if settings.learning_rate_schedule != "constant" and not callable(learning_rate):
+        learning_rate = ValueSchedule(
+            peak=learning_rate,
+            kind=settings.learning_rate_schedule,
+            total_steps=max(1, outer_steps),
+            final_ratio=settings.learning_rate_final_ratio,
+        )
+    if settings.name == "sgd":
+        return Sgd(learning_rate=learning_rate)
+    if settings.name == "adam":
+        return Adam(learning_rate=learning_rate, betas=settings.betas, epsilon=settings.epsilon)
+    momentum: ScalarSchedule = settings.momentum
+    if settings.momentum_warmup_outer_steps:
+        momentum = ValueSchedule(peak=settings.momentum, warmup_steps=settings.momentum_warmup_outer_steps)
+    return Nesterov(learning_rate=learning_rate, momentum=momentum)
+
+
+def make_transport(settings: TransportSettings) -> InProcessTransport:
+    """The in-process transport with its emulated links and faults."""
+    network = None
+    if settings.step_time_s:
+        bandwidths = _each(settings.bandwidth_bits_per_s or (math.inf,), settings.replicas)
+        latencies = _each(settings.latency_s or (0.0,), settings.replicas)
+        links = [Link(bandwidth, latency) for bandwidth, latency in zip(bandwidths, latencies, strict=True)]
+        network = VirtualNetwork(links, _each(settings.step_time_s, settings.replicas))
+    return InProcessTransport(
+        settings.replicas,
+        min_contributors=settings.min_contributors,
+        round_timeout_s=settings.round_timeout_s,
+        network=network,
+        faults=[parse_fault(text) for text in settings.faults],
+    )
+
+
+def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """One value for all, or one for each."""
+    return values * count if len(values) == 1 else values

@@ -1,0 +1,76 @@
+"""Averaging gradients at every step: the baseline, and the shared start of a run."""
+
+from __future__ import annotations
+
+import torch
+
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.codec import Codec
+from diloco.algorithm.fragments import flatten, trainable_parameters, unflatten_
+from diloco.errors import NonFiniteError, RoundVoidError
+from diloco.model.transformer import Transformer
+from diloco.transport.base import Pending, Transport
+
+__all__ = ["GradientAverager"]
+
+
+class GradientAverager:
+    """Replaces the gradients of one replica by the mean over all replicas, through the same transport and the same mean.
+
+    Args:
+        model: whose gradients.
+        transport: this replica's way to the others.
+        codec: how gradients travel; float32 is plain data-parallel training.
+    """
+
+    def __init__(self, model: Transformer, transport: Transport, codec: Codec) -> None:
+        self.parameters = list(trainable_parameters(model).values())
+        self.transport = transport
+        self.codec = codec
+        self._pending: Pending | None = None
+
+    def begin(self, step: int) -> None:
+        """Send the gradients of inner step ``step`` (counted from 0); absent ones count as zero."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        values = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
+        flatten([parameter.grad for parameter in self.parameters if parameter.grad is not None], values)
+        finite = bool(torch.isfinite(values).all())  # a saturating codec would hide it
+        self._pending = self.transport.average(
+            Contribution(
+                round=RoundId(-1, step),
+                replica=self.transport.replica,
+                codec=self.codec,
+                numel=numel,
+                payload=self.codec.encode(values),
+                withdrawn="" if finite else "gradients that are not finite",
+            )
+        )
+        self.transport.tick()
+
+    def finish(self, *, may_skip: bool) -> bool:
+        """Put the mean in the gradients' place.
+
+        Args:
+            may_skip: whether a void round means to skip the step (gradient scaling) rather than an error.
+
+        Returns:
+            False if the round is void, on all replicas alike, and the step is to be skipped.
+
+        Raises:
+            NonFiniteError: if the round is void and ``may_skip`` is false; it says which replica's gradients failed.
+        """
+        assert self._pending is not None, "begin comes first"
+        try:
+            average = self._pending.wait()
+        except RoundVoidError as error:
+            if may_skip:
+                return False
+            raise NonFiniteError(
+                f"{error} Data-parallel training can't do without them. Nothing was applied; the last checkpoint "
+                "stands."
+            ) from error
+        unflatten_(average.values, [parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        return True

@@ -1,0 +1,80 @@
+"""Held-out loss, perplexity and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from diloco.data.sampler import heldout_batches
+from diloco.data.tokens import Tokenizer
+from diloco.model.transformer import Transformer
+
+__all__ = ["Evaluation", "evaluate", "mean_evaluation"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model predicts held-out text.
+
+    Attributes:
+        loss: mean cross-entropy in nats per token, end-of-document tokens included.
+        bits_per_byte: the same cross-entropy in bits per byte of text, comparable between tokenisers.
+        tokens: number of predicted tokens.
+    """
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``; infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    tokens: np.ndarray,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    sequences: int = 0,
+) -> Evaluation:
+    """Evaluate ``model`` on held-out ``tokens``; its mode is put back afterwards.
+
+    Args:
+        model: on any device.
+        tokenizer: tells how many bytes each token stands for.
+        tokens: ``(n,)`` packed held-out tokens.
+        sequence_length: tokens per sequence.
+        batch_size: sequences per forward pass.
+        sequences: how many, always the same ones, spread evenly; 0: all.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    nats, count, num_bytes = 0.0, 0, 0
+    model.eval()
+    try:
+        with torch.no_grad():
+            for inputs, targets in heldout_batches(tokens, sequence_length, batch_size, sequences):
+                logits = model(inputs.to(device)).float()
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
+                nats += float(loss)
+                count += targets.numel()
+                num_bytes += tokenizer.num_bytes(targets.flatten().tolist())
+    finally:
+        model.train(was_training)
+    return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count)
+
+
+def mean_evaluation(evaluations: list[Evaluation]) -> Evaluation:
+    """The mean over models evaluated on the same tokens (independent replicas have no global parameters)."""
+    size = len(evaluations)
+    return Evaluation(
+        sum(e.loss for e in evaluations) / size, sum(e.bits_per_byte for e in evaluations) / size, evaluations[0].tokens
+    )

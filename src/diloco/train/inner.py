@@ -1,0 +1,188 @@
+"""The inner optimizer of one replica: forward, backward, clip, step; autocast and gradient scaling."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.errors import ConfigurationError, NonFiniteError, nearest
+from diloco.model.transformer import Transformer
+from diloco.train.settings import InnerSettings
+
+__all__ = ["InnerLoop", "InnerStep", "inner_learning_rate", "make_inner_optimizer"]
+
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class InnerStep:
+    """What one inner step did.
+
+    Attributes:
+        learning_rate: of this step.
+        gradient_norm: global norm before clipping; infinite or NaN when the step was skipped.
+        skipped: whether the gradient scaler skipped it (float16 only).
+    """
+
+    learning_rate: float
+    gradient_norm: float
+    skipped: bool
+
+
+def inner_learning_rate(settings: InnerSettings, steps: int) -> ValueSchedule:
+    """The inner learning rate as a pure function of the global step, over a run of ``steps``."""
+    left = max(1, steps - settings.warmup_steps)
+    return ValueSchedule(
+        peak=settings.learning_rate,
+        kind=settings.schedule,
+        total_steps=steps,
+        warmup_steps=settings.warmup_steps,
+        final_ratio=settings.final_ratio,
+        decay_steps=settings.decay_steps or min(left, max(1, steps // 5)),
+    )
+
+
+def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.optim.Optimizer:
+    """The ``torch.optim`` class that ``settings`` names, over the trainable parameters of ``model``.
+
+    Weight decay, where asked for, acts on matrices only, not on norms and biases. The fused kernel is used where the
+    class has one.
+
+    Raises:
+        ConfigurationError: for an unknown class or argument; it names the nearest.
+    """
+    known = {
+        name
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if settings.name not in known:
+        raise ConfigurationError(
+            f"inner.name={settings.name!r} is no optimizer of torch.optim; {nearest(settings.name, known)} "
+            "Nothing was started."
+        )
+    kind = getattr(torch.optim, settings.name)
+    accepted = set(inspect.signature(kind).parameters) - {"params", "lr"}
+    arguments = dict(settings.arguments)
+    for name in arguments:
+        if name not in accepted:
+            raise ConfigurationError(
+                f"inner.arguments.{name} is no argument of {settings.name}; {nearest(name, accepted)} "
+                "Nothing was started."
+            )
+    if "fused" in accepted and not {"fused", "foreach"} & arguments.keys():
+        arguments["fused"] = True
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if arguments.get("weight_decay"):
+        vectors = [parameter for parameter in parameters if parameter.dim() < 2]
+        groups = [{"params": [parameter for parameter in parameters if parameter.dim() >= 2]}]
+        if vectors:
+            groups.append({"params": vectors, "weight_decay": 0.0})
+    try:
+        return cast(torch.optim.Optimizer, kind(groups, lr=settings.learning_rate, **arguments))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"torch.optim.{settings.name} refused {arguments}: {error}. Nothing was started.") from error
+
+
+class InnerLoop:
+    """Forward, backward and step of one replica.
+
+    Args:
+        model: its ``loss(tokens, targets)`` gives training loss and cross-entropy.
+        optimizer: over its trainable parameters.
+        learning_rate: of the global step.
+        clip_norm: largest global gradient norm, or None.
+        precision: autocast type of the forward pass; float16 scales the loss, for the inner optimizer only.
+        accumulation: pieces a batch is computed in.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        *,
+        learning_rate: ValueSchedule,
+        clip_norm: float | None = 1.0,
+        precision: Literal["float32", "bfloat16", "float16"] = "float32",
+        accumulation: int = 1,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.clip_norm = clip_norm
+        self.accumulation = accumulation
+        self.device = next(model.parameters()).device
+        self.autocast_dtype = AUTOCAST.get(precision)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
+
+    def accumulate_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradients of a batch, ``(batch, sequence)`` int64 each, to ``.grad``.
+
+        Returns:
+            Mean cross-entropy of the batch in nats per token, ``()`` float32 on the device.
+        """
+        self.model.train()
+        total = torch.zeros((), device=self.device)
+        pieces = zip(tokens.chunk(self.accumulation), targets.chunk(self.accumulation), strict=True)
+        for piece_tokens, piece_targets in pieces:
+            with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+                loss, cross_entropy = self.model.loss(
+                    piece_tokens.to(self.device, non_blocking=True), piece_targets.to(self.device, non_blocking=True)
+                )
+            self.scaler.scale(loss / self.accumulation).backward()
+            total += cross_entropy.detach() / self.accumulation
+        return total
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale; nothing to do but in float16. Once a step, before `apply`."""
+        self.scaler.unscale_(self.optimizer)
+
+    def apply(self, step: int, *, skip: bool = False) -> InnerStep:
+        """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
+
+        Args:
+            step: inner steps finished before this one.
+            skip: skip the step on this replica because another one had to, lowering the loss scale alike.
+
+        Raises:
+            NonFiniteError: if the gradients are not finite and no scaler is there to skip the step.
+        """
+        learning_rate = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        total_norm = get_total_norm(gradients)
+        norm = float(total_norm)
+        finite = math.isfinite(norm)
+        if not finite and not self.scaler.is_enabled():
+            raise NonFiniteError(
+                f"the gradient norm of inner step {step + 1} is {norm}. Nothing was applied or sent. A lower learning "
+                "rate, inner.clip_norm or a wider train.precision would work, going on from the last checkpoint."
+            )
+        if finite and not skip:
+            if self.clip_norm is not None:
+                clip_grads_with_norm_(self.model.parameters(), self.clip_norm, total_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+        self.optimizer.zero_grad(set_to_none=True)
+        return InnerStep(learning_rate, norm, skipped=skip or not finite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Inner optimizer and gradient scaler."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, by copy."""
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.scaler.load_state_dict(dict(state["scaler"]))

@@ -1,0 +1,346 @@
+"""`DiLoCo`: three lines around anybody's training loop, and the heart of our own.
+
+For each action of the step, ``Send`` starts an average and ``Merge`` finishes one. Nothing here knows which variant of
+the algorithm runs or what the network is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.buffers import collect_buffers, restore_buffers_
+from diloco.algorithm.codec import Codec, make_codec
+from diloco.algorithm.error_feedback import ErrorFeedback
+from diloco.algorithm.fragments import Fragment, check_coverage, partition, trainable_parameters
+from diloco.algorithm.merge import AlphaMerge, MergeRule
+from diloco.algorithm.outer_loop import OuterLoop
+from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
+from diloco.algorithm.schedule import Send, SyncSchedule
+from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError
+from diloco.events import Event, RoundCommitted, RoundSent, RoundVoid
+from diloco.transport.base import Pending, Transport
+from diloco.transport.in_process import InProcessTransport
+
+__all__ = ["DiLoCo"]
+
+
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    contribution: Contribution
+    pending: Pending
+    sent: Tensor | None  # the local parameters at sending, where the merge rule needs them
+
+
+class DiLoCo:
+    """Keeps one replica of a model in step with the others (DiLoCo; Streaming DiLoCo, Algorithm 2).
+
+    Call `step` after every step of the inner optimizer, or `begin` and `finish` where replicas share a thread. All
+    replicas must start from the same weights and use the same arguments.
+
+    Args:
+        model: any module; its trainable parameters are synchronised, its floating buffers averaged.
+        inner_optimizer: the optimizer (or optimizers) that train it; checked to hold every trainable parameter.
+        transport: this replica's way to the others; None: alone, with the same algorithm.
+        schedule: when fragments are sent and merged; default: H = 100, one fragment, no overlap.
+        fragments: a partition made by `partition`; default: strided, with the schedule's number of fragments.
+        outer_optimizer: default: Nesterov with lr 0.7 for one fragment, 0.4 for several (the papers'), momentum 0.9.
+        merge: default: ``AlphaMerge(0)``, which takes the global parameters.
+        codec: a codec or its name; default: float32.
+        error_feedback: keep what the codec loses for the next round; 4 bytes per parameter.
+        global_device: where global parameters and outer state live, e.g. "cpu"; None: beside the model.
+        weight: this replica's weight in every mean.
+        on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`.
+
+    Raises:
+        ConfigurationError: for arguments that cannot work together; `FragmentError` names the parameters.
+
+    >>> model = nn.Linear(2, 1)
+    >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=2)) as diloco:
+    ...     for _ in range(4):
+    ...         model(torch.ones(1, 2)).sum().backward()
+    ...         inner.step(); inner.zero_grad()
+    ...         diloco.step()
+    >>> diloco.rounds_committed
+    2
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner_optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        transport: Transport | None = None,
+        schedule: SyncSchedule | None = None,
+        fragments: Sequence[Fragment] | None = None,
+        outer_optimizer: OuterOptimizer | None = None,
+        merge: MergeRule | None = None,
+        codec: Codec | str = "float32",
+        error_feedback: bool = False,
+        global_device: torch.device | str | None = None,
+        weight: float = 1.0,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.transport = transport or InProcessTransport(1).endpoint(0)
+        self.schedule = schedule or SyncSchedule(inner_steps=100)
+        self.fragments = tuple(fragments or partition(model, num_fragments=self.schedule.num_fragments))
+        self.merge_rule = merge or AlphaMerge()
+        self.weight = weight
+        self.steps = 0
+        self.rounds_committed = 0
+        self.rounds_void = 0
+        check_coverage(model, self.fragments)
+        _check_trained(model, [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer)
+        if len(self.fragments) != self.schedule.num_fragments:
+            raise ConfigurationError(
+                f"{len(self.fragments)} fragments were given with a schedule for {self.schedule.num_fragments}; the "
+                "same number of both would work. Nothing was started."
+            )
+        default = Nesterov(learning_rate=0.7 if len(self.fragments) == 1 else 0.4)
+        device = None if global_device is None else torch.device(global_device)
+        self.outer_loop = OuterLoop(model, self.fragments, outer_optimizer or default, device)
+        codec = make_codec(codec) if isinstance(codec, str) else codec
+        self._codecs: list[Codec] = [
+            ErrorFeedback(codec, fragment.numel) if error_feedback else codec for fragment in self.fragments
+        ]
+        self._on_event = on_event or (lambda event: None)
+        self._in_flight: dict[int, _InFlight] = {}
+        self.transport.publish(self.outer_loop.fragment_state)
+
+    def step(self) -> None:
+        """An inner step is done: send and merge what the schedule says. Blocks only in a merge."""
+        self.begin()
+        self.finish()
+
+    def begin(self) -> None:
+        """The first half of `step`: count the inner step and send what is due. Never blocks on other replicas."""
+        self.steps += 1
+        self.transport.tick()
+        for action in self.schedule.actions(self.steps):
+            if isinstance(action, Send):
+                self._send(RoundId(action.fragment, action.outer_step))
+
+    def finish(self) -> None:
+        """The second half of `step`: wait for the averages that are due, and merge them."""
+        for action in self.schedule.actions(self.steps):
+            if not isinstance(action, Send) and action.fragment in self._in_flight:
+                self._merge(action.fragment)
+
+    def drain(self) -> None:
+        """Merge every fragment in flight at once, in the order sent; for the end of a run."""
+        for fragment in list(self._in_flight):
+            self._merge(fragment)
+
+    @property
+    def in_flight(self) -> tuple[RoundId, ...]:
+        """Rounds sent and not yet merged, in the order sent."""
+        return tuple(entry.contribution.round for entry in self._in_flight.values())
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        """Inside, the model holds the global parameters (for evaluation or export); afterwards its local ones again."""
+        parameters = trainable_parameters(self.model)
+        local = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        try:
+            for name, values in self.outer_loop.named_global_params().items():
+                parameters[name].detach().copy_(values)
+            yield self.model
+        finally:
+            for name, values in local.items():
+                parameters[name].detach().copy_(values)
+
+    def _send(self, round_id: RoundId) -> None:
+        index = round_id.fragment
+        codec = self._codecs[index]
+        delta, sent, largest = self.outer_loop.pseudo_gradient(index, keep_local=self.merge_rule.keeps_sent)
+        buffers, integers = collect_buffers(self.model) if index == len(self.fragments) - 1 else (None, None)
+        contribution = Contribution(
+            round=round_id,
+            replica=self.transport.replica,
+            codec=codec,
+            numel=delta.numel(),
+            payload=codec.encode(delta),
+            weight=self.weight,
+            digest=self.outer_loop.digest(index),
+            buffers=buffers,
+            integers=integers,
+        )
+        self._submit(contribution, sent)
+        self._on_event(
+            RoundSent(
+                step=self.steps,
+                replica=self.transport.replica,
+                fragment=index,
+                outer_step=round_id.outer_step,
+                payload_bytes=contribution.payload.numel(),
+                saturated=largest > codec.saturation_limit,
+            )
+        )
+
+    def _submit(self, contribution: Contribution, sent: Tensor | None) -> None:
+        pending = self.transport.average(contribution)
+        self._in_flight[contribution.round.fragment] = _InFlight(contribution, pending, sent)
+
+    def _merge(self, index: int) -> None:
+        entry = self._in_flight[index]
+        codec = self._codecs[index]
+        try:
+            average = entry.pending.wait()
+        except DivergedError as error:
+            self._rollback(codec)
+            with self.outer_loop.carrying_over(index):
+                self.outer_loop.load_fragment_state(index, self.transport.fetch(index, error.donor))
+            self._void(entry, f"{error} Replica {self.transport.replica} took over the state of replica {error.donor}.")
+        except RoundVoidError as error:
+            self._rollback(codec)
+            self._void(entry, str(error))
+        else:
+            if self.transport.replica in average.contributors:
+                self.outer_loop.outer_step(index, average.values)
+                self.outer_loop.merge(index, self.merge_rule, entry.sent)
+                if isinstance(codec, ErrorFeedback):
+                    codec.commit()
+            else:  # the others' work is applied, this replica's stays in its next pseudo-gradient
+                self._rollback(codec)
+                with self.outer_loop.carrying_over(index):
+                    self.outer_loop.outer_step(index, average.values)
+            if average.buffers is not None or average.integers is not None:
+                restore_buffers_(self.model, average.buffers, average.integers)
+            self.rounds_committed += 1
+            self._on_event(
+                RoundCommitted(
+                    step=self.steps,
+                    replica=self.transport.replica,
+                    fragment=index,
+                    outer_step=average.round.outer_step,
+                    contributors=average.contributors,
+                    sent_bytes=average.sent_bytes,
+                    received_bytes=average.received_bytes,
+                    wait_s=average.wait_s,
+                )
+            )
+        del self._in_flight[index]
+
+    def _rollback(self, codec: Codec) -> None:
+        if isinstance(codec, ErrorFeedback):
+            codec.rollback()
+
+    def _void(self, entry: _InFlight, reason: str) -> None:
+        self.rounds_void += 1
+        round_id = entry.contribution.round
+        self._on_event(
+            RoundVoid(
+                step=self.steps,
+                replica=self.transport.replica,
+                fragment=round_id.fragment,
+                outer_step=round_id.outer_step,
+                reason=reason,
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but model and inner optimizer, which are saved beside it; tensors are not copied.
+
+        Global parameters, outer state, position in the schedule, fragments in flight (what was sent, so that the same
+        average is made again), error-feedback residuals, counters.
+        """
+        return {
+            "about": self._about(),
+            "steps": self.steps,
+            "rounds_committed": self.rounds_committed,
+            "rounds_void": self.rounds_void,
+            "fragments": [self.outer_loop.fragment_state(fragment.index) for fragment in self.fragments],
+            "codecs": [codec.state_dict() if isinstance(codec, ErrorFeedback) else None for codec in self._codecs],
+            "in_flight": [
+                {
+                    "fragment": entry.contribution.round.fragment,
+                    "outer_step": entry.contribution.round.outer_step,
+                    "payload": entry.contribution.payload,
+                    "weight": entry.contribution.weight,
+                    "digest": entry.contribution.digest,
+                    "buffers": entry.contribution.buffers,
+                    "integers": entry.contribution.integers,
+                    "sent": entry.sent,
+                }
+                for entry in self._in_flight.values()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; what was in flight is handed to the transport again.
+
+        Raises:
+            CheckpointError: if the state is of another schedule, partition, codec or merge rule; it names both sides.
+        """
+        mine, theirs = self._about(), dict(state["about"])
+        for key in mine:
+            if mine[key] != theirs.get(key):
+                raise CheckpointError(
+                    f"the saved state has {key} = {theirs.get(key)!r} and this run {mine[key]!r}; the same on both "
+                    "sides would work. Nothing was loaded."
+                )
+        self.steps = int(state["steps"])
+        self.rounds_committed = int(state["rounds_committed"])
+        self.rounds_void = int(state["rounds_void"])
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            self.outer_loop.load_fragment_state(fragment.index, saved)
+        for codec, saved in zip(self._codecs, state["codecs"], strict=True):
+            if isinstance(codec, ErrorFeedback):
+                codec.load_state_dict(saved)
+        self._in_flight.clear()
+        for entry in state["in_flight"]:
+            index = int(entry["fragment"])
+            device = self.outer_loop.device
+            contribution = Contribution(
+                round=RoundId(index, int(entry["outer_step"])),
+                replica=self.transport.replica,
+                codec=self._codecs[index],
+                numel=self.fragments[index].numel,
+                payload=entry["payload"].to(device),
+                weight=float(entry["weight"]),
+                digest=str(entry["digest"]),
+                buffers=entry["buffers"],
+                integers=entry["integers"],
+            )
+            self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
+
+    def _about(self) -> dict[str, Any]:
+        """What must be the same on both sides of a checkpoint."""
+        codec = self._codecs[0]
+        return {
+            "inner_steps": self.schedule.inner_steps,
+            "overlap_steps": self.schedule.overlap_steps,
+            "offsets": list(self.schedule.fragment_offsets),
+            "fragments": [list(fragment.names) for fragment in self.fragments],
+            "codec": {"name": codec.name, **codec.parameters()},
+            "merge": repr(self.merge_rule),
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Merge what is in flight, unless an error is on its way out."""
+        if kind is None:
+            self.drain()
+
+
+def _check_trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if idle := [name for name, p in trainable_parameters(model).items() if id(p) not in held]:
+        raise ConfigurationError(
+            f"no inner optimizer holds {', '.join(idle)}; add it to one, or freeze it with requires_grad_(False). "
+            "Nothing was started."
+        )

@@ -1,0 +1,298 @@
+"""One run from start to end: data, replicas, steps, evaluations, checkpoints, signals, and the summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.algorithm.codec import Codec
+from diloco.algorithm.exchange import data_parallel_bytes
+from diloco.data.corpus import Corpus, build_corpus
+from diloco.errors import CheckpointError
+from diloco.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Interrupted,
+    Note,
+    RunFinished,
+    RunStarted,
+    SampleGenerated,
+    Sink,
+    StepFinished,
+)
+from diloco.train.checkpoint import open_checkpoint, save_checkpoint
+from diloco.train.components import choose_device
+from diloco.train.describe import describe
+from diloco.train.environment import describe_environment
+from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
+from diloco.train.generate import generate
+from diloco.train.session import Session
+from diloco.train.settings import RunSettings
+from diloco.train.stopping import StopRequest
+from diloco.train.trained import read_weights
+
+__all__ = ["run_training"]
+
+
+def run_training(settings: RunSettings, *, folder: Path, sink: Sink, config_toml: str) -> Mapping[str, Any]:
+    """Train as ``settings`` say, and leave everything in ``folder``.
+
+    Args:
+        settings: resolved.
+        folder: of the run; made if missing.
+        sink: told of everything that happens.
+        config_toml: the settings as text, written to ``config.toml`` when the run is new.
+
+    Returns:
+        The summary, also written to ``summary.json``. ``interrupted`` names the signal that stopped the run, or is None.
+
+    Raises:
+        DiLoCoError: of the kind that fits; a checkpoint that was complete stays.
+    """
+    if settings.train.threads is not None:
+        torch.set_num_threads(settings.train.threads)
+    device = choose_device(settings.train)
+    corpus = build_corpus(settings.data)
+    vocab_size = settings.model.vocab_size or corpus.tokenizer.vocab_size
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab_size=vocab_size))
+    initial = read_weights(settings.train.init_from) if settings.train.init_from else None
+    session = Session(settings, corpus, device, sink.handle, initial)
+    run = _Run(settings, folder, sink, session, corpus, device)
+    if settings.checkpoint.resume is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(config_toml, encoding="utf-8")
+        corpus.tokenizer.save(folder)
+    else:
+        run.resume(settings.checkpoint.resume)
+    environment = json.dumps(describe_environment(device), indent=2)
+    (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
+    return run.train()
+
+
+class _Run:
+    """The state of `run_training` that its parts share."""
+
+    def __init__(
+        self, settings: RunSettings, folder: Path, sink: Sink, session: Session, corpus: Corpus, device: torch.device
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.sink = sink
+        self.session = session
+        self.corpus = corpus
+        self.device = device
+        self.resumed_from: str | None = None
+        self.rounds_in_flight_noted = False
+        train = settings.train
+        self.tokens_per_step = settings.transport.replicas * train.batch_size * train.sequence_length
+        self.parameters = session.replicas[0].model.num_parameters()
+
+    @property
+    def step(self) -> int:
+        return self.session.totals.steps
+
+    def resume(self, path: Path) -> None:
+        """Load the checkpoint at ``path``, refusing one of other data."""
+        checkpoint = open_checkpoint(path)
+        fingerprint = checkpoint.about.get("corpus")
+        if fingerprint != self.corpus.fingerprint:
+            raise CheckpointError(
+                f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
+                f"{self.corpus.fingerprint}; the same files and tokeniser would work. Nothing was started."
+            )
+        self.session.load_state_parts(lambda part: checkpoint.load(part))
+        self.resumed_from = str(checkpoint.path)
+
+    def train(self) -> dict[str, Any]:
+        settings, totals = self.settings, self.session.totals
+        last = min(settings.train.steps, settings.train.stop_after or settings.train.steps)
+        self._emit(
+            RunStarted(
+                step=self.step,
+                total_steps=settings.train.steps,
+                algorithm=settings.algorithm,
+                num_replicas=settings.transport.replicas,
+                parameters=self.parameters,
+                tokens_per_step=self.tokens_per_step,
+                resumed_from=self.resumed_from,
+                facts=self._facts(),
+            )
+        )
+        wall_before_s, started_s = totals.wall_s, time.perf_counter()
+        evaluate_every, save_every = settings.evaluation.every_steps or 0, settings.checkpoint.every_steps or 0
+        saved_at = self.step if self.resumed_from else -1
+        with StopRequest() as stop:
+            while self.step < last and not stop.signal:
+                self._train_step()
+                totals.wall_s = wall_before_s + time.perf_counter() - started_s
+                if evaluate_every and self.step % evaluate_every == 0 and self.step < last:
+                    self._evaluate(final=False)
+                if save_every and self.step % save_every == 0 and self.step < last:
+                    self._save()
+                    saved_at = self.step
+            finished = self.step >= settings.train.steps
+            if finished:
+                self.session.drain()
+            if saved_at != self.step or finished:
+                self._save()
+            if stop.signal:
+                self._emit(Interrupted(step=self.step, signal=stop.signal))
+            evaluation = None if stop.signal else self._evaluate(final=True)
+            if finished and settings.evaluation.sample_tokens:
+                self._sample()
+        totals.wall_s = wall_before_s + time.perf_counter() - started_s
+        summary = self._summary(evaluation, stop.signal)
+        _write_json(self.folder / "summary.json", summary)
+        self._emit(RunFinished(step=self.step, summary=summary))
+        return summary
+
+    def _train_step(self) -> None:
+        started_s = time.perf_counter()
+        result = self.session.step()
+        sent_bytes, received_bytes = self.session.traffic()
+        inner = result.inner
+        self._emit(
+            StepFinished(
+                step=self.step,
+                loss=result.loss,
+                learning_rate=inner[0].learning_rate,
+                gradient_norm=sum(step.gradient_norm for step in inner) / len(inner),
+                tokens=self.step * self.tokens_per_step,
+                step_s=time.perf_counter() - started_s,
+                sent_bytes=sent_bytes,
+                received_bytes=received_bytes,
+                compute_utilization=self.session.compute_utilization(),
+                skipped_replicas=sum(step.skipped for step in inner),
+            )
+        )
+
+    def _evaluate(self, *, final: bool) -> Evaluation:
+        settings = self.settings
+        with self.session.evaluated_models() as models:
+            evaluation = mean_evaluation(
+                [
+                    evaluate(
+                        model,
+                        self.corpus.tokenizer,
+                        self.corpus.heldout,
+                        sequence_length=settings.train.sequence_length,
+                        batch_size=settings.train.batch_size * 8,
+                        sequences=settings.evaluation.sequences,
+                    )
+                    for model in models
+                ]
+            )
+        self._emit(
+            Evaluated(
+                step=self.step,
+                heldout_loss=evaluation.loss,
+                perplexity=evaluation.perplexity,
+                bits_per_byte=evaluation.bits_per_byte,
+                heldout_tokens=evaluation.tokens,
+                final=final,
+            )
+        )
+        return evaluation
+
+    def _save(self) -> None:
+        started_s = time.perf_counter()
+        diloco = self.session.replicas[0].diloco
+        about = {
+            "algorithm": self.settings.algorithm,
+            "num_replicas": self.settings.transport.replicas,
+            "parameters": self.parameters,
+            "sequence_length": self.settings.train.sequence_length,
+            "model": dataclasses.asdict(self.settings.model),
+            "corpus": self.corpus.fingerprint,
+            "global_params_digest": self.session.global_digest(),
+            "fragments": [
+                {"index": p, "parameters": list(fragment.names), "numel": fragment.numel, "outer_step": state.step}
+                for p, (fragment, state) in enumerate(
+                    zip(diloco.fragments, diloco.outer_loop.outer_states, strict=True)
+                )
+            ]
+            if diloco
+            else [],
+            "rounds_in_flight": [str(round_id) for round_id in diloco.in_flight] if diloco else [],
+        }
+        path = save_checkpoint(
+            self.folder / "checkpoints",
+            self.step,
+            self.session.state_parts(),
+            about=about,
+            keep=self.settings.checkpoint.keep,
+        )
+        size_bytes = sum(file.stat().st_size for file in path.iterdir())
+        self._emit(
+            CheckpointSaved(
+                step=self.step, path=str(path), size_bytes=size_bytes, save_s=time.perf_counter() - started_s
+            )
+        )
+
+    def _sample(self) -> None:
+        settings, tokenizer = self.settings.evaluation, self.corpus.tokenizer
+        with self.session.evaluated_models() as models:
+            tokens = generate(
+                models[0],
+                tokenizer.encode(settings.sample_prompt),
+                max_new_tokens=settings.sample_tokens,
+                generator=torch.Generator(self.device).manual_seed(self.settings.seed),
+                stop_token=tokenizer.eos_id,
+            )
+        self._emit(SampleGenerated(step=self.step, prompt=settings.sample_prompt, text=tokenizer.decode(tokens)))
+
+    def _summary(self, evaluation: Evaluation | None, signal_name: str | None) -> dict[str, Any]:
+        session, replicas = self.session, self.settings.transport.replicas
+        sent_bytes, received_bytes = session.traffic()
+        first = session.replicas[0].diloco
+        start = min(self.step, self.settings.train.data_parallel_steps)
+        return {
+            "heldout_loss": evaluation.loss if evaluation else None,
+            "perplexity": evaluation.perplexity if evaluation else None,
+            "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
+            "tokens": self.step * self.tokens_per_step,
+            "steps": self.step,
+            "algorithm": self.settings.algorithm,
+            "num_replicas": replicas,
+            "parameters": self.parameters,
+            "sent_bytes_per_replica": sent_bytes,
+            "received_bytes_per_replica": received_bytes,
+            "data_parallel_bytes_per_replica": data_parallel_bytes(self.parameters, replicas, self.step),
+            "shared_start_steps": start,
+            "shared_start_sent_bytes_per_replica": session.totals.shared_start_sent_bytes if first else sent_bytes,
+            "compute_utilization": session.compute_utilization(),
+            "wall_s": session.totals.wall_s,
+            "rounds_committed": first.rounds_committed if first else 0,
+            "rounds_void": first.rounds_void if first else 0,
+            "global_params_digest": session.global_digest(),
+            "interrupted": signal_name,
+            "out": str(self.folder),
+        }
+
+    def _facts(self) -> dict[str, str]:
+        diloco = self.session.replicas[0].diloco
+        fragments = diloco.fragments if diloco else ()
+        codec: Codec | None = diloco.codec if diloco else None
+        return {
+            "data": self.corpus.describe(),
+            "device": f"{self.device}, {torch.get_num_threads()} threads",
+            **describe(self.settings, parameters=self.parameters, fragments=fragments, codec=codec),
+        }
+
+    def _emit(self, event: Event) -> None:
+        self.sink.handle(event)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write beside and rename, so that nobody reads half a file."""
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)

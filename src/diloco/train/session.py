@@ -1,0 +1,288 @@
+"""The replicas of this process and one training step of all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.digest import digest_tensors
+from diloco.algorithm.fragments import trainable_parameters
+from diloco.data.corpus import Corpus
+from diloco.data.sampler import Sampler
+from diloco.errors import CheckpointError
+from diloco.events import Event
+from diloco.model.transformer import Transformer, build_model
+from diloco.train.components import (
+    make_configured_codec,
+    make_fragments,
+    make_merge_rule,
+    make_outer_optimizer,
+    make_schedule,
+    make_transport,
+)
+from diloco.train.data_parallel import GradientAverager
+from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
+from diloco.train.random_state import RandomState
+from diloco.train.replica import DiLoCo
+from diloco.train.settings import RunSettings
+from diloco.train.trained import load_parameters
+
+__all__ = ["Session", "Totals"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of all replicas: mean loss, and what each inner step did."""
+
+    loss: float
+    inner: tuple[InnerStep, ...]
+
+
+@dataclass
+class Totals:
+    """Sums over the run, kept in checkpoints."""
+
+    steps: int = 0
+    wall_s: float = 0.0
+    compute_s: float = 0.0
+    exchange_s: float = 0.0
+    shared_start_sent_bytes: int = 0
+
+
+@dataclass(eq=False)
+class _Replica:
+    """One replica's own things."""
+
+    number: int
+    model: Transformer
+    inner: InnerLoop
+    sampler: Sampler
+    random_state: RandomState
+    gradients: GradientAverager
+    diloco: DiLoCo | None = None
+
+
+class Session:
+    """All replicas of this process, in turns: every step begins on all of them before it is finished on any.
+
+    Args:
+        settings: resolved.
+        corpus: tokens and tokeniser.
+        device: to train on.
+        on_event: called with the replicas' events.
+        initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        corpus: Corpus,
+        device: torch.device,
+        on_event: Callable[[Event], None],
+        initial: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.corpus = corpus
+        self.device = device
+        self.on_event = on_event
+        self.totals = Totals()
+        self.transport = make_transport(settings.transport)
+        self.schedule = make_schedule(settings)
+        self.replicas = [self._make_replica(number, initial) for number in self.transport.view.members]
+        self._begin_diloco_if_due()
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the next step is a data-parallel one."""
+        in_start = self.totals.steps < self.settings.train.data_parallel_steps
+        return self.settings.algorithm == "data-parallel" or in_start
+
+    def step(self) -> StepResult:
+        """One inner step of every replica, and the synchronisation that is due after it."""
+        started_s = time.perf_counter()
+        step, replicas = self.totals.steps, self.replicas
+        losses = torch.stack([self._accumulate(replica) for replica in replicas])
+        computed_s = time.perf_counter()
+        keep = self._average_gradients(step) if self.averages_gradients else True
+        averaged_s = time.perf_counter()
+        inner = tuple(replica.inner.apply(step, skip=not keep) for replica in replicas)
+        self.totals.steps += 1
+        loss = float(losses.mean())
+        stepped_s = time.perf_counter()
+        for replica in replicas:
+            if replica.diloco:
+                with replica.random_state.active():
+                    replica.diloco.begin()
+        for replica in replicas:
+            if replica.diloco:
+                replica.diloco.finish()
+        finished_s = time.perf_counter()
+        self._begin_diloco_if_due()
+        self.totals.compute_s += (computed_s - started_s) + (stepped_s - averaged_s)
+        self.totals.exchange_s += (averaged_s - computed_s) + (finished_s - stepped_s)
+        return StepResult(loss, inner)
+
+    def drain(self) -> None:
+        """Merge whatever is in flight; at the end of a run."""
+        for replica in self.replicas:
+            if replica.diloco:
+                replica.diloco.drain()
+
+    def global_params(self) -> dict[str, Tensor]:
+        """Parameter name -> what the replicas agree on; of replica 0 alone where nothing is exchanged."""
+        first = self.replicas[0]
+        if first.diloco:
+            return first.diloco.outer_loop.named_global_params()
+        return {name: parameter.detach() for name, parameter in trainable_parameters(first.model).items()}
+
+    def global_digest(self) -> str:
+        """Digest of the global parameters; of all replicas' parameters where they are independent."""
+        if self.settings.algorithm != "none":
+            return digest_tensors(self.global_params())
+        replicas = enumerate(self.replicas)
+        return digest_tensors({f"{m}.{name}": p for m, r in replicas for name, p in r.model.named_parameters()})
+
+    @contextmanager
+    def evaluated_models(self) -> Iterator[list[Transformer]]:
+        """The models to evaluate: one with the global parameters, or every replica's where they are independent."""
+        first = self.replicas[0]
+        if first.diloco:
+            with first.diloco.global_model():
+                yield [first.model]
+        else:
+            alone = self.settings.algorithm == "none" and not self.averages_gradients
+            yield [replica.model for replica in self.replicas] if alone else [first.model]
+
+    def compute_utilization(self) -> float:
+        """Compute time / (compute time + time not computing for the exchange), mean over replicas.
+
+        On emulated links the times are virtual; without links they are this process's own, and what is not compute is
+        encoding, averaging and merging.
+        """
+        network = self.transport.network
+        if network is not None:
+            return sum(map(network.compute_utilization, self.transport.view.members)) / len(self.replicas)
+        total_s = self.totals.compute_s + self.totals.exchange_s
+        return self.totals.compute_s / total_s if total_s else 1.0
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received so far, mean over replicas."""
+        endpoints = [self.transport.endpoint(number) for number in self.transport.view.members]
+        sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
+        return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
+
+    def state_parts(self) -> dict[str, Any]:
+        """What a checkpoint holds, part by part; tensors are not copied."""
+        parts: dict[str, Any] = {
+            "run": {"totals": vars(self.totals), "transport": self.transport.state_dict()},
+            "global": dict(self.global_params()),
+        }
+        for replica in self.replicas:
+            parts[f"replica-{replica.number}"] = {
+                "model": dict(replica.model.state_dict()),
+                "inner": replica.inner.state_dict(),
+                "sampler": replica.sampler.state_dict(),
+                "random": replica.random_state.state_dict(),
+                "diloco": replica.diloco.state_dict() if replica.diloco else None,
+            }
+        return parts
+
+    def load_state_parts(self, load: Callable[[str], Any]) -> None:
+        """Go on where `state_parts` was taken.
+
+        Args:
+            load: gives a part by name.
+        """
+        run = load("run")
+        self.totals = Totals(**run["totals"])
+        self.transport.load_state_dict(run["transport"])
+        for replica in self.replicas:
+            state = load(f"replica-{replica.number}")
+            try:
+                replica.model.load_state_dict(state["model"])
+            except RuntimeError as error:
+                raise CheckpointError(f"the checkpoint is of another model: {error} Nothing was started.") from error
+            replica.inner.load_state_dict(state["inner"])
+            replica.sampler.load_state_dict(state["sampler"])
+            replica.random_state.load_state_dict(state["random"])
+            if state["diloco"] is not None:
+                replica.diloco = replica.diloco or self._make_diloco(replica)
+                replica.diloco.load_state_dict(state["diloco"])
+
+    def _accumulate(self, replica: _Replica) -> Tensor:
+        tokens, targets = replica.sampler.next_batch()
+        with replica.random_state.active():
+            loss = replica.inner.accumulate_gradients(tokens, targets)
+        replica.inner.unscale()
+        return loss
+
+    def _average_gradients(self, step: int) -> bool:
+        for replica in self.replicas:
+            replica.gradients.begin(step)
+        applied = [
+            replica.gradients.finish(may_skip=replica.inner.scaler.is_enabled()) for replica in self.replicas
+        ]
+        return all(applied)
+
+    def _begin_diloco_if_due(self) -> None:
+        """Where the shared start ends, what the replicas hold becomes the global parameters."""
+        due = self.settings.algorithm in ("streaming", "diloco") and not self.averages_gradients
+        if due and self.replicas[0].diloco is None:
+            self.totals.shared_start_sent_bytes = self.traffic()[0]
+            for replica in self.replicas:
+                replica.diloco = self._make_diloco(replica)
+
+    def _make_diloco(self, replica: _Replica) -> DiLoCo:
+        settings = self.settings
+        steps = settings.train.steps - settings.train.data_parallel_steps
+        return DiLoCo(
+            replica.model,
+            replica.inner.optimizer,
+            transport=self.transport.endpoint(replica.number),
+            schedule=self.schedule,
+            fragments=make_fragments(settings.fragments, replica.model),
+            outer_optimizer=make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
+            merge=make_merge_rule(settings.merge),
+            codec=make_configured_codec(settings.codec),
+            error_feedback=settings.codec.error_feedback,
+            global_device="cpu" if settings.train.global_device == "cpu" else None,
+            on_event=self._emit,
+        )
+
+    def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> _Replica:
+        settings = self.settings
+        model = build_model(settings.model, seed=settings.seed, device=self.device)
+        if initial is not None:
+            load_parameters(model, initial)
+        if settings.train.compile:
+            model.compile()
+        inner = InnerLoop(
+            model,
+            make_inner_optimizer(settings.inner, model),
+            learning_rate=inner_learning_rate(settings.inner, settings.train.steps),
+            clip_norm=settings.inner.clip_norm,
+            precision=settings.train.precision,
+            accumulation=settings.train.gradient_accumulation,
+        )
+        sampler = Sampler(
+            self.corpus.train,
+            sequence_length=settings.train.sequence_length,
+            batch_size=settings.train.batch_size,
+            replica=number,
+            num_replicas=settings.transport.replicas,
+            seed=settings.seed,
+            sharding=settings.data.sharding,
+        )
+        codec = make_codec((settings.codec.name or "float32") if settings.algorithm == "data-parallel" else "float32")
+        gradients = GradientAverager(model, self.transport.endpoint(number), codec)
+        return _Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
+
+    def _emit(self, event: Event) -> None:
+        self.on_event(replace(event, step=self.totals.steps))

@@ -1,0 +1,87 @@
+"""Reading back what a run left: its global parameters, as a model ready to use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diloco.algorithm.fragments import trainable_parameters
+from diloco.data.tokens import Tokenizer, load_tokenizer
+from diloco.errors import CheckpointError
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import Transformer, build_model
+from diloco.train.checkpoint import open_checkpoint
+
+__all__ = ["Trained", "load_parameters", "load_trained", "read_weights"]
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a run left.
+
+    Attributes:
+        model: holds the global parameters, in evaluation mode.
+        tokenizer: of the run.
+        step: inner steps of the checkpoint.
+        sequence_length: that it was trained with.
+        path: of the checkpoint.
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    step: int
+    sequence_length: int
+    path: Path
+
+
+def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
+    """The global parameters of a run folder's latest checkpoint, or of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+    """
+    checkpoint = open_checkpoint(path)
+    settings = ModelSettings(**checkpoint.about["model"])
+    model = build_model(settings, seed=0, device=device)
+    load_parameters(model, checkpoint.load("global"))
+    tokenizer = load_tokenizer(checkpoint.path.parent.parent)
+    sequence_length = int(checkpoint.about["sequence_length"])
+    return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path)
+
+
+def read_weights(path: Path) -> Mapping[str, Tensor]:
+    """Parameter name -> value, from a ``.safetensors`` file, a checkpoint or a run folder.
+
+    Raises:
+        CheckpointError: if there is nothing of the kind, or it is damaged.
+    """
+    if path.suffix != ".safetensors":
+        weights: Mapping[str, Tensor] = open_checkpoint(path).load("global")
+        return weights
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} can't be read as safetensors: {error}. Nothing was started.") from error
+
+def load_parameters(model: Transformer, values: Mapping[str, Tensor]) -> None:
+    """Set the trainable parameters of ``model`` from ``values``, all of them and no others.
+
+    Raises:
+        CheckpointError: if names or shapes differ; it names them.
+    """
+    parameters = trainable_parameters(model)
+    if odd := sorted(parameters.keys() ^ values.keys()):
+        raise CheckpointError(f"the weights to begin from differ from the model in {', '.join(odd[:5])}. Nothing was started.")
+    for name, parameter in parameters.items():
+        if parameter.shape != values[name].shape:
+            raise CheckpointError(
+                f"{name} has the shape {tuple(parameter.shape)} in the model and {tuple(values[name].shape)} in the "
+                "weights to begin from. Nothing was started."
+            )
+        parameter.detach().copy_(values[name])

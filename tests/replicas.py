@@ -1,0 +1,109 @@
+"""Small models and replicas in lockstep, for tests of the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.codec import Codec
+from diloco.algorithm.merge import AlphaMerge, MergeRule
+from diloco.algorithm.outer_optimizer import OuterOptimizer, Sgd
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.events import Event
+from diloco.train.replica import DiLoCo
+from diloco.transport.in_process import InProcessTransport
+
+Gradient = Callable[[int, int, nn.Module], None]
+"""(replica, step from 0, model): leaves gradients in ``.grad``."""
+
+
+class Vectors(nn.Module):
+    """Three parameters of different sizes, one for each of three fragments under `PATTERNS`."""
+
+    PATTERNS = (("first",), ("second",), ("third",))
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        generator = generator or torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(4, generator=generator))
+        self.second = nn.Parameter(torch.randn(2, 3, generator=generator))
+        self.third = nn.Parameter(torch.randn(5, generator=generator))
+
+    def vector(self) -> Tensor:
+        return torch.cat([self.first, self.second.flatten(), self.third])
+
+
+class Swarm:
+    """M replicas of one model in one thread, stepped in lockstep."""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        schedule: SyncSchedule,
+        *,
+        make_model: Callable[[], nn.Module] = Vectors,
+        make_inner: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        outer: OuterOptimizer | None = None,
+        merge: MergeRule | None = None,
+        codec: Codec | str = "float32",
+        transport: InProcessTransport | None = None,
+        weights: Sequence[float] = (),
+        **arguments: Any,
+    ) -> None:
+        self.transport = transport or InProcessTransport(num_replicas)
+        self.events: list[Event] = []
+        self.models = [make_model() for _ in range(num_replicas)]
+        self.inner = [make_inner(model) for model in self.models]
+        self.replicas = [
+            DiLoCo(
+                model,
+                inner,
+                transport=self.transport.endpoint(number),
+                schedule=schedule,
+                outer_optimizer=outer or Sgd(learning_rate=1.0),
+                merge=merge or AlphaMerge(0.0),
+                codec=codec,
+                weight=weights[number] if weights else 1.0,
+                on_event=self.events.append,
+                **arguments,
+            )
+            for number, (model, inner) in enumerate(zip(self.models, self.inner, strict=True))
+        ]
+
+    def run(self, steps: int, gradient: Gradient) -> None:
+        for _ in range(steps):
+            for number, (model, inner, diloco) in enumerate(
+                zip(self.models, self.inner, self.replicas, strict=True)
+            ):
+                gradient(number, diloco.steps, model)
+                inner.step()
+                inner.zero_grad()
+                diloco.begin()
+            for diloco in self.replicas:
+                diloco.finish()
+
+    def local(self, replica: int) -> Tensor:
+        """All local parameters of a replica, one flat vector."""
+        return torch.cat([p.detach().flatten() for p in self.models[replica].parameters()])
+
+    def global_params(self, replica: int) -> Tensor:
+        """All global parameters as a replica holds them, one flat vector in the model's order."""
+        named = self.replicas[replica].outer_loop.named_global_params()
+        return torch.cat([named[name].flatten() for name, _ in self.models[replica].named_parameters()])
+
+
+def quadratic(seed: int = 0, *, shared: bool = False) -> Gradient:
+    """Gradients of ``|x - target|^2 / 2`` with a target of its own for each replica (or one for all), plus noise."""
+
+    def gradient(replica: int, step: int, model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(1000 * seed + (0 if shared else replica))
+        noise = torch.Generator().manual_seed(100_000 * seed + 100 * step + (0 if shared else replica + 1))
+        for parameter in model.parameters():
+            target = torch.randn(parameter.shape, generator=generator)
+            jitter = 0.1 * torch.randn(parameter.shape, generator=noise)
+            parameter.grad = parameter.detach() - target + jitter
+
+    return gradient

@@ -1,0 +1,141 @@
+"""Invariant 13: the degenerate cases are values, not branches, and so the algorithms turn into one another."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.algorithm.fragments import partition
+from diloco.algorithm.merge import AlphaMerge, RebaseMerge
+from diloco.algorithm.outer_optimizer import Nesterov, Sgd
+from diloco.algorithm.schedule import SyncSchedule
+from tests.replicas import Swarm, Vectors, quadratic
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def plain_training(steps: int, replica: int = 0) -> torch.Tensor:
+    """One model, no DiLoCo at all."""
+    model = Vectors()
+    optimizer, gradient = adamw(model), quadratic()
+    for step in range(steps):
+        gradient(replica, step, model)
+        optimizer.step()
+    return model.vector().detach()
+
+
+@pytest.mark.parametrize("merge", [AlphaMerge(0.0), RebaseMerge()])
+def test_one_replica_with_outer_sgd_of_lr_1_is_plain_training(merge: AlphaMerge | RebaseMerge) -> None:
+    """global - (global - local) is local up to the rounding of one subtraction, at each of 20 rounds."""
+    swarm = Swarm(1, SyncSchedule(inner_steps=3, num_fragments=1), make_inner=adamw, outer=Sgd(), merge=merge)
+    swarm.run(60, quadratic())
+    torch.testing.assert_close(swarm.local(0), plain_training(60), rtol=1e-5, atol=1e-6)
+
+
+def test_h_1_with_sgd_inside_and_outside_is_data_parallel_sgd() -> None:
+    swarm = Swarm(4, SyncSchedule(inner_steps=1), outer=Sgd())
+    swarm.run(50, quadratic())
+    together, gradient = Vectors(), quadratic()
+    optimizer = torch.optim.SGD(together.parameters(), lr=0.1)
+    for step in range(50):
+        gradients = []
+        for replica in range(4):
+            gradient(replica, step, together)
+            gradients.append([p.grad for p in together.parameters()])
+        for parameter, *each in zip(together.parameters(), *gradients, strict=True):
+            parameter.grad = torch.stack([g for g in each if g is not None]).mean(0)
+        optimizer.step()
+    torch.testing.assert_close(swarm.local(2), together.vector().detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_one_fragment_without_overlap_is_algorithm_1() -> None:
+    """Algorithm 1 of the Streaming paper, written with a whole model, a deep copy and torch's own Nesterov."""
+    swarm = Swarm(3, SyncSchedule(inner_steps=5), make_inner=adamw, outer=Nesterov(learning_rate=0.7, momentum=0.9))
+    swarm.run(40, quadratic())
+    anchor = Vectors()
+    outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    workers = [copy.deepcopy(anchor) for _ in range(3)]
+    inner, gradient = [adamw(worker) for worker in workers], quadratic()
+    for step in range(40):
+        for m, worker in enumerate(workers):
+            gradient(m, step, worker)
+            inner[m].step()
+        if (step + 1) % 5 == 0:
+            for name, parameter in anchor.named_parameters():
+                deltas = [parameter.detach() - worker.get_parameter(name).detach() for worker in workers]
+                parameter.grad = torch.stack(deltas).mean(0)
+            outer.step()
+            for worker in workers:
+                worker.load_state_dict(anchor.state_dict())
+    torch.testing.assert_close(swarm.local(1), anchor.vector().detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_alpha_1_is_independent_replicas() -> None:
+    schedule = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=2)
+    swarm = Swarm(
+        2,
+        schedule,
+        make_inner=adamw,
+        merge=AlphaMerge(1.0),
+        fragments=partition(Vectors(), num_fragments=3, strategy="balanced"),
+    )
+    swarm.run(30, quadratic())
+    for replica in range(2):
+        assert torch.equal(swarm.local(replica), plain_training(30, replica))
+
+
+@pytest.mark.parametrize(("num_replicas", "exact"), [(2, True), (4, True), (3, False)])
+def test_replicas_on_the_same_data_are_one_replica(num_replicas: int, exact: bool) -> None:
+    """Bit for bit where dividing by M is exact; within rounding elsewhere."""
+    arguments = {
+        "schedule": SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=1),
+        "make_inner": adamw,
+        "outer": Nesterov(learning_rate=0.4),
+        "merge": RebaseMerge(),
+        "fragments": partition(Vectors(), num_fragments=3, strategy="balanced"),
+    }
+    many, one = Swarm(num_replicas, **arguments), Swarm(1, **arguments)  # type: ignore[arg-type]
+    many.run(40, quadratic(shared=True))
+    one.run(40, quadratic(shared=True))
+    if exact:
+        assert torch.equal(many.local(num_replicas - 1), one.local(0))
+        assert torch.equal(many.global_params(0), one.global_params(0))
+    else:
+        torch.testing.assert_close(many.local(num_replicas - 1), one.local(0), rtol=1e-5, atol=1e-6)
+
+
+def test_without_overlap_rebase_and_alpha_0_are_the_same_bits() -> None:
+    schedule = SyncSchedule(inner_steps=4, num_fragments=3)
+    swarms = [
+        Swarm(
+            2,
+            schedule,
+            make_inner=adamw,
+            outer=Nesterov(learning_rate=0.4),
+            merge=merge,
+            fragments=partition(Vectors(), num_fragments=3, strategy="balanced"),
+        )
+        for merge in (AlphaMerge(0.0), RebaseMerge())
+    ]
+    for swarm in swarms:
+        swarm.run(24, quadratic())
+    assert torch.equal(swarms[0].local(0), swarms[1].local(0))
+
+
+def test_the_partition_does_not_matter_when_all_fragments_share_their_steps() -> None:
+    whole = Swarm(2, SyncSchedule(inner_steps=5), make_inner=adamw, outer=Nesterov(learning_rate=0.4))
+    cut = Swarm(
+        2,
+        SyncSchedule(inner_steps=5, num_fragments=3, offsets=(0, 0, 0)),
+        make_inner=adamw,
+        outer=Nesterov(learning_rate=0.4),
+        fragments=partition(Vectors(), num_fragments=3, strategy="balanced"),
+    )
+    for swarm in (whole, cut):
+        swarm.run(25, quadratic())
+    assert torch.equal(whole.local(0), cut.local(0))

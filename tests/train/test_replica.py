@@ -1,0 +1,302 @@
+"""DiLoCo around a loop: agreement, faults, resuming in flight, buffers, and errors a user can make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.codec import codec_names
+from diloco.algorithm.fragments import partition
+from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
+from diloco.algorithm.outer_optimizer import Nesterov, Sgd
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.errors import CheckpointError, ConfigurationError, FragmentError, NonFiniteError
+from diloco.events import RoundCommitted, RoundSent, RoundVoid
+from diloco.train.replica import DiLoCo
+from diloco.transport.faults import Fault, FaultKind
+from diloco.transport.in_process import InProcessTransport
+from tests.replicas import Swarm, Vectors, quadratic
+
+BALANCED = {"fragments": partition(Vectors(), num_fragments=3, strategy="balanced")}
+STREAMING = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=2)
+
+
+def streaming(num_replicas: int = 3, *, faults: Sequence[Fault] = (), least: int | None = None, **more: Any) -> Swarm:
+    arguments: dict[str, Any] = {
+        "outer": Nesterov(learning_rate=0.4),
+        "merge": RebaseMerge(),
+        "codec": "fp4",
+        "transport": InProcessTransport(num_replicas, faults=faults, min_contributors=least),
+        **BALANCED,
+        **more,
+    }
+    return Swarm(num_replicas, STREAMING, **arguments)
+
+
+def agree(swarm: Swarm) -> bool:
+    digests = [[d.outer_loop.digest(p) for p in range(len(d.fragments))] for d in swarm.replicas]
+    return all(each == digests[0] for each in digests)
+
+
+@pytest.mark.parametrize("codec", codec_names())
+@pytest.mark.parametrize("merge", [AlphaMerge(0.5), RebaseMerge()])
+def test_global_parameters_and_outer_state_stay_bit_identical(codec: str, merge: MergeRule) -> None:
+    """Invariant 1, after every step, with different data on every replica."""
+    swarm = streaming(codec=codec, merge=merge)
+    for _ in range(30):
+        swarm.run(1, quadratic())
+        assert agree(swarm)
+    assert not torch.equal(swarm.local(0), swarm.local(1))
+    assert swarm.replicas[0].rounds_committed == STREAMING.rounds(28)
+
+
+def test_runs_are_deterministic() -> None:
+    first, second = streaming(), streaming()
+    for swarm in (first, second):
+        swarm.run(40, quadratic())
+    assert torch.equal(first.local(1), second.local(1))
+
+
+def test_converges_to_the_mean_of_the_replicas_targets() -> None:
+    """Each replica is pulled to its own target; what they agree on is the mean of the targets."""
+    swarm = streaming(codec="float32", outer=Nesterov(learning_rate=0.5, momentum=0.5))
+    swarm.run(400, quadratic())
+    generators = [torch.Generator().manual_seed(m) for m in range(3)]
+    targets = [torch.cat([torch.randn(p.shape, generator=g).flatten() for p in Vectors().parameters()]) for g in generators]
+    torch.testing.assert_close(swarm.global_params(0), torch.stack(targets).mean(0), atol=0.15, rtol=0)
+
+
+class TestFaults:
+    @pytest.mark.parametrize("kind", ["drop", "truncate", "non-finite"])
+    @pytest.mark.parametrize("codec", ["float32", "fp4"])
+    @pytest.mark.parametrize("error_feedback", [False, True])
+    def test_a_void_round_moves_nothing_and_loses_nothing(
+        self, kind: FaultKind, codec: str, error_feedback: bool
+    ) -> None:
+        """Invariant 2: nobody steps, and the next round of the fragment commits with the work of both."""
+        if codec == "float32" and error_feedback:
+            error_feedback = False
+        fault = Fault(kind=kind, replica=1, round=RoundId(0, 1))
+        swarm = streaming(faults=[fault], codec=codec, error_feedback=error_feedback)
+        swarm.run(9, quadratic())
+        before = swarm.global_params(0)
+        first = swarm.replicas[0].fragments[0]
+        held = {name: swarm.replicas[0].outer_loop.named_global_params()[name].clone() for name in first.names}
+        swarm.run(1, quadratic())  # round (0, 1) was sent at 8 and would merge at 10
+        after = swarm.replicas[0].outer_loop.named_global_params()
+        assert all(torch.equal(after[name], held[name]) for name in first.names)
+        assert [event.replica for event in swarm.events if isinstance(event, RoundVoid)] == [0, 1, 2]
+        swarm.run(10, quadratic())
+        assert agree(swarm)
+        assert not torch.equal(swarm.global_params(0), before)
+        assert all(diloco.rounds_void == 1 for diloco in swarm.replicas)
+
+    def test_the_work_of_a_void_round_arrives_with_the_next(self) -> None:
+        """One replica, outer SGD(lr=1), tau = 0: with or without a void round the global parameters end the same."""
+        schedule = SyncSchedule(inner_steps=2)
+        fault = Fault(kind="drop", replica=0, round=RoundId(0, 1))
+        swarms = [Swarm(1, schedule, transport=InProcessTransport(1, faults=faults)) for faults in ([], [fault])]
+        for swarm in swarms:
+            swarm.run(6, quadratic())
+        assert swarms[1].replicas[0].rounds_void == 1
+        torch.testing.assert_close(swarms[0].global_params(0), swarms[1].global_params(0), rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("merge", [AlphaMerge(0.0), RebaseMerge()])
+    def test_a_replica_left_out_of_the_mean_keeps_its_work(self, merge: MergeRule) -> None:
+        """Its local parameters follow the global ones, and its next pseudo-gradient holds all it had."""
+        fault = Fault(kind="drop", replica=2, round=RoundId(0, 0))
+        swarm = streaming(faults=[fault], least=2, merge=merge, codec="float32")
+        swarm.run(5, quadratic())
+        loop = swarm.replicas[2].outer_loop
+        before, _, _ = loop.pseudo_gradient(0, keep_local=False)
+        local = swarm.models[2]
+        held = [p.detach().clone() for p in local.parameters()]
+        for diloco in swarm.replicas:
+            diloco.begin()
+        for diloco in swarm.replicas:
+            diloco.finish()
+        assert agree(swarm)
+        after, _, _ = loop.pseudo_gradient(0, keep_local=False)
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+        assert any(not torch.equal(p, q) for p, q in zip(local.parameters(), held, strict=True))
+        assert [e.contributors for e in swarm.events if isinstance(e, RoundCommitted)] == [(0, 1)] * 3
+
+    def test_who_misses_a_commit_is_found_out_and_takes_over_the_majoritys_state(self) -> None:
+        fault = Fault(kind="miss-commit", replica=1, round=RoundId(0, 0))
+        swarm = streaming(faults=[fault])
+        swarm.run(7, quadratic())
+        assert not agree(swarm)
+        swarm.run(3, quadratic())  # the fragment's next exchange: sent at 8, due at 10
+        assert agree(swarm)
+        reasons = [event.reason for event in swarm.events if isinstance(event, RoundVoid)]
+        assert len(reasons) == 1 + 3
+        assert "took over the state of replica 0" in " ".join(reasons)
+        swarm.run(20, quadratic())
+        assert agree(swarm)
+        assert [diloco.rounds_void for diloco in swarm.replicas] == [1, 2, 1]
+
+    def test_a_corrupted_replica_is_found_before_its_first_average(self) -> None:
+        """From round 0: one flipped bit in the global parameters of one replica."""
+        swarm = streaming()
+        swarm.replicas[2].outer_loop.global_params[1][0] += 1e-6
+        swarm.run(8, quadratic())
+        reasons = {event.reason for event in swarm.events if isinstance(event, RoundVoid)}
+        assert any("replica 2 differ from those of replica 0" in reason for reason in reasons)
+        assert agree(swarm)
+
+    def test_a_replica_that_is_not_finite_sends_nothing_and_names_the_parameter(self) -> None:
+        swarm = streaming()
+        swarm.run(3, quadratic())
+        with torch.no_grad():
+            swarm.models[0].third[0] = float("nan")  # type: ignore[union-attr, index]  # a parameter
+        fragment = next(f.index for f in swarm.replicas[0].fragments if "third" in f.names)
+        with pytest.raises(NonFiniteError, match="local values of third hold NaN"):
+            swarm.replicas[0].outer_loop.pseudo_gradient(fragment, keep_local=True)
+
+
+class TestState:
+    @pytest.mark.parametrize("stop_at", [1, 4, 5, 6, 8, 9])
+    @pytest.mark.parametrize("merge", [AlphaMerge(0.5), RebaseMerge()])
+    def test_stopping_anywhere_and_going_on_is_never_stopping(self, stop_at: int, merge: MergeRule) -> None:
+        """Invariant 6; at 4, 5, 8 and 9 fragments are in flight."""
+        arguments = {"merge": merge, "error_feedback": True, "codec": "int8"}
+        whole = streaming(**arguments)
+        whole.run(20, quadratic())
+        first = streaming(**arguments)
+        first.run(stop_at, quadratic())
+        second = streaming(**arguments)
+        second.transport.load_state_dict(first.transport.state_dict())
+        for m, diloco in enumerate(second.replicas):
+            second.models[m].load_state_dict(first.models[m].state_dict())
+            diloco.load_state_dict(first.replicas[m].state_dict())
+            assert diloco.in_flight == first.replicas[m].in_flight
+        second.run(20 - stop_at, quadratic())
+        for m in range(3):
+            assert torch.equal(second.local(m), whole.local(m))
+            assert torch.equal(second.global_params(m), whole.global_params(m))
+            assert second.replicas[m].outer_loop.digest(0) == whole.replicas[m].outer_loop.digest(0)
+        assert second.replicas[0].rounds_committed == whole.replicas[0].rounds_committed
+        assert second.transport.endpoint(0).sent_bytes == whole.transport.endpoint(0).sent_bytes
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"merge": AlphaMerge(0.5)}, "merge = 'RebaseMerge"),
+            ({"codec": "int8"}, "codec = "),
+            ({"fragments": partition(Vectors(), strategy="patterns", patterns=Vectors.PATTERNS)}, "fragments = "),
+        ],
+    )
+    def test_a_state_of_another_run_is_refused_by_name(self, change: dict[str, Any], words: str) -> None:
+        with pytest.raises(CheckpointError, match=words):
+            streaming(**change).replicas[0].load_state_dict(streaming().replicas[0].state_dict())
+
+    def test_global_model_shows_the_global_parameters_and_puts_the_local_ones_back(self) -> None:
+        swarm = streaming()
+        swarm.run(11, quadratic())
+        local = swarm.local(0)
+        with swarm.replicas[0].global_model():
+            assert torch.equal(swarm.local(0), swarm.global_params(0))
+        assert torch.equal(swarm.local(0), local)
+
+    def test_leaving_the_context_merges_what_is_in_flight(self) -> None:
+        model = Vectors()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=2, overlap_steps=1)) as diloco:
+            for _ in range(2):
+                diloco.step()
+            assert diloco.in_flight == (RoundId(0, 0),)
+        assert (diloco.in_flight, diloco.rounds_committed) == ((), 1)
+
+
+class TestBuffers:
+    def test_floating_ones_are_averaged_and_integer_ones_copied_with_the_last_fragment(self) -> None:
+        def make() -> nn.Module:
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+        swarm = Swarm(2, SyncSchedule(inner_steps=2, num_fragments=2), make_model=make)
+        for m, model in enumerate(swarm.models):
+            model[1].running_mean.fill_(float(m))  # type: ignore[index, union-attr]  # the norm
+            model[1].num_batches_tracked.fill_(10 + m)  # type: ignore[index, union-attr]
+
+        def zero(replica: int, step: int, model: nn.Module) -> None:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+
+        swarm.run(2, zero)  # fragment 0 only
+        assert [model[1].running_mean[0].item() for model in swarm.models] == [0.0, 1.0]  # type: ignore[index, union-attr]
+        swarm.run(1, zero)
+        for model in swarm.models:
+            norm = model[1]  # type: ignore[index]
+            assert norm.running_mean.tolist() == [0.5, 0.5]
+            assert norm.num_batches_tracked.item() == 10
+            assert norm.running_var.tolist() == [1.0, 1.0]
+
+
+def test_outer_state_is_float32_whatever_the_model_is() -> None:
+    """Invariant 9."""
+    model = Vectors().to(torch.bfloat16)
+    diloco = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=SyncSchedule(inner_steps=1))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    diloco.step()
+    loop = diloco.outer_loop
+    assert loop.global_params[0].dtype == loop.outer_states[0].slots["momentum"].dtype == torch.float32
+
+
+def test_events_say_what_was_sent_and_committed() -> None:
+    swarm = streaming(2)
+    swarm.run(6, quadratic())
+    sent = [event for event in swarm.events if isinstance(event, RoundSent)]
+    committed = [event for event in swarm.events if isinstance(event, RoundCommitted)]
+    assert [(e.step, e.replica, e.fragment, e.outer_step) for e in sent] == [
+        (4, 0, 0, 0), (4, 1, 0, 0), (5, 0, 1, 0), (5, 1, 1, 0), (6, 0, 2, 0), (6, 1, 2, 0),
+    ]  # fmt: skip
+    assert [(e.step, e.replica, e.fragment) for e in committed] == [(6, 0, 0), (6, 1, 0)]
+    assert committed[0].sent_bytes == sent[0].payload_bytes
+
+
+def test_a_saturating_codec_says_so() -> None:
+    model = Vectors()
+    events: list[Any] = []
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=1), codec="float16", on_event=events.append)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e6)
+    inner.step()
+    diloco.step()
+    assert [event.saturated for event in events if isinstance(event, RoundSent)] == [True]
+    assert bool(torch.isfinite(model.vector()).all())
+
+
+class TestErrors:
+    def test_a_parameter_that_no_inner_optimizer_holds_is_named(self) -> None:
+        model = Vectors()
+        with pytest.raises(ConfigurationError, match="no inner optimizer holds second, third"):
+            DiLoCo(model, torch.optim.SGD([model.first], lr=0.1))
+
+    def test_several_inner_optimizers_may_share_a_model(self) -> None:
+        model = Vectors()
+        optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+        assert DiLoCo(model, optimizers).steps == 0
+
+    def test_schedule_and_fragments_must_agree(self) -> None:
+        model = Vectors()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigurationError, match="3 fragments were given with a schedule for 1"):
+            DiLoCo(model, inner, schedule=SyncSchedule(inner_steps=4), outer_optimizer=Sgd(), **BALANCED)
+
+    def test_fragments_of_another_model_are_refused(self) -> None:
+        model = nn.Linear(2, 2)
+        with pytest.raises(FragmentError):
+            DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), fragments=partition(Vectors()))
+
+    def test_an_unknown_codec_is_refused_with_the_nearest(self) -> None:
+        model = Vectors()
+        with pytest.raises(ConfigurationError, match="did you mean 'fp4'"):
+            DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), codec="fp44")
