@@ -1,0 +1,262 @@
+"""What a person sees of a run: a progress display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from diloco import events
+from diloco.monitor import wording
+from diloco.monitor.meters import format_bytes, format_count, format_duration, format_perplexity, perplexity
+from diloco.monitor.progress import Progress
+
+__all__ = ["LiveConsole", "PlainConsole"]
+
+_HEADER_EVERY = 30
+
+
+class PlainConsole:
+    """Lines for a log: facts, a row every ``every_steps`` steps, and what is worth a line between them.
+
+    No control characters, at most 80 columns unless a path or a message is longer, every line flushed. Characters that
+    the stream cannot encode are written as escapes.
+
+    Args:
+        stream: written to; default: the standard output at the time of the call.
+        every_steps: steps between two rows, at least 1; the last step has a row in any case.
+        clock: seconds from any fixed moment.
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, *, every_steps: int = 10, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._every_steps = every_steps
+        self._clock = clock
+        self._progress = Progress()
+        self._rows = 0
+        self._row_step = -1
+
+    def handle(self, event: events.Event) -> None:
+        """Write what ``event`` is worth."""
+        progress = self._progress
+        news = progress.take(event, self._clock())
+        match event:
+            case events.RunStarted():
+                self._write(wording.title(event))
+                self._write(wording.table(wording.facts(event)) + "\n")
+                self._header()
+            case events.StepFinished():
+                if news:
+                    self._note(event)
+                if event.step % self._every_steps == 0 or event.step == progress.total_steps:
+                    self._row()
+            case events.SampleGenerated():
+                self._write(f"\nsample, going on from {event.prompt!r}")
+                sample = wording.visible(event.prompt + event.text).strip("\n")
+                self._write("\n".join(f"  {text}" for text in sample.split("\n")))
+            case events.RunFinished():
+                self._row()
+                self._write("\n" + wording.ending(progress))
+                self._write(wording.table(wording.summary(event.summary)))
+            case _:
+                if isinstance(event, events.Evaluated | events.Interrupted):
+                    self._row()
+                if news:
+                    self._note(event)
+
+    def close(self) -> None:
+        """Nothing is left to write: every line was flushed. The stream stays open."""
+
+    def _note(self, event: events.Event) -> None:
+        width = _width(self._progress)
+        text = wording.visible(wording.line(event, self._progress)).replace("\n", "\n" + " " * (width + 2))
+        self._write(f"{_done(event.step, self._progress):>{width}}  {text}")
+
+    def _header(self) -> None:
+        heads = f"{'loss':>7} {'perplexity':>10} {'tokens/s':>8} {'sent':>8} {'compute':>7} {'time left':>9}"
+        self._write(f"{'step':>{_width(self._progress)}}  {heads}")
+
+    def _row(self) -> None:
+        """The last step, unless it has its row already."""
+        progress, last = self._progress, self._progress.last
+        if last is None or progress.loss is None or last.step == self._row_step:
+            return
+        self._row_step = last.step
+        if self._rows and self._rows % _HEADER_EVERY == 0:
+            self._header()
+        self._rows += 1
+        exp_loss = format_perplexity(perplexity(progress.loss))
+        self._write(
+            f"{_done(last.step, progress):>{_width(progress)}}  {progress.loss:7.4f} {exp_loss:>10} "
+            f"{_speed(progress):>8} {format_bytes(last.sent_bytes):>8} {100 * last.compute_utilization:5.1f} % "
+            f"{_time_left(progress):>9}"
+        )
+
+    def _write(self, text: str) -> None:
+        if not text:
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+
+class LiveConsole:
+    """A display that stays at the bottom of the terminal; what is worth keeping scrolls above it.
+
+    It is drawn when an event arrives, at most every ``refresh_s`` seconds, so it needs no thread. `close` gives the
+    terminal back (its cursor and the standard streams); whoever made a `LiveConsole` must call it, also after errors.
+
+    Args:
+        console: drawn on; default: the standard output.
+        clock: seconds from any fixed moment.
+        refresh_s: least time between two drawings.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        refresh_s: float = 0.2,
+    ) -> None:
+        self._console = console or Console(highlight=False)
+        self._clock = clock
+        self._refresh_s = refresh_s
+        self._progress = Progress()
+        self._live = Live(_Display(self._progress), console=self._console, auto_refresh=False)
+        self._drawn_s = -float("inf")
+
+    def handle(self, event: events.Event) -> None:
+        """Take in ``event``, print what stays, and draw the display anew when it is time."""
+        now_s = self._clock()
+        news = self._progress.take(event, now_s)
+        match event:
+            case events.RunStarted():
+                self._print(Text(wording.title(event), style="bold"))
+                self._print(self._rows(wording.facts(event)))
+                self._print(Text())
+                self._live.start()
+            case events.SampleGenerated():
+                self._live.stop()
+                self._print(Text("\nsample", style="bold"))
+                prompt, text = (self._text(wording.visible(part)) for part in (event.prompt, event.text.rstrip("\n")))
+                self._print(Padding(Text.assemble((prompt, "bold cyan"), text), (0, 0, 0, 2)))
+            case events.RunFinished():
+                self._live.stop()
+                self._print(Text("\n" + wording.ending(self._progress), style="bold"))
+                self._print(self._rows(wording.summary(event.summary)))
+            case events.Evaluated(final=True):
+                self._live.stop()  # the steps are over: the last picture stays, and what follows stands below it
+                self._print(self._line(event))
+            case _ if news:
+                self._print(self._line(event))
+        if self._live.is_started and now_s - self._drawn_s >= self._refresh_s:
+            self._drawn_s = now_s
+            self._live.refresh()
+
+    def close(self) -> None:
+        """Draw a last time and give the terminal back."""
+        self._live.stop()
+
+    def _print(self, what: RenderableType) -> None:
+        self._console.print(what, markup=False, highlight=False)
+
+    def _line(self, event: events.Event) -> Table:
+        style = {events.Evaluated: "green", events.RoundVoid: "yellow", events.Interrupted: "bold yellow"}
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(justify="right", style="dim", no_wrap=True, width=_width(self._progress))
+        grid.add_column(overflow="fold")
+        words = self._text(wording.visible(wording.line(event, self._progress)))
+        grid.add_row(Text(_done(event.step, self._progress)), Text(words, style=style.get(type(event), "")))
+        return grid
+
+    def _rows(self, rows: wording.Rows) -> Padding:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in rows:
+            grid.add_row(Text(name), Text(self._text(wording.visible(value))))
+        return Padding(grid, (0, 0, 0, 2))
+
+    def _text(self, text: str) -> str:
+        return text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
+
+
+class _Display:
+    """The picture of a run: a bar and four lines of two readings, or eight lines on a narrow terminal.
+
+    Columns are fixed, so nothing moves but digits; a table that finds its own widths takes ten times as long to draw.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        progress, width = self._progress, options.max_width
+        total = max(1, progress.total_steps)
+        done = f"  {_done(progress.step, progress):>{_width(progress)}}"
+        done += f"  {100 * progress.step // total:3d} %  {_time_left(progress):>6} left"
+        heavy, thin = ("=", "-") if options.ascii_only else ("\u2501", "\u2500")
+        cells = max(1, width - len(done))
+        filled = cells * min(progress.step, total) // total
+        yield Segment(heavy * filled, Style(color="green" if filled == cells else "cyan"))
+        yield Segment(thin * (cells - filled), Style(dim=True))
+        yield Segment(done[:width])
+        dim, columns = Style(dim=True), 2 if width >= 80 else 1
+        for index, (name, value) in enumerate(_readings(progress)):
+            if index % columns == 0:
+                yield Segment.line()
+            room = min(width, 80 if columns == 1 else (46, 34)[index % 2]) - 15
+            shown = value if len(value) <= room else value[: max(0, room - 3)] + "..."
+            yield Segment(f"{name:<13}  "[:width], dim)
+            yield Segment(f"{shown:<{room}}" if index % columns < columns - 1 else shown)
+        yield Segment.line()
+
+
+def _readings(progress: Progress) -> list[tuple[str, str]]:
+    """Eight (name, value) pairs, in pairs that stand side by side."""
+    last, loss, heldout, best = progress.last, progress.loss, progress.heldout_loss, progress.best_heldout_loss
+    rounds = progress.rounds
+    return [
+        ("loss", "-" if loss is None else f"{loss:.4f} (perplexity {format_perplexity(perplexity(loss))})"),
+        ("speed", f"{_speed(progress)} tokens/s"),
+        (
+            "held-out loss",
+            "-" if heldout is None else f"{heldout:.4f}" + (f" (best {best:.4f})" if best is not None else ""),
+        ),
+        ("learning rate", f"{last.learning_rate:.2e}" if last else "-"),
+        ("rounds", f"{rounds.committed} committed, {rounds.void} void"),
+        ("sent", f"{format_bytes(last.sent_bytes)} per replica" if last else "-"),
+        ("in flight", wording.fragments_in_flight(rounds.in_flight)),
+        ("utilisation", f"{100 * last.compute_utilization:.1f} % compute" if last else "-"),
+    ]
+
+
+def _done(step: int, progress: Progress) -> str:
+    return f"{step}/{progress.total_steps}"
+
+
+def _width(progress: Progress) -> int:
+    """Characters that `_done` takes at the last step."""
+    return 2 * len(str(progress.total_steps)) + 1
+
+
+def _speed(progress: Progress) -> str:
+    rate = progress.speed.tokens_per_s
+    return "-" if rate is None else format_count(rate)
+
+
+def _time_left(progress: Progress) -> str:
+    left = progress.speed.eta_s(progress.total_steps)
+    return "-" if left is None else format_duration(left)

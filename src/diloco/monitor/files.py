@@ -1,0 +1,224 @@
+"""What a run writes about itself: ``metrics.jsonl`` and TensorBoard files.
+
+``metrics.jsonl`` holds one JSON object a line, in the order the events became true. Schema 1: every record has
+``schema`` (1), ``event`` and ``step`` (inner steps finished), and the fields of its event:
+
+==================  ===================================================================================================
+event               fields
+==================  ===================================================================================================
+RunStarted          total_steps, algorithm, num_replicas, parameters, tokens_per_step, resumed_from, facts
+StepFinished        loss, learning_rate, gradient_norm, tokens, step_s, sent_bytes, received_bytes, compute_utilization,
+                    skipped_replicas
+RoundSent           replica, fragment, outer_step, payload_bytes, saturated
+RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, received_bytes, wait_s
+RoundVoid           replica, fragment, outer_step, reason
+Evaluated           heldout_loss, perplexity, bits_per_byte, heldout_tokens, final
+CheckpointSaved     path, size_bytes, save_s
+Interrupted         signal
+SampleGenerated     prompt, text
+Note                text
+RunFinished         summary
+==================  ===================================================================================================
+
+Their meanings and units stand in `diloco.events`. Under one schema number fields may be added, never renamed or
+removed. The text is ASCII (others as ``\\u`` escapes), so that no half character and no exotic line end can occur.
+
+- JSON has no NaN: a float that is not finite is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, so
+  ``float(record["loss"])`` is right in every case.
+- The file is only ever appended to. A run that goes on from step s writes a new ``RunStarted`` with ``step`` = s, and
+  by it every earlier record with a greater step is superseded; `read_metrics` leaves those out.
+- A run killed while it wrote leaves half a line at the end. Readers pass over it, and the next run cuts it off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco import events
+from diloco.errors import ConfigurationError, DataError
+
+__all__ = ["MetricsFile", "TensorBoardSink", "read_metrics"]
+
+
+class MetricsFile:
+    """Appends every event to ``path`` as one line of JSON, handed to the system at once.
+
+    A process that dies loses at most the line it was writing; a half line found at the end is cut off.
+
+    Raises:
+        OSError: if the file cannot be opened for writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_half_line(path)
+        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
+
+    def handle(self, event: events.Event) -> None:
+        """Append ``event``."""
+        self._file.write(json.dumps(_json_ready(events.to_record(event)), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``, in order, without those that a resumed run superseded.
+
+    Args:
+        path: of the file; the run may still be writing it.
+        event: only records of this event, such as ``"Evaluated"``.
+
+    Raises:
+        DataError: for a damaged line that is not the last, or a record of another schema.
+        OSError: if the file cannot be read.
+    """
+    records: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is half a line, or nothing
+        try:
+            record = json.loads(line)
+            schema, name, step = record["schema"], record["event"], record["step"]
+        except (ValueError, TypeError, LookupError) as error:
+            raise DataError(
+                f"{path}, line {number} is no record of an event ({error!r}): {line[:80]!r}. "
+                "Without that line the rest can be read; nothing was read."
+            ) from error
+        if schema != events.SCHEMA_VERSION:
+            raise DataError(
+                f"{path}, line {number} has schema {schema}, and this version reads schema {events.SCHEMA_VERSION}; "
+                "the version that wrote it can read it. Nothing was read."
+            )
+        if name == "RunStarted":
+            records = [earlier for earlier in records if earlier["step"] <= step]
+        records.append(record)
+    return records if event is None else [record for record in records if record["event"] == event]
+
+
+class TensorBoardSink:
+    """Curves for TensorBoard, with units in their names, and the generated samples as text.
+
+    Every ``every_steps`` steps, and at the last one, a point of: ``loss/train(nats)`` and ``time/step(s)``, means over
+    the steps since the point before; ``transport/wait(s)``, the mean over the rounds committed since then of one
+    replica's wait for one round; ``transport/sent(bytes)`` by one replica so far; ``time/compute_utilization(%)``,
+    ``optimizer/learning_rate`` and ``optimizer/gradient_norm`` as they are. ``loss/heldout(nats)`` at each evaluation.
+
+    `RunStarted` must come first. A resumed run adds a file of its own, which tells TensorBoard to hide what came after
+    the step it resumed from.
+
+    Args:
+        folder: where the files go.
+        every_steps: steps between two points, at least 1.
+
+    Raises:
+        ConfigurationError: if tensorboard cannot be imported.
+    """
+
+    def __init__(self, folder: Path, every_steps: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigurationError(
+                f"TensorBoard files were asked for and tensorboard cannot be imported ({error}); pip install "
+                "tensorboard, or monitor.tensorboard = false, would work. Nothing was started."
+            ) from error
+        self._make_writer = SummaryWriter
+        self._writer: Any = None
+        self._folder = folder
+        self._every_steps = every_steps
+        self._last: events.StepFinished | None = None
+        self._losses: list[float] = []
+        self._step_s: list[float] = []
+        self._wait_s: list[float] = []
+
+    def handle(self, event: events.Event) -> None:
+        """Note ``event``; the writing is done by TensorBoard's own thread."""
+        match event:
+            case events.RunStarted():
+                self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
+            case events.StepFinished():
+                self._last = event
+                self._losses.append(event.loss)
+                self._step_s.append(event.step_s)
+                if event.step % self._every_steps == 0:
+                    self._point()
+            case events.RoundCommitted():
+                self._wait_s.append(event.wait_s)
+            case events.Evaluated():
+                self._writer.add_scalar("loss/heldout(nats)", event.heldout_loss, event.step)
+            case events.SampleGenerated():
+                self._writer.add_text("sample", _literal(event.prompt + event.text), event.step)
+            case events.RunFinished():
+                self._point()
+                self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left and end TensorBoard's thread."""
+        if self._writer is not None:
+            self._point()
+            self._writer.close()
+
+    def _point(self) -> None:
+        last = self._last
+        if last is None or not self._losses:
+            return
+        values = {
+            "loss/train(nats)": _mean(self._losses),
+            "time/step(s)": _mean(self._step_s),
+            "time/compute_utilization(%)": 100 * last.compute_utilization,
+            "transport/sent(bytes)": last.sent_bytes,
+            "optimizer/learning_rate": last.learning_rate,
+            "optimizer/gradient_norm": last.gradient_norm,
+        }
+        if self._wait_s:
+            values["transport/wait(s)"] = _mean(self._wait_s)
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, last.step)
+        self._losses, self._step_s, self._wait_s = [], [], []
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _literal(text: str) -> str:
+    """``text`` as a block of code in Markdown, in which TensorBoard renders nothing.
+
+    >>> _literal("# no title\\n<b>")
+    '    # no title\\n    <b>'
+    """
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+def _cut_half_line(path: Path) -> None:
+    """Truncate the file behind its last newline; a file that ends in one, or is not there, stays as it is."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        keep, piece = 0, 65_536
+        for start in range(end - piece, -piece, -piece):
+            file.seek(max(0, start))
+            newline = file.read(min(piece, start + piece)).rfind(b"\n")
+            if newline >= 0:
+                keep = max(0, start) + newline + 1
+                break
+        if keep < end:
+            file.truncate(keep)
+
+
+def _json_ready(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_ready(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -1,0 +1,114 @@
+"""All sinks of a run as one, which nothing that goes wrong in any of them can hurt."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from diloco.errors import ConfigurationError, nearest
+from diloco.events import Event, Sink
+from diloco.monitor.settings import MonitorSettings
+
+__all__ = ["Sinks", "make_sinks"]
+
+_CONSOLES = ("auto", "live", "plain", "quiet")
+
+
+class Sinks:
+    """Hands every event to every sink. One that raises is dropped, which is said once; the others go on.
+
+    Args:
+        sinks: by the name to use in that sentence.
+
+    >>> class Broken:
+    ...     def handle(self, event): raise OSError("no space left on device")
+    ...     def close(self): pass
+    >>> from diloco.events import Note
+    >>> sinks = Sinks({"metrics.jsonl": Broken()})
+    >>> with contextlib.redirect_stderr(sys.stdout):
+    ...     sinks.handle(Note(step=1, text="hello"))
+    ...     sinks.handle(Note(step=2, text="not said twice"))
+    metrics.jsonl failed at step 1 and is no longer written (OSError: no space left on device); training goes on.
+    """
+
+    def __init__(self, sinks: Mapping[str, Sink]) -> None:
+        self._sinks = dict(sinks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sinks that still listen."""
+        return tuple(self._sinks)
+
+    def handle(self, event: Event) -> None:
+        """Hand ``event`` on; raises nothing but what stops the process, such as KeyboardInterrupt."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.handle(event)
+            except Exception as error:
+                self._drop(name, sink, event.step, error)
+
+    def close(self) -> None:
+        """Close every sink, also when one of them cannot; a second call does nothing."""
+        while self._sinks:
+            name, sink = self._sinks.popitem()
+            try:
+                sink.close()
+            except Exception as error:
+                _say(f"{name} could not be closed ({_words(error)}); its last lines may be missing.")
+
+    def _drop(self, name: str, sink: Sink, step: int, error: Exception) -> None:
+        del self._sinks[name]
+        with contextlib.suppress(Exception):  # it has just failed; what closing says would be an echo
+            sink.close()
+        _say(f"{name} failed at step {step} and is no longer written ({_words(error)}); training goes on.")
+
+
+def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool) -> Sinks:
+    """The sinks that ``settings`` ask for: a console, ``folder``/metrics.jsonl and ``folder``/tensorboard.
+
+    Args:
+        settings: what to show and to write.
+        folder: the run's; made if it is not there.
+        is_terminal: whether the standard output is a terminal that can move its cursor.
+
+    Raises:
+        ConfigurationError: for settings that cannot work, before anything is written.
+    """
+    kind = settings.console
+    if kind not in _CONSOLES:
+        raise ConfigurationError(
+            f"monitor.console={kind!r} was given; {nearest(str(kind), _CONSOLES)} Nothing was started."
+        )
+    if kind == "live" and not is_terminal:
+        raise ConfigurationError(
+            'monitor.console="live" was given and the output is no terminal; "plain", or "auto", which chooses by '
+            "itself, would work. Nothing was started."
+        )
+    if settings.every_steps < 1:
+        raise ConfigurationError(
+            f"monitor.every_steps={settings.every_steps} was given; at least 1 is needed. Nothing was started."
+        )
+    from diloco.monitor.console import LiveConsole, PlainConsole
+    from diloco.monitor.files import MetricsFile, TensorBoardSink
+
+    sinks: dict[str, Sink] = {}
+    if settings.tensorboard:
+        sinks["TensorBoard"] = TensorBoardSink(folder / "tensorboard", settings.every_steps)
+    sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
+    if kind == "live" or (kind == "auto" and is_terminal):
+        sinks["the progress display"] = LiveConsole()
+    elif kind != "quiet":
+        sinks["the plain output"] = PlainConsole(every_steps=settings.every_steps)
+    return Sinks(sinks)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _say(sentence: str) -> None:
+    # not `warnings`: under -W error that would raise into training
+    with contextlib.suppress(Exception):
+        print(sentence, file=sys.stderr, flush=True)

@@ -1,0 +1,178 @@
+"""What a console says about events, as plain text: the same words on a terminal and in a log. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco import events
+from diloco.monitor.meters import format_bytes, format_count, format_duration, format_perplexity, format_ratio
+from diloco.monitor.progress import Progress
+
+__all__ = ["Rows", "ending", "facts", "fragments_in_flight", "line", "summary", "table", "title", "visible"]
+
+Rows = Sequence[tuple[str, str]]
+"""(name, value) pairs in the order to print them."""
+
+
+def visible(text: str) -> str:
+    r"""``text`` with every character that a terminal would obey, not show, written out; newlines and tabs stay.
+
+    >>> visible("a\tb\n\x1b[2Jc\r\u202ed")
+    'a\tb\n\\x1b[2Jc\\r\\u202ed'
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+def table(rows: Rows, *, width: int = 80, indent: str = "  ") -> str:
+    """Two aligned columns within ``width`` characters; long values go on under their own column.
+
+    >>> print(table([("codec", "fp4"), ("schedule", "every fragment each 100 steps")], width=32))
+      codec     fp4
+      schedule  every fragment each
+                100 steps
+    """
+    names = max((len(name) for name, _ in rows), default=0)
+    lines = []
+    for name, value in rows:
+        lead = f"{indent}{name:<{names}}  "
+        # a path or a digest is not cut: it is there to be copied
+        wrap = textwrap.TextWrapper(width, lead, " " * len(lead), break_long_words=False, break_on_hyphens=False)
+        lines.append(wrap.fill(visible(value)) or lead.rstrip())
+    return "\n".join(lines)
+
+
+def title(event: events.RunStarted) -> str:
+    """The first line of a run.
+
+    >>> title(events.RunStarted(step=300, total_steps=1000, algorithm="streaming", num_replicas=4,
+    ...                         parameters=1_086_720, tokens_per_step=2048))
+    'streaming, 4 replicas, 1.1M parameters, 1000 steps, going on after step 300'
+    """
+    replicas = "1 replica" if event.num_replicas == 1 else f"{event.num_replicas} replicas"
+    words = f"{event.algorithm}, {replicas}, {format_count(event.parameters)} parameters, {event.total_steps} steps"
+    return f"{words}, going on after step {event.step}" if event.step else words
+
+
+def facts(event: events.RunStarted) -> Rows:
+    """What the run derived from its settings, and what it goes on from."""
+    resumed = [("resumed from", event.resumed_from)] if event.resumed_from else []
+    return [*resumed, *event.facts.items()]
+
+
+def line(event: events.Event, progress: Progress) -> str:
+    """One event in one line; for those that `Progress.take` found worth it."""
+    match event:
+        case events.Evaluated():
+            words = (
+                f"held-out loss {event.heldout_loss:.4f}  perplexity {format_perplexity(event.perplexity)}  "
+                f"{event.bits_per_byte:.4f} bits per byte"
+            )
+            return f"{words}  (final)" if event.final else f"{words}{'  (best)' * (progress.best_step == event.step)}"
+        case events.CheckpointSaved():
+            return f"checkpoint {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.save_s)})"
+        case events.RoundVoid():
+            name = f"fragment {event.fragment}, outer step {event.outer_step}"
+            return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
+        case events.RoundSent():
+            return f"fragment {event.fragment}: values beyond the codec's range were clamped (said once per fragment)"
+        case events.StepFinished():
+            return f"the gradient scaler skipped the inner step of {event.skipped_replicas} of the replicas"
+        case events.Interrupted():
+            return f"{event.signal}: the state is saved, the run stops here"
+        case events.Note():
+            return event.text
+        case _:
+            return type(event).__name__
+
+
+def ending(progress: Progress) -> str:
+    """The line above the summary."""
+    if progress.step >= progress.total_steps:
+        return "finished"
+    return f"stopped after step {progress.step} of {progress.total_steps}"
+
+
+def fragments_in_flight(rounds: Sequence[tuple[int, int]]) -> str:
+    """Rounds under way, as (fragment, outer step), in at most about thirty characters.
+
+    >>> fragments_in_flight([]), fragments_in_flight([(2, 14)]), fragments_in_flight([(0, 15), (2, 14), (3, 14)])
+    ('none', 'fragment 2 (outer step 14)', 'fragments 0, 2, 3')
+    >>> fragments_in_flight([(fragment, 3) for fragment in range(12)])
+    'fragments 0, 1, 2 and 9 more'
+    """
+    if not rounds:
+        return "none"
+    if len(rounds) == 1:
+        return f"fragment {rounds[0][0]} (outer step {rounds[0][1]})"
+    names = [str(fragment) for fragment, _ in rounds]
+    more = f" and {len(names) - 3} more" if len(names) > 5 else ""
+    return f"fragments {', '.join(names[:3] if more else names)}{more}"
+
+
+def summary(values: Mapping[str, Any]) -> Rows:
+    """The rows of a finished run's ``summary``; what is missing or None is left out.
+
+    ``data_parallel_bytes_per_replica`` is what one replica would have sent, so it is compared with what was sent.
+
+    >>> for row in summary({"heldout_loss": 2.5, "perplexity": None, "sent_bytes_per_replica": 2_000_000,
+    ...                     "data_parallel_bytes_per_replica": 824_000_000, "rounds_committed": 12, "rounds_void": 0}):
+    ...     print(*row, sep=": ")
+    held-out loss: 2.5000 nats per token
+    sent: 2.0 MB per replica, 412x less than data-parallel (824 MB)
+    rounds: 12 committed, 0 void
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    rows: dict[str, str] = {}
+    if "heldout_loss" in given:
+        rows["held-out loss"] = f"{given['heldout_loss']:.4f} nats per token"
+    if "perplexity" in given:
+        rows["perplexity"] = format_perplexity(given["perplexity"])
+    if "bits_per_byte" in given:
+        rows["bits per byte"] = f"{given['bits_per_byte']:.4f}"
+    if "steps" in given and "tokens" in given:
+        rows["trained"] = f"{given['steps']} steps, {format_count(given['tokens'])} tokens"
+        if "wall_s" in given:
+            rows["trained"] += f", in {format_duration(given['wall_s'])}"
+    sent, baseline = given.get("sent_bytes_per_replica"), given.get("data_parallel_bytes_per_replica", 0)
+    if sent is not None:
+        rows["sent"] = _against_data_parallel(sent, baseline)
+        start, steps = given.get("shared_start_steps", 0), given.get("steps", 0)
+        if 0 < start < steps:
+            later = sent - given.get("shared_start_sent_bytes_per_replica", 0)
+            rows["after start"] = _against_data_parallel(later, baseline * (steps - start) / steps)
+    if "received_bytes_per_replica" in given:
+        rows["received"] = f"{format_bytes(given['received_bytes_per_replica'])} per replica"
+    if "compute_utilization" in given:
+        rows["utilisation"] = f"{100 * given['compute_utilization']:.1f} % compute"
+    if "rounds_committed" in given:
+        rows["rounds"] = f"{given['rounds_committed']} committed, {given.get('rounds_void', 0)} void"
+    if "global_params_digest" in given:
+        rows["digest"] = str(given["global_params_digest"])
+    if "out" in given:
+        rows["run folder"] = str(given["out"])
+    return list(rows.items())
+
+
+def _against_data_parallel(sent: float, baseline: float) -> str:
+    """Says so as plainly when nothing was saved.
+
+    >>> _against_data_parallel(0, 1000), _against_data_parallel(1000, 0)
+    ('nothing (data-parallel: 1.0 kB)', '1.0 kB per replica')
+    >>> print(_against_data_parallel(1000, 1000), _against_data_parallel(2500, 1000), sep="; ")
+    1.0 kB per replica, as much as data-parallel; 2.5 kB per replica, 2.5x as much as data-parallel (1.0 kB)
+    """
+    if baseline <= 0:
+        return f"{format_bytes(sent)} per replica"
+    if sent <= 0:
+        return f"nothing (data-parallel: {format_bytes(baseline)})"
+    words = f"{format_bytes(sent)} per replica"
+    if max(sent, baseline) < 1.005 * min(sent, baseline):
+        return f"{words}, as much as data-parallel"
+    if sent > baseline:
+        return f"{words}, {format_ratio(sent / baseline)} as much as data-parallel ({format_bytes(baseline)})"
+    return f"{words}, {format_ratio(baseline / sent)} less than data-parallel ({format_bytes(baseline)})"

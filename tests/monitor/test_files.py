@@ -1,0 +1,231 @@
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from diloco import events
+from diloco.errors import DataError
+from diloco.monitor import files
+from diloco.monitor.files import MetricsFile, TensorBoardSink, read_metrics
+
+
+def note(step: int, text: str = "hello") -> events.Note:
+    return events.Note(step=step, text=text)
+
+
+def started(step: int) -> events.RunStarted:
+    return events.RunStarted(
+        step=step, total_steps=9, algorithm="diloco", num_replicas=2, parameters=7, tokens_per_step=8, facts={"a": "b"}
+    )
+
+
+def step(number: int, loss: float = 1.0) -> events.StepFinished:
+    return events.StepFinished(
+        step=number,
+        loss=loss,
+        learning_rate=0.25,
+        gradient_norm=2.0,
+        tokens=number,
+        step_s=0.5 * number,
+        sent_bytes=1000 * number,
+        received_bytes=0,
+        compute_utilization=0.75,
+    )
+
+
+def committed(step: int, wait_s: float) -> events.RoundCommitted:
+    return events.RoundCommitted(
+        step=step,
+        replica=0,
+        fragment=1,
+        outer_step=0,
+        contributors=(0, 2),
+        sent_bytes=5,
+        received_bytes=6,
+        wait_s=wait_s,
+    )
+
+
+def written(path: Path, *facts: events.Event) -> Path:
+    sink = MetricsFile(path)
+    for event in facts:
+        sink.handle(event)
+    sink.close()
+    return path
+
+
+def test_every_event_is_one_line_that_reads_back(tmp_path: Path) -> None:
+    facts = [started(0), step(1), committed(1, 0.5), note(2, 'line\nbreak "quoted" \u2028 é \ud800')]
+    path = written(tmp_path / "new" / "metrics.jsonl", *facts)
+    assert len(path.read_bytes().splitlines()) == len(facts)
+    expected = [json.loads(json.dumps(events.to_record(event))) for event in facts]
+    assert read_metrics(path) == expected
+    assert [record["wait_s"] for record in read_metrics(path, "RoundCommitted")] == [0.5]
+    assert read_metrics(path, "Evaluated") == []
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_handled(tmp_path: Path) -> None:
+    sink = MetricsFile(tmp_path / "metrics.jsonl")
+    sink.handle(note(1))
+    assert read_metrics(sink.path, "Note")[0]["step"] == 1
+    sink.close()
+
+
+def test_numbers_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
+    summary = {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "out": Path("runs/x"), "d": None}
+    path = written(tmp_path / "m.jsonl", step(1, loss=math.nan), events.RunFinished(step=1, summary=summary))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    first, last = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+    assert math.isnan(float(first["loss"]))
+    assert last["summary"] == {"a": "NaN", "b": ["Infinity", {"c": "-Infinity"}], "out": "runs/x", "d": None}
+    assert float(last["summary"]["b"][1]["c"]) == -math.inf
+
+
+@pytest.mark.parametrize("half", ['{"schema": 1, "event": "No', "x" * 65_535, "x" * 65_536, "é" * 100_000])
+def test_half_a_line_is_passed_over_by_readers_and_cut_off_by_the_next_run(tmp_path: Path, half: str) -> None:
+    path = written(tmp_path / "m.jsonl", note(1), note(2))
+    whole = path.read_bytes()
+    path.write_bytes(whole + half.encode())
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+    written(path, note(3))
+    assert path.read_bytes().startswith(whole)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"x" * 200_000])
+def test_a_file_without_one_whole_line_begins_anew(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(content)
+    written(path, note(3))
+    assert [record["step"] for record in read_metrics(path)] == [3]
+
+
+def test_every_cut_of_the_last_line_leaves_the_lines_before_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", note(1), note(2))
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for length in range(first, len(whole)):
+        path.write_bytes(whole[:length])
+        written(path)
+        assert path.read_bytes() == whole[:first]
+
+
+def test_what_a_resumed_run_does_again_is_superseded(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", started(0), step(1), step(2), step(3, loss=9.0), note(3, "lost"))
+    before = path.read_bytes()
+    written(path, started(2), step(3, loss=1.0))
+    assert path.read_bytes().startswith(before)
+    assert [(record["event"], record["step"]) for record in read_metrics(path)] == [
+        ("RunStarted", 0),
+        ("StepFinished", 1),
+        ("StepFinished", 2),
+        ("RunStarted", 2),
+        ("StepFinished", 3),
+    ]
+    assert read_metrics(path, "StepFinished")[-1]["loss"] == 1.0
+    assert read_metrics(path, "Note") == []
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "3", '{"event": "Note", "step": 1}'])
+def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
+    path = written(tmp_path / "m.jsonl", note(1))
+    path.write_text(path.read_text() + damage + "\n" + path.read_text())
+    with pytest.raises(DataError, match="line 2 is no record"):
+        read_metrics(path)
+
+
+def test_another_schema_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", note(1))
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(DataError, match="line 1 has schema 2"):
+        read_metrics(path)
+
+
+def test_the_documented_schema_is_that_of_the_events() -> None:
+    assert files.__doc__
+    body = files.__doc__.split("=\n")[2]
+    documented: dict[str, list[str]] = {}
+    name = ""
+    for line in body.splitlines():
+        if match := re.match(r"(\w*) +(\w.*)", line):
+            name = match[1] or name  # a line that goes on has no name
+            documented.setdefault(name, []).extend(re.findall(r"\w+", match[2]))
+    assert documented == {
+        kind.__name__: [field.name for field in dataclasses.fields(kind) if field.name != "step"]
+        for kind in events.Event.__subclasses__()
+    }
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {tag: [(p.step, p.value) for p in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+def heldout(step: int, loss: float) -> events.Evaluated:
+    return events.Evaluated(step=step, heldout_loss=loss, perplexity=1.0, bits_per_byte=1.0, heldout_tokens=1)
+
+
+def test_tensorboard_reads_back_what_was_measured(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, every_steps=2)
+    for event in (
+        started(0),
+        step(1, loss=4.0),
+        committed(1, 0.25),
+        committed(1, 0.75),
+        step(2, loss=2.0),
+        heldout(2, 3.5),
+        step(3, loss=1.0),
+    ):
+        sink.handle(event)
+    sink.close()
+    assert curves(tmp_path) == {
+        "loss/train(nats)": [(2, 3.0), (3, 1.0)],
+        "time/step(s)": [(2, 0.75), (3, 1.5)],
+        "time/compute_utilization(%)": [(2, 75.0), (3, 75.0)],
+        "transport/sent(bytes)": [(2, 2000.0), (3, 3000.0)],
+        "transport/wait(s)": [(2, 0.5)],
+        "optimizer/learning_rate": [(2, 0.25), (3, 0.25)],
+        "optimizer/gradient_norm": [(2, 2.0), (3, 2.0)],
+        "loss/heldout(nats)": [(2, 3.5)],
+    }
+
+
+def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+    for events_of_a_run in (
+        (started(0), step(1), heldout(1, 7.0), step(2), step(3, loss=9.0), heldout(3, 9.0)),
+        (started(2), step(3, loss=5.0), heldout(3, 5.0)),
+    ):
+        sink = TensorBoardSink(tmp_path, every_steps=1)
+        for event in events_of_a_run:
+            sink.handle(event)
+        sink.close()
+    seen = curves(tmp_path)
+    assert seen["loss/train(nats)"] == [(1, 1.0), (2, 1.0), (3, 5.0)]
+    assert seen["loss/heldout(nats)"] == [(1, 7.0), (3, 5.0)]
+
+
+def test_tensorboard_shows_a_sample_literally(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path, every_steps=1)
+    sink.handle(started(0))
+    sink.handle(events.SampleGenerated(step=4, prompt="# a", text="<b>\nc"))
+    sink.close()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    (sample,) = accumulator.Tensors("sample/text_summary")
+    assert (sample.step, sample.tensor_proto.string_val[0]) == (4, b"    # a<b>\n    c")
+
+
+def test_a_tensorboard_sink_of_a_run_that_never_started_leaves_nothing(tmp_path: Path) -> None:
+    TensorBoardSink(tmp_path, every_steps=1).close()
+    assert list(tmp_path.iterdir()) == []

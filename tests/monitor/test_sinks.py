@@ -1,0 +1,143 @@
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import ConfigurationError
+from diloco.events import Event, Note, RunStarted
+from diloco.monitor.files import read_metrics
+from diloco.monitor.settings import MonitorSettings
+from diloco.monitor.sinks import Sinks, make_sinks
+
+
+class Recorder:
+    """Remembers what it was told; raises ``error`` at step ``fails_at``, and on closing when ``fails_at`` is 0."""
+
+    def __init__(self, fails_at: int = -1, error: BaseException | None = None) -> None:
+        self.steps: list[int] = []
+        self.closed = 0
+        self.fails_at = fails_at
+        self.error = error or OSError("no space left")
+
+    def handle(self, event: Event) -> None:
+        if event.step == self.fails_at:
+            raise self.error
+        self.steps.append(event.step)
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.fails_at == 0:
+            raise self.error
+
+
+def tell(sinks: Sinks, *steps: int) -> None:
+    for step in steps:
+        sinks.handle(Note(step=step, text="hello"))
+
+
+def test_a_broken_sink_is_dropped_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    first, broken, last = Recorder(), Recorder(fails_at=2), Recorder()
+    sinks = Sinks({"a": first, "metrics.jsonl": broken, "z": last})
+    tell(sinks, 1, 2, 3, 2)
+    sinks.close()
+    assert first.steps == last.steps == [1, 2, 3, 2]
+    assert broken.steps == [1]
+    assert (first.closed, broken.closed, last.closed) == (1, 1, 1)
+    assert capsys.readouterr().err == (
+        "metrics.jsonl failed at step 2 and is no longer written (OSError: no space left); training goes on.\n"
+    )
+
+
+def test_all_sinks_may_break_and_training_still_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    sinks = Sinks({"a": Recorder(fails_at=1), "b": Recorder(fails_at=1, error=ValueError())})
+    tell(sinks, 1, 2)
+    assert sinks.names == ()
+    assert capsys.readouterr().err.count("training goes on") == 2
+
+
+def test_all_are_closed_also_when_one_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    first, broken, last = Recorder(), Recorder(fails_at=0), Recorder()
+    sinks = Sinks({"a": first, "b": broken, "z": last})
+    sinks.close()
+    sinks.close()
+    assert (first.closed, broken.closed, last.closed) == (1, 1, 1)
+    assert capsys.readouterr().err == "b could not be closed (OSError: no space left); its last lines may be missing.\n"
+
+
+def test_a_sink_that_can_neither_write_nor_close_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tell(Sinks({"a": Recorder(fails_at=0)}), 0, 0)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_interrupt_is_not_held_back() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tell(Sinks({"a": Recorder(fails_at=1, error=KeyboardInterrupt())}), 1)
+
+
+def test_a_closed_standard_error_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    last = Recorder()
+    tell(Sinks({"a": Recorder(fails_at=1), "z": last}), 1)
+    assert last.steps == [1]
+
+
+def test_a_broken_pipe_ends_the_plain_output_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Pipe())
+    sinks = make_sinks(MonitorSettings(tensorboard=False), tmp_path, is_terminal=False)
+    tell(sinks, 1, 2)
+    sinks.close()
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert "the plain output failed at step 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_terminal", "names"),
+    [
+        ({}, True, ("TensorBoard", "metrics.jsonl", "the progress display")),
+        ({}, False, ("TensorBoard", "metrics.jsonl", "the plain output")),
+        ({"console": "live", "tensorboard": False}, True, ("metrics.jsonl", "the progress display")),
+        ({"console": "plain", "tensorboard": False}, True, ("metrics.jsonl", "the plain output")),
+        ({"console": "quiet", "tensorboard": False}, True, ("metrics.jsonl",)),
+    ],
+)
+def test_the_sinks_that_settings_ask_for(
+    tmp_path: Path, settings: dict[str, Any], is_terminal: bool, names: tuple[str, ...]
+) -> None:
+    sinks = make_sinks(MonitorSettings(**settings), tmp_path / "run", is_terminal=is_terminal)
+    assert sinks.names == names
+    sinks.close()
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"console": "live"}, "no terminal"),
+        ({"console": "quite"}, "did you mean 'quiet'"),
+        ({"every_steps": 0}, "at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_written(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make_sinks(MonitorSettings(**settings), tmp_path / "run", is_terminal=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_quiet_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sinks = make_sinks(MonitorSettings(console="quiet", every_steps=1), tmp_path, is_terminal=True)
+    sinks.handle(RunStarted(step=0, total_steps=9, algorithm="diloco", num_replicas=1, parameters=1, tokens_per_step=1))
+    tell(sinks, 1)
+    sinks.close()
+    assert capsys.readouterr() == ("", "")
