@@ -1,0 +1,269 @@
+"""Shards that never overlap, add up to one larger batch, and go on where they stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diloco.data.permutation import permute
+from diloco.data.sampler import Sampler, Sharding, heldout_batches, num_windows
+from diloco.errors import CheckpointError, ConfigurationError, DataError
+
+LENGTH = 3
+
+
+def tokens_for(windows: int, rest: int = 0, dtype: type[np.integer[Any]] = np.uint32) -> NDArray[np.integer[Any]]:
+    """Tokens that tell their own place, so that a sequence tells its window."""
+    return np.arange(windows * LENGTH + 1 + rest, dtype=dtype)
+
+
+def samplers(
+    windows: int, replicas: int, batch_size: int, sharding: Sharding = "shuffled", seed: int = 1
+) -> list[Sampler]:
+    tokens = tokens_for(windows, rest=LENGTH - 1)
+    return [
+        Sampler(
+            tokens,
+            sequence_length=LENGTH,
+            batch_size=batch_size,
+            replica=replica,
+            num_replicas=replicas,
+            seed=seed,
+            sharding=sharding,
+        )
+        for replica in range(replicas)
+    ]
+
+
+def windows_of(batch: tuple[Tensor, Tensor]) -> list[int]:
+    """Which windows a batch holds, after checking that they are whole."""
+    inputs, targets = batch
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(LENGTH))
+    assert torch.equal(targets, inputs + 1)
+    assert (inputs[:, 0] % LENGTH == 0).all()
+    return [int(first) // LENGTH for first in inputs[:, 0]]
+
+
+def epoch_of(members: Sequence[Sampler]) -> list[list[int]]:
+    """The windows of one epoch, a list for each replica."""
+    return [
+        [window for _ in range(sampler.steps_per_epoch) for window in windows_of(sampler.next_batch())]
+        for sampler in members
+    ]
+
+
+SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4)).filter(lambda s: s[0] >= s[1] * s[2])
+
+
+@settings(deadline=None)
+@given(shape=SHAPES, sharding=st.sampled_from(["shuffled", "contiguous"]), seed=st.integers(0, 2**64))
+def test_an_epoch_is_disjoint_over_replicas_and_leaves_less_than_a_batch(
+    shape: tuple[int, int, int], sharding: Sharding, seed: int
+) -> None:
+    windows, replicas, batch_size = shape
+    members = samplers(*shape, sharding, seed)
+    for _ in range(2):
+        shards = epoch_of(members)
+        drawn = [window for shard in shards for window in shard]
+        assert len(set(drawn)) == len(drawn)
+        assert set(drawn) <= set(range(windows))
+        # contiguous stretches may differ by one window, which then is left out as well
+        slack = replicas - 1 if sharding == "contiguous" else 0
+        assert windows - len(drawn) < replicas * batch_size + slack
+        if sharding == "contiguous":
+            for replica, shard in enumerate(shards):
+                begin, end = replica * windows // replicas, (replica + 1) * windows // replicas
+                assert set(shard) <= set(range(begin, end))
+
+
+@settings(deadline=None)
+@given(shape=SHAPES)
+def test_shuffled_replicas_see_together_what_one_with_a_larger_batch_sees(shape: tuple[int, int, int]) -> None:
+    windows, replicas, batch_size = shape
+    members = samplers(*shape)
+    (alone,) = samplers(windows, 1, replicas * batch_size)
+    for _ in range(2 * alone.steps_per_epoch + 1):
+        inputs, targets = alone.next_batch()
+        parts = [sampler.next_batch() for sampler in members]
+        assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
+        assert torch.equal(torch.cat([part[1] for part in parts]), targets)
+
+
+@pytest.mark.parametrize("sharding", ["shuffled", "contiguous"])
+@pytest.mark.parametrize("stop", [0, 1, 4, 5, 6, 11])
+def test_resuming_equals_never_stopping(stop: int, sharding: Sharding) -> None:
+    """5 steps an epoch: the stops fall at its begin, within it, at its last step, at its end and after it."""
+    straight = samplers(32, 2, 3, sharding)[1]
+    assert straight.steps_per_epoch == 5
+    expected = [straight.next_batch() for _ in range(stop + 7)]
+
+    before = samplers(32, 2, 3, sharding)[1]
+    for _ in range(stop):
+        before.next_batch()
+    state = json.loads(json.dumps(before.state_dict()))
+    after = samplers(32, 2, 3, sharding)[1]
+    after.next_batch()  # where it stood must not matter
+    after.load_state_dict(state)
+    assert after.epoch == stop // 5
+    for inputs, targets in expected[stop:]:
+        found = after.next_batch()
+        assert torch.equal(found[0], inputs)
+        assert torch.equal(found[1], targets)
+
+
+def test_a_cursor_fits_every_replica_of_the_run() -> None:
+    first, second = samplers(30, 2, 2)
+    first.next_batch()
+    second.next_batch()
+    assert first.state_dict() == second.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 2}, r"seed is 1 in the cursor and 2 here"),
+        ({"sequence_length": 4}, r"sequence_length is 3 in the cursor and 4 here"),
+        ({"batch_size": 3}, r"batch_size is 2 in the cursor and 3 here"),
+        ({"num_replicas": 4}, r"num_replicas is 2 in the cursor and 4 here"),
+        ({"sharding": "contiguous"}, r"sharding is 'shuffled' in the cursor and 'contiguous' here"),
+        ({"tokens": tokens_for(40)[::-1].copy()}, r"data is '[0-9a-f]{16}' in the cursor and '[0-9a-f]{16}' here"),
+        ({"tokens": tokens_for(41)}, r"tokens is 121 in the cursor and 124 here"),
+    ],
+)
+def test_a_cursor_of_another_run_is_refused(change: dict[str, object], message: str) -> None:
+    arguments = {"tokens": tokens_for(40), "sequence_length": LENGTH, "batch_size": 2, "num_replicas": 2, "seed": 1}
+    state = Sampler(**arguments, replica=0).state_dict()  # type: ignore[arg-type]  # arguments are varied by name
+    other = Sampler(**{**arguments, **change}, replica=0)  # type: ignore[arg-type]  # arguments are varied by name
+    other.next_batch()
+    unmoved = other.state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        other.load_state_dict(state)
+    assert other.state_dict() == unmoved
+
+
+@pytest.mark.parametrize("drawn", [-1, 1.5, "3", True])
+def test_a_cursor_that_counts_no_batches_is_refused(drawn: object) -> None:
+    (sampler,) = samplers(4, 1, 1)
+    with pytest.raises(CheckpointError, match=r"a whole number from 0 on is needed"):
+        sampler.load_state_dict({**sampler.state_dict(), "drawn": drawn})  # type: ignore[dict-item]  # the point
+
+
+def test_a_malformed_cursor_is_refused() -> None:
+    (sampler,) = samplers(4, 1, 1)
+    state = sampler.state_dict()
+    for wrong in ({}, {**state, "more": 1}, {name: value for name, value in state.items() if name != "seed"}):
+        with pytest.raises(CheckpointError, match=r"are needed\. The cursor was not loaded"):
+            sampler.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("sharding", ["shuffled", "contiguous"])
+def test_too_few_tokens_say_how_many_would_do(sharding: Sharding) -> None:
+    arguments: dict[str, int] = {"sequence_length": LENGTH, "batch_size": 3, "replica": 1, "num_replicas": 4, "seed": 0}
+    enough = tokens_for(12)
+    with pytest.raises(DataError, match=r"36 training tokens make 11 sequences of 3; .*12 of them, that is 37 tokens"):
+        Sampler(enough[:-1], **arguments, sharding=sharding)
+    sampler = Sampler(enough, **arguments, sharding=sharding)
+    assert sampler.steps_per_epoch == 1
+    assert len(windows_of(sampler.next_batch())) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"replica": 2}, r"replica=2 was given; 0 to 1 would work"),
+        ({"replica": -1}, r"replica=-1 was given; 0 to 1 would work"),
+        ({"batch_size": 0}, r"batch_size=0 was given; at least 1"),
+        ({"sequence_length": 0}, r"sequence_length=0 was given; at least 1"),
+        ({"num_replicas": 0}, r"num_replicas=0 was given; at least 1"),
+        ({"sharding": "shufled"}, r"did you mean 'shuffled'\?"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(change: dict[str, object], message: str) -> None:
+    arguments = {"sequence_length": LENGTH, "batch_size": 1, "replica": 0, "num_replicas": 2, "seed": 0, **change}
+    with pytest.raises(ConfigurationError, match=message):
+        Sampler(tokens_for(9), **arguments)  # type: ignore[arg-type]  # arguments are varied by name
+
+
+def test_batches_are_int64_and_contiguous_from_any_integer_type() -> None:
+    for dtype in (np.uint16, np.uint32, np.int64):
+        tokens = tokens_for(4, dtype=dtype)
+        sampler = Sampler(tokens, sequence_length=LENGTH, batch_size=2, replica=0, num_replicas=1, seed=0)
+        for batch in (sampler.next_batch(), next(heldout_batches(tokens, LENGTH, 2, 0))):
+            for part in batch:
+                assert (part.dtype, part.shape) == (torch.int64, (2, LENGTH))
+                assert part.is_contiguous()
+
+
+def test_seeds_and_epochs_shuffle_differently() -> None:
+    epochs = {}
+    for seed in (0, 1):
+        (sampler,) = samplers(200, 1, 10, seed=seed)
+        for epoch in range(2):
+            epochs[seed, epoch] = tuple(epoch_of([sampler])[0])
+    assert len(set(epochs.values())) == 4
+    assert {tuple(sorted(order)) for order in epochs.values()} == {tuple(range(200))}
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 2000), key=st.text(max_size=5))
+def test_the_permutation_reaches_everything_once(size: int, key: str) -> None:
+    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+def test_the_permutation_serves_ranges_that_no_array_could() -> None:
+    size = 2**61 + 12345
+    images = permute(np.arange(0, size, size // 1000), size, "large")
+    assert len(set(images.tolist())) == len(images)
+    assert images.min() >= 0
+    assert images.max() < size
+
+
+@pytest.mark.parametrize("size", [7, 64, 65])
+def test_the_permutation_is_even(size: int) -> None:
+    """Over many keys each position goes everywhere equally often (chi-square; a fixed set of keys, so no luck)."""
+    expected = 25
+    counts = np.zeros((size, size))
+    for key in range(expected * size):
+        counts[np.arange(size), permute(np.arange(size), size, str(key))] += 1
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    freedom = (size - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+@settings(deadline=None)
+@given(windows=st.integers(1, 40), batch_size=st.integers(1, 7), most=st.integers(0, 50))
+def test_heldout_windows_are_distinct_spread_and_always_the_same(windows: int, batch_size: int, most: int) -> None:
+    tokens = tokens_for(windows, rest=1)
+    batches = [windows_of(batch) for batch in heldout_batches(tokens, LENGTH, batch_size, most)]
+    assert batches == [windows_of(batch) for batch in heldout_batches(tokens, LENGTH, batch_size, most)]
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+    assert 1 <= len(batches[-1]) <= batch_size
+    chosen = [window for batch in batches for window in batch]
+    count = min(most, windows) if most else windows
+    assert len(chosen) == count
+    gaps = np.diff([*chosen, windows])
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_all_heldout_windows_make_every_token_a_target_once() -> None:
+    tokens = tokens_for(10)
+    targets = [t for _, batch in heldout_batches(tokens, LENGTH, 4, 0) for t in batch.flatten().tolist()]
+    assert targets == tokens[1:].tolist()
+
+
+def test_too_few_heldout_tokens_are_refused_at_once() -> None:
+    with pytest.raises(DataError, match=r"3 held-out tokens were given; one sequence of 3 needs 4"):
+        heldout_batches(tokens_for(1)[:-1], LENGTH, 1, 0)
+    with pytest.raises(ConfigurationError, match=r"batch_size=0"):
+        heldout_batches(tokens_for(1), LENGTH, 0, 0)
+    assert num_windows(tokens_for(0)[:0], LENGTH) == 0
