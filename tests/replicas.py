@@ -75,9 +75,7 @@ class Swarm:
 
     def run(self, steps: int, gradient: Gradient) -> None:
         for _ in range(steps):
-            for number, (model, inner, diloco) in enumerate(
-                zip(self.models, self.inner, self.replicas, strict=True)
-            ):
+            for number, (model, inner, diloco) in enumerate(zip(self.models, self.inner, self.replicas, strict=True)):
                 gradient(number, diloco.steps, model)
                 inner.step()
                 inner.zero_grad()

@@ -16,7 +16,9 @@ class Decoder(nn.Module):
     def __init__(self, num_layers: int, *, tied: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(num_layers)
+        )
         self.head = nn.Linear(4, 7, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -94,7 +96,10 @@ def test_two_parameters_on_one_memory_are_refused() -> None:
     ("patterns", "words"),
     [
         ([["layers.*"], ["head.*"]], "'embedding.weight' matches no pattern"),
-        ([["layers.*", "*.weight"], ["embedding.*", "head.*"]], r"'embedding.weight' matches the patterns of fragments \[0, 1\]"),
+        (
+            [["layers.*", "*.weight"], ["embedding.*", "head.*"]],
+            r"'embedding.weight' matches the patterns of fragments \[0, 1\]",
+        ),
         ([["*"], ["nothing"]], "pattern 'nothing' of fragment 1 matches no"),
     ],
 )

@@ -32,9 +32,7 @@ def test_never_two_sends_of_a_fragment_in_flight_and_every_fragment_equally_ofte
         gaps = [b - a for a, b in zip(offsets, (*offsets[1:], inner_steps), strict=True)]
         assert max(gaps) - min(gaps) <= 1
         for overlap_steps in range(inner_steps):
-            schedule = SyncSchedule(
-                inner_steps=inner_steps, num_fragments=num_fragments, overlap_steps=overlap_steps
-            )
+            schedule = SyncSchedule(inner_steps=inner_steps, num_fragments=num_fragments, overlap_steps=overlap_steps)
             in_flight: dict[int, tuple[int, int]] = {}
             sends = [0] * num_fragments
             # Fragment p's cycles of this window are those between H and 3H after its offset.

@@ -67,7 +67,9 @@ def test_converges_to_the_mean_of_the_replicas_targets() -> None:
     swarm = streaming(codec="float32", outer=Nesterov(learning_rate=0.5, momentum=0.5))
     swarm.run(400, quadratic())
     generators = [torch.Generator().manual_seed(m) for m in range(3)]
-    targets = [torch.cat([torch.randn(p.shape, generator=g).flatten() for p in Vectors().parameters()]) for g in generators]
+    targets = [
+        torch.cat([torch.randn(p.shape, generator=g).flatten() for p in Vectors().parameters()]) for g in generators
+    ]
     torch.testing.assert_close(swarm.global_params(0), torch.stack(targets).mean(0), atol=0.15, rtol=0)
 
 

@@ -19,7 +19,13 @@ SIZE = 1000
 
 
 def contribution(
-    replica: int, *, outer_step: int = 0, fragment: int = 0, codec: str = "float32", weight: float = 1.0, digest: str = "d"
+    replica: int,
+    *,
+    outer_step: int = 0,
+    fragment: int = 0,
+    codec: str = "float32",
+    weight: float = 1.0,
+    digest: str = "d",
 ) -> Contribution:
     generator = torch.Generator().manual_seed(17 * replica + outer_step)
     encoder = make_codec(codec)

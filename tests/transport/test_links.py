@@ -63,7 +63,9 @@ def test_a_worse_link_never_helps(
 ) -> None:
     states = [LinkState()] * num_replicas
     good, _ = transfer_times(equal(num_replicas, size), [Link(bandwidth, latency)] * num_replicas, states)
-    bad, _ = transfer_times(equal(num_replicas, size), [Link(bandwidth / slower, latency + more)] * num_replicas, states)
+    bad, _ = transfer_times(
+        equal(num_replicas, size), [Link(bandwidth / slower, latency + more)] * num_replicas, states
+    )
     assert bad >= good >= 0
 
 
@@ -120,7 +122,9 @@ def test_clocks_and_rounds_in_flight_survive_a_checkpoint() -> None:
     assert through(stop=True) == through(stop=False)
 
 
-@pytest.mark.parametrize(("bandwidth", "latency"), [(0.0, 0.0), (-1.0, 0.0), (1.0, -1.0), (math.nan, 0.0), (1.0, math.inf)])
+@pytest.mark.parametrize(
+    ("bandwidth", "latency"), [(0.0, 0.0), (-1.0, 0.0), (1.0, -1.0), (math.nan, 0.0), (1.0, math.inf)]
+)
 def test_links_that_are_none_are_refused(bandwidth: float, latency: float) -> None:
     with pytest.raises(ConfigurationError, match="positive bandwidth"):
         Link(bandwidth, latency)

@@ -129,7 +129,11 @@ def refusal(contribution: Contribution, numel: int) -> str:
 
 
 def judge(
-    contributions: Mapping[int, Contribution], *, members: Sequence[int], min_contributors: int, absent: Mapping[int, str]
+    contributions: Mapping[int, Contribution],
+    *,
+    members: Sequence[int],
+    min_contributors: int,
+    absent: Mapping[int, str],
 ) -> Verdict:
     """Decide about a round whose members have all been heard of.
 

@@ -27,5 +27,5 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         digest.update(name.encode() + b"\0")
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -89,7 +89,9 @@ def partition(
     """
     parameters = trainable_parameters(model)
     if not parameters:
-        raise FragmentError("the model has no trainable parameters; there is nothing to synchronise. Nothing was started.")
+        raise FragmentError(
+            "the model has no trainable parameters; there is nothing to synchronise. Nothing was started."
+        )
     if strategy == "patterns":
         groups = match_patterns(_names_with_aliases(model, parameters), patterns)
     elif num_fragments == 1:

@@ -120,7 +120,7 @@ class OuterLoop:
         """Parameter name -> global value in the parameter's shape, float32: views that must not be changed."""
         named: dict[str, Tensor] = {}
         for fragment, values in zip(self.fragments, self.global_params, strict=True):
-            pieces = values.split([math.prod(shape) for shape in fragment.shapes])
+            pieces = torch.split(values, [math.prod(shape) for shape in fragment.shapes])
             for name, shape, piece in zip(fragment.names, fragment.shapes, pieces, strict=True):
                 named[name] = piece.view(shape)
         return named

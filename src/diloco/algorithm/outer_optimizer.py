@@ -61,7 +61,9 @@ def at(schedule: ScalarSchedule, step: int) -> float:
 
 def _check(name: str, value: ScalarSchedule, low: float, high: float) -> None:
     if not callable(value) and not low <= value <= high:
-        raise ConfigurationError(f"outer {name}={value} was given; {low:g} to {high:g} would work. Nothing was started.")
+        raise ConfigurationError(
+            f"outer {name}={value} was given; {low:g} to {high:g} would work. Nothing was started."
+        )
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -136,7 +138,9 @@ class Adam:
         _check("learning_rate", self.learning_rate, 0, float("inf"))
         for beta in self.betas:
             if not 0 <= beta < 1:
-                raise ConfigurationError(f"outer betas={self.betas} were given; each 0 <= beta < 1. Nothing was started.")
+                raise ConfigurationError(
+                    f"outer betas={self.betas} were given; each 0 <= beta < 1. Nothing was started."
+                )
 
     def init(self, values: Tensor) -> OuterState:
         return OuterState(slots={"mean": torch.zeros_like(values), "square": torch.zeros_like(values)})

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from diloco import events
 from diloco.monitor import wording
-from diloco.monitor.meters import format_bytes, format_count, format_duration, format_perplexity, perplexity
 from diloco.monitor.progress import Progress
+from diloco.units import format_bytes, format_count, format_duration, format_perplexity, perplexity
 
 __all__ = ["LiveConsole", "PlainConsole"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco import events
-from diloco.monitor.meters import format_bytes, format_count, format_duration, format_perplexity, format_ratio
 from diloco.monitor.progress import Progress
+from diloco.units import format_bytes, format_count, format_duration, format_perplexity, format_ratio
 
 __all__ = ["Rows", "ending", "facts", "fragments_in_flight", "line", "summary", "table", "title", "visible"]
 

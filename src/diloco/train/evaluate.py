@@ -66,7 +66,7 @@ def evaluate(
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
                 nats += float(loss)
                 count += targets.numel()
-                num_bytes += tokenizer.num_bytes(targets.flatten().tolist())
+                num_bytes += tokenizer.num_bytes(targets)
     finally:
         model.train(was_training)
     return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count)

@@ -90,7 +90,9 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
     try:
         return cast(torch.optim.Optimizer, kind(groups, lr=settings.learning_rate, **arguments))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"torch.optim.{settings.name} refused {arguments}: {error}. Nothing was started.") from error
+        raise ConfigurationError(
+            f"torch.optim.{settings.name} refused {arguments}: {error}. Nothing was started."
+        ) from error
 
 
 class InnerLoop:
@@ -138,7 +140,7 @@ class InnerLoop:
                 loss, cross_entropy = self.model.loss(
                     piece_tokens.to(self.device, non_blocking=True), piece_targets.to(self.device, non_blocking=True)
                 )
-            self.scaler.scale(loss / self.accumulation).backward()
+            torch.autograd.backward(self.scaler.scale(loss / self.accumulation))
             total += cross_entropy.detach() / self.accumulation
         return total
 

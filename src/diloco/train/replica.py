@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,17 +26,11 @@ from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError
 from diloco.events import Event, RoundCommitted, RoundSent, RoundVoid
-from diloco.transport.base import Pending, Transport
+from diloco.train.in_flight import InFlight, restore_contribution
+from diloco.transport.base import Average, Transport
 from diloco.transport.in_process import InProcessTransport
 
 __all__ = ["DiLoCo"]
-
-
-@dataclass(frozen=True, eq=False)
-class _InFlight:
-    contribution: Contribution
-    pending: Pending
-    sent: Tensor | None  # the local parameters at sending, where the merge rule needs them
 
 
 class DiLoCo:
@@ -114,7 +107,7 @@ class DiLoCo:
             ErrorFeedback(codec, fragment.numel) if error_feedback else codec for fragment in self.fragments
         ]
         self._on_event = on_event or (lambda event: None)
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self.transport.publish(self.outer_loop.fragment_state)
 
     def step(self) -> None:
@@ -189,53 +182,55 @@ class DiLoCo:
 
     def _submit(self, contribution: Contribution, sent: Tensor | None) -> None:
         pending = self.transport.average(contribution)
-        self._in_flight[contribution.round.fragment] = _InFlight(contribution, pending, sent)
+        self._in_flight[contribution.round.fragment] = InFlight(contribution, pending, sent)
 
     def _merge(self, index: int) -> None:
         entry = self._in_flight[index]
-        codec = self._codecs[index]
+        averaged = False
         try:
-            average = entry.pending.wait()
+            averaged = self._apply(entry.pending.wait(), entry.sent)
         except DivergedError as error:
-            self._rollback(codec)
             with self.outer_loop.carrying_over(index):
                 self.outer_loop.load_fragment_state(index, self.transport.fetch(index, error.donor))
             self._void(entry, f"{error} Replica {self.transport.replica} took over the state of replica {error.donor}.")
         except RoundVoidError as error:
-            self._rollback(codec)
             self._void(entry, str(error))
-        else:
-            if self.transport.replica in average.contributors:
-                self.outer_loop.outer_step(index, average.values)
-                self.outer_loop.merge(index, self.merge_rule, entry.sent)
-                if isinstance(codec, ErrorFeedback):
-                    codec.commit()
-            else:  # the others' work is applied, this replica's stays in its next pseudo-gradient
-                self._rollback(codec)
-                with self.outer_loop.carrying_over(index):
-                    self.outer_loop.outer_step(index, average.values)
-            if average.buffers is not None or average.integers is not None:
-                restore_buffers_(self.model, average.buffers, average.integers)
-            self.rounds_committed += 1
-            self._on_event(
-                RoundCommitted(
-                    step=self.steps,
-                    replica=self.transport.replica,
-                    fragment=index,
-                    outer_step=average.round.outer_step,
-                    contributors=average.contributors,
-                    sent_bytes=average.sent_bytes,
-                    received_bytes=average.received_bytes,
-                    wait_s=average.wait_s,
-                )
-            )
+        codec = self._codecs[index]
+        if isinstance(codec, ErrorFeedback):
+            if averaged:
+                codec.commit()
+            else:  # what is sent next holds all of this work again
+                codec.rollback()
         del self._in_flight[index]
 
-    def _rollback(self, codec: Codec) -> None:
-        if isinstance(codec, ErrorFeedback):
-            codec.rollback()
+    def _apply(self, average: Average, sent: Tensor | None) -> bool:
+        """Outer step and merge; False if this replica's own work is not in the average and stays to be sent."""
+        index = average.round.fragment
+        averaged = self.transport.replica in average.contributors
+        if averaged:
+            self.outer_loop.outer_step(index, average.values)
+            self.outer_loop.merge(index, self.merge_rule, sent)
+        else:
+            with self.outer_loop.carrying_over(index):
+                self.outer_loop.outer_step(index, average.values)
+        if average.buffers is not None or average.integers is not None:
+            restore_buffers_(self.model, average.buffers, average.integers)
+        self.rounds_committed += 1
+        self._on_event(
+            RoundCommitted(
+                step=self.steps,
+                replica=self.transport.replica,
+                fragment=index,
+                outer_step=average.round.outer_step,
+                contributors=average.contributors,
+                sent_bytes=average.sent_bytes,
+                received_bytes=average.received_bytes,
+                wait_s=average.wait_s,
+            )
+        )
+        return averaged
 
-    def _void(self, entry: _InFlight, reason: str) -> None:
+    def _void(self, entry: InFlight, reason: str) -> None:
         self.rounds_void += 1
         round_id = entry.contribution.round
         self._on_event(
@@ -261,19 +256,7 @@ class DiLoCo:
             "rounds_void": self.rounds_void,
             "fragments": [self.outer_loop.fragment_state(fragment.index) for fragment in self.fragments],
             "codecs": [codec.state_dict() if isinstance(codec, ErrorFeedback) else None for codec in self._codecs],
-            "in_flight": [
-                {
-                    "fragment": entry.contribution.round.fragment,
-                    "outer_step": entry.contribution.round.outer_step,
-                    "payload": entry.contribution.payload,
-                    "weight": entry.contribution.weight,
-                    "digest": entry.contribution.digest,
-                    "buffers": entry.contribution.buffers,
-                    "integers": entry.contribution.integers,
-                    "sent": entry.sent,
-                }
-                for entry in self._in_flight.values()
-            ],
+            "in_flight": [entry.state_dict() for entry in self._in_flight.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -298,19 +281,15 @@ class DiLoCo:
             if isinstance(codec, ErrorFeedback):
                 codec.load_state_dict(saved)
         self._in_flight.clear()
+        device = self.outer_loop.device
         for entry in state["in_flight"]:
-            index = int(entry["fragment"])
-            device = self.outer_loop.device
-            contribution = Contribution(
-                round=RoundId(index, int(entry["outer_step"])),
+            fragment = self.fragments[int(entry["fragment"])]
+            contribution = restore_contribution(
+                entry,
                 replica=self.transport.replica,
-                codec=self._codecs[index],
-                numel=self.fragments[index].numel,
-                payload=entry["payload"].to(device),
-                weight=float(entry["weight"]),
-                digest=str(entry["digest"]),
-                buffers=entry["buffers"],
-                integers=entry["integers"],
+                codec=self._codecs[fragment.index],
+                numel=fragment.numel,
+                device=device,
             )
             self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
 

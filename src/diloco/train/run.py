@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm.codec import Codec
+from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.data.corpus import Corpus, build_corpus
 from diloco.errors import CheckpointError
@@ -21,7 +21,6 @@ from diloco.events import (
     Evaluated,
     Event,
     Interrupted,
-    Note,
     RunFinished,
     RunStarted,
     SampleGenerated,
@@ -38,6 +37,7 @@ from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
 from diloco.train.trained import read_weights
+from diloco.units import format_bytes
 
 __all__ = ["run_training"]
 
@@ -90,7 +90,6 @@ class _Run:
         self.corpus = corpus
         self.device = device
         self.resumed_from: str | None = None
-        self.rounds_in_flight_noted = False
         train = settings.train
         self.tokens_per_step = settings.transport.replicas * train.batch_size * train.sequence_length
         self.parameters = session.replicas[0].model.num_parameters()
@@ -230,7 +229,7 @@ class _Run:
             about=about,
             keep=self.settings.checkpoint.keep,
         )
-        size_bytes = sum(file.stat().st_size for file in path.iterdir())
+        size_bytes = open_checkpoint(path).size_bytes
         self._emit(
             CheckpointSaved(
                 step=self.step, path=str(path), size_bytes=size_bytes, save_s=time.perf_counter() - started_s
@@ -278,13 +277,16 @@ class _Run:
         }
 
     def _facts(self) -> dict[str, str]:
-        diloco = self.session.replicas[0].diloco
-        fragments = diloco.fragments if diloco else ()
-        codec: Codec | None = diloco.codec if diloco else None
+        corpus, model = self.corpus, self.session.replicas[0].model
         return {
-            "data": self.corpus.describe(),
+            "data": (
+                f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, {len(corpus.train):,} tokens; "
+                f"held out: {corpus.heldout_documents:,} documents, {format_bytes(corpus.heldout_bytes)}"
+            ),
             "device": f"{self.device}, {torch.get_num_threads()} threads",
-            **describe(self.settings, parameters=self.parameters, fragments=fragments, codec=codec),
+            **describe(self.settings, model),
+            "codec kernels": make_codec("fp4").implementation,
+            "run folder": str(self.folder),
         }
 
     def _emit(self, event: Event) -> None:

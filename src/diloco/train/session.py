@@ -226,9 +226,7 @@ class Session:
     def _average_gradients(self, step: int) -> bool:
         for replica in self.replicas:
             replica.gradients.begin(step)
-        applied = [
-            replica.gradients.finish(may_skip=replica.inner.scaler.is_enabled()) for replica in self.replicas
-        ]
+        applied = [replica.gradients.finish(may_skip=replica.inner.scaler.is_enabled()) for replica in self.replicas]
         return all(applied)
 
     def _begin_diloco_if_due(self) -> None:

@@ -46,5 +46,7 @@ class StopRequest:
             self.signal = signal.Signals(number).name
             return
         # A live display hides the cursor; nothing else runs after this line.
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25hstopped at once; nothing more was saved\n")
+        os.write(
+            sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25hstopped at once; nothing more was saved\n"
+        )
         os._exit(130)

@@ -69,6 +69,7 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read as safetensors: {error}. Nothing was started.") from error
 
+
 def load_parameters(model: Transformer, values: Mapping[str, Tensor]) -> None:
     """Set the trainable parameters of ``model`` from ``values``, all of them and no others.
 
@@ -77,7 +78,9 @@ def load_parameters(model: Transformer, values: Mapping[str, Tensor]) -> None:
     """
     parameters = trainable_parameters(model)
     if odd := sorted(parameters.keys() ^ values.keys()):
-        raise CheckpointError(f"the weights to begin from differ from the model in {', '.join(odd[:5])}. Nothing was started.")
+        raise CheckpointError(
+            f"the weights to begin from differ from the model in {', '.join(odd[:5])}. Nothing was started."
+        )
     for name, parameter in parameters.items():
         if parameter.shape != values[name].shape:
             raise CheckpointError(

@@ -231,7 +231,9 @@ class InProcessTransport:
                 round=str(round_id),
                 replicas=missing,
             )
-        if not self.changed.wait_for(lambda: state.verdict is not None, timeout_s if math.isfinite(timeout_s) else None):
+        if not self.changed.wait_for(
+            lambda: state.verdict is not None, timeout_s if math.isfinite(timeout_s) else None
+        ):
             missing = [member for member in self.view.members if member not in state.contributions]
             raise RoundTimeoutError(
                 f"{round_id} was not decided within {timeout_s:g} s: nothing was heard of replica "

@@ -93,9 +93,7 @@ def transfer_times(
         duration = 8 * transfer.received_bytes / links[replica].bandwidth_bits_per_s
         arrived[replica] = max(begin + duration, last)
         after[replica] = LinkState(after[replica].up_free_s, max(states[replica].down_free_s, arrived[replica]))
-    votes = [
-        arrived[a] + latency_s(a, b) for a in transfers for b in transfers if a != b
-    ] or list(arrived.values())
+    votes = [arrived[a] + latency_s(a, b) for a in transfers for b in transfers if a != b] or list(arrived.values())
     return max(votes), tuple(after)
 
 

@@ -1,0 +1,66 @@
+"""Imports go one way: a package may import only from itself and from those that stand before it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import diloco
+
+ORDER = (
+    "errors",
+    "units",
+    "events",
+    "algorithm",
+    "membership",
+    "transport",
+    "model",
+    "data",
+    "train",
+    "monitor",
+    "config",
+    "cli",
+)
+ROOT = Path(diloco.__file__).parent
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in ORDER)
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level parts of the package that a file imports, anywhere in it; its version is everybody's."""
+    parts: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "diloco":
+            names = [node.module] if "." in node.module else [f"diloco.{alias.name}" for alias in node.names]
+            parts.update(name.split(".")[1] for name in names)
+        elif isinstance(node, ast.Import):
+            parts.update(a.name.split(".")[1] for a in node.names if a.name.startswith("diloco."))
+    return parts - {"__version__"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert part in ORDER, f"{part} has no place in the order"
+    later = [name for name in imported(path) if name not in ORDER[: ORDER.index(part) + 1]]
+    assert not later, f"{part} imports {later}, which stand after it"
+
+
+def test_the_algorithm_is_pure() -> None:
+    """No process groups, clocks, threads, files or loggers in the algorithm and in membership."""
+    impure = {"time", "threading", "socket", "logging", "asyncio", "pathlib", "io", "random"}
+    for path in (*(ROOT / "algorithm").rglob("*.py"), *(ROOT / "membership").rglob("*.py")):
+        if path.name == "native.py":  # finds and loads the compiled kernels
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & impure, f"{path.name} imports {names}"
+            assert "torch.distributed" not in names
+
+
+def test_settings_do_not_import_torch() -> None:
+    """So that help and configuration errors come at once."""
+    for path in ROOT.rglob("settings.py"):
+        assert "import torch" not in path.read_text(encoding="utf-8")
