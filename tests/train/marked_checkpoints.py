@@ -1,0 +1,35 @@
+"""Checkpoints that bear a mark in every part, so that one can tell whether all of it is there and of one save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.train.checkpoint import open_checkpoint, save_checkpoint
+
+
+def tree(mark: float) -> dict[str, Any]:
+    return {"weight": torch.full((3, 5), mark), "state": {0: (mark, torch.tensor([mark], dtype=torch.bfloat16))}}
+
+
+def save(folder: Path, step: int, mark: float, keep: int = 3) -> Path:
+    parts = {"replica-0": tree(mark), "replica-1": tree(mark + 0.5), "run": {"mark": mark}}
+    return save_checkpoint(folder, step, parts, about={"algorithm": "streaming", "mark": mark}, keep=keep)
+
+
+def mark_of(path: Path) -> float:
+    """The mark of a checkpoint, once every part of it has been read and found to bear it."""
+    checkpoint = open_checkpoint(path)
+    mark: float = checkpoint.about["mark"]
+    for part, offset in (("replica-0", 0.0), ("replica-1", 0.5)):
+        loaded = checkpoint.load(part)
+        assert torch.equal(loaded["weight"], torch.full((3, 5), mark + offset))
+        assert loaded["state"][0][0] == mark + offset
+    assert checkpoint.load("run") == {"mark": mark}
+    return mark
+
+
+def names(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}

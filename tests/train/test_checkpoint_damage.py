@@ -1,0 +1,204 @@
+"""Whatever is flipped, cut, forged or mistaken for a checkpoint is refused, by name, with what would work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from tests.train.marked_checkpoints import save
+
+from diloco.errors import CheckpointError
+from diloco.train.checkpoint import list_checkpoints, open_checkpoint
+
+
+def load_all(path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    for part in checkpoint.parts:
+        checkpoint.load(part)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with steps 1 and 2; not to be changed."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save(folder, 1, 1.0)
+    save(folder, 2, 2.0)
+    return folder
+
+
+@pytest.fixture
+def damaged(two: Path, tmp_path: Path) -> Path:
+    """A copy of ``two`` that may be changed."""
+    return Path(shutil.copytree(two, tmp_path / "copy"))
+
+
+FILES = ["manifest.json", "replica-0.json", "replica-1.safetensors", "run.json", "run.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_anywhere_is_found_and_named(name: str, damaged: Path) -> None:
+    path = damaged / "step-00000002" / name
+    content = path.read_bytes()
+    for position in range(0, len(content), max(1, len(content) // 60)):
+        for bit in (0x01, 0x20, 0x80):
+            path.write_bytes(content[:position] + bytes([content[position] ^ bit]) + content[position + 1 :])
+            with pytest.raises(CheckpointError) as caught:
+                load_all(damaged)
+            assert str(path) in str(caught.value)
+            assert "step-00000001 beside it is complete and would work. Nothing was loaded." in str(caught.value)
+    path.write_bytes(content)
+    load_all(damaged)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("change", ["cut", "longer", "empty", "missing", "folder", "link"])
+def test_cut_missing_and_linked_files_are_named(name: str, change: str, damaged: Path) -> None:
+    path = damaged / "step-00000002" / name
+    content = path.read_bytes()
+    path.unlink()
+    if change in ("cut", "longer", "empty"):
+        path.write_bytes({"cut": content[:-1], "longer": content + b" ", "empty": b""}[change])
+    elif change == "folder":
+        path.mkdir()
+    elif change == "link":
+        outside = damaged / "outside"
+        outside.write_bytes(content)
+        path.symlink_to(outside)
+        if name == "manifest.json":  # it names no path, and its digest guards what it says
+            load_all(damaged)
+            return
+    where = str(damaged / "step-00000002")
+    with pytest.raises(CheckpointError, match=f"{where}.*{name.split('.')[0]}.*Nothing was loaded") as caught:
+        open_checkpoint(damaged)
+    assert name in str(caught.value)
+    if change in ("folder", "link") and name != "manifest.json":
+        assert "may lead outside of the checkpoint's folder" in str(caught.value)
+    assert [path.name for path in list_checkpoints(damaged)] == ["step-00000001"]
+
+
+def test_a_part_is_looked_at_when_it_is_loaded_and_not_before(damaged: Path) -> None:
+    path = damaged / "step-00000002" / "replica-1.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    checkpoint = open_checkpoint(damaged)
+    assert checkpoint.load("run") == {"mark": 2.0}
+    with pytest.raises(CheckpointError, match=r"'replica-1' .*replica-1\.safetensors is damaged: its digest"):
+        checkpoint.load("replica-1")
+
+
+def test_an_unknown_part_is_answered_with_the_nearest(two: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no part 'replica_0'; did you mean 'replica-0'\? Nothing was loaded"):
+        open_checkpoint(two).load("replica_0")
+
+
+def forge(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest as somebody would who knows how its digest is made."""
+    path = place / "manifest.json"
+    members = json.loads(path.read_bytes())
+    del members["digest"]
+    change(members)
+    body = json.dumps(members, indent=2).encode().removesuffix(b"\n}")
+    path.write_bytes(body + f',\n  "digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode())
+
+
+def test_an_unknown_format_version_is_refused(damaged: Path) -> None:
+    forge(damaged / "step-00000002", lambda members: members.update(format_version=2))
+    with pytest.raises(CheckpointError, match=r"manifest\.json has format version 2; diloco .* reads version 1\."):
+        open_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("name", ["../step-00000001/run.json", "/etc/passwd", "replica-0.json", "run.json/../run.json"])
+def test_a_manifest_cannot_point_elsewhere(name: str, damaged: Path) -> None:
+    def change(members: dict[str, Any]) -> None:
+        files = members["parts"]["run"]
+        files[name] = files.pop("run.json")
+
+    forge(damaged / "step-00000002", change)
+    with pytest.raises(CheckpointError, match="outside of the checkpoint's folder"):
+        open_checkpoint(damaged)
+
+
+def test_a_manifest_cannot_name_a_part_outside(damaged: Path) -> None:
+    def change(members: dict[str, Any]) -> None:
+        facts = members["parts"]["run"]["run.json"]
+        members["parts"] = {"../run": {"../run.json": facts, "../run.safetensors": facts}}
+
+    forge(damaged / "step-00000002", change)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is refused: .*'\.\./run'"):
+        open_checkpoint(damaged)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda members: members.pop("step"),
+        lambda members: members.update(step="2"),
+        lambda members: members.update(step=True),
+        lambda members: members.update(parts=[]),
+        lambda members: members["parts"].update(run=3),
+        lambda members: members["parts"]["run"].update({"run.json": 3}),
+        lambda members: members["parts"]["run"]["run.json"].pop("digest"),
+        lambda members: members.update(about=None),
+    ],
+)
+def test_a_malformed_manifest_is_refused(change: Callable[[dict[str, Any]], object], damaged: Path) -> None:
+    forge(damaged / "step-00000002", change)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is malformed"):
+        open_checkpoint(damaged)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("replica-0.safetensors", b"\x80\x04K\x01."),
+        ("replica-0.safetensors", (2**60).to_bytes(8, "little")),
+        ("replica-0.json", b"{"),
+        ("replica-0.json", b"[" * 100_000 + b"]" * 100_000),
+        ("replica-0.json", b'{"dict":{}}'),
+        ("replica-0.json", b"9" * 5000),
+        ("replica-0.json", b"\xff"),
+    ],
+)
+def test_forged_files_are_refused_by_part(name: str, content: bytes, damaged: Path) -> None:
+    place = damaged / "step-00000002"
+    (place / name).write_bytes(content)
+    facts = {"size_bytes": len(content), "digest": xxhash.xxh3_128_hexdigest(content)}
+    forge(place, lambda members: members["parts"]["replica-0"].update({name: facts}))
+    with pytest.raises(CheckpointError, match=r"Part 'replica-0' of .* Nothing was loaded\."):
+        open_checkpoint(damaged).load("replica-0")
+
+
+# ---------------------------------------------------------------------------------------------------- wrong paths
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "last.ckpt"])
+def test_pickles_are_refused_unread(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(CheckpointError, match=r"is a pickle.*safetensors file.* would work|would work.*safetensors"):
+        open_checkpoint(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"holds no complete checkpoint .{name} is a pickle"):
+        open_checkpoint(tmp_path)
+
+
+def test_paths_without_a_checkpoint_are_answered_with_what_would_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "latest").write_text("../elsewhere\n")
+    for path, what in (
+        (tmp_path / "absent", "is not there; a run folder, its checkpoints folder or one step-XXXXXXXX folder"),
+        (tmp_path / "file", "is no folder"),
+        (tmp_path / "step-00000001", r"has no manifest\.json, so it is no complete checkpoint"),
+        (tmp_path / "absent" / "latest", "holds no complete checkpoint"),
+        (tmp_path, r"latest says '\.\./elsewhere', which is no name of a checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{what}.* Nothing was loaded"):
+            open_checkpoint(path)
+
+
+def test_a_latest_that_names_what_is_gone_is_no_reason_to_take_another_silently(damaged: Path) -> None:
+    shutil.rmtree(damaged / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"step-00000002 has no manifest.* step-00000001 beside it is complete"):
+        open_checkpoint(damaged)
