@@ -1,0 +1,78 @@
+"""Train one language model over links that are slow, far apart and unreliable: DiLoCo and Streaming DiLoCo in PyTorch.
+
+The names below load what they need when they are first used, so that ``import diloco`` alone is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco.algorithm.codec import Codec, make_codec
+    from diloco.algorithm.fragments import Fragment, partition
+    from diloco.algorithm.merge import AlphaMerge, RebaseMerge
+    from diloco.algorithm.outer_optimizer import Adam, Nesterov, Sgd
+    from diloco.algorithm.schedule import Merge, Send, SyncSchedule
+    from diloco.algorithm.value_schedule import ValueSchedule
+    from diloco.errors import DiLoCoError
+    from diloco.train.replica import DiLoCo
+    from diloco.transport.in_process import InProcessTransport
+    from diloco.transport.links import Link, VirtualNetwork
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Adam": "diloco.algorithm.outer_optimizer",
+    "AlphaMerge": "diloco.algorithm.merge",
+    "Codec": "diloco.algorithm.codec",
+    "DiLoCo": "diloco.train.replica",
+    "DiLoCoError": "diloco.errors",
+    "Fragment": "diloco.algorithm.fragments",
+    "InProcessTransport": "diloco.transport.in_process",
+    "Link": "diloco.transport.links",
+    "Merge": "diloco.algorithm.schedule",
+    "Nesterov": "diloco.algorithm.outer_optimizer",
+    "RebaseMerge": "diloco.algorithm.merge",
+    "Send": "diloco.algorithm.schedule",
+    "Sgd": "diloco.algorithm.outer_optimizer",
+    "SyncSchedule": "diloco.algorithm.schedule",
+    "ValueSchedule": "diloco.algorithm.value_schedule",
+    "VirtualNetwork": "diloco.transport.links",
+    "make_codec": "diloco.algorithm.codec",
+    "partition": "diloco.algorithm.fragments",
+}
+
+__all__ = [
+    "Adam",
+    "AlphaMerge",
+    "Codec",
+    "DiLoCo",
+    "DiLoCoError",
+    "Fragment",
+    "InProcessTransport",
+    "Link",
+    "Merge",
+    "Nesterov",
+    "RebaseMerge",
+    "Send",
+    "Sgd",
+    "SyncSchedule",
+    "ValueSchedule",
+    "VirtualNetwork",
+    "__version__",
+    "make_codec",
+    "partition",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'diloco' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

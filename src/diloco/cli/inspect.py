@@ -1,0 +1,97 @@
+"""``diloco inspect``: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from diloco.cli.tables import columns
+
+if TYPE_CHECKING:
+    from diloco.train.checkpoint import Checkpoint
+
+__all__ = ["run"]
+
+DESCRIPTION = """What a checkpoint holds. Reads its manifest and loads no weights.
+
+Examples:
+  diloco inspect runs/streaming-tiny
+  diloco inspect runs/streaming-tiny/checkpoints/step-00000300 --json"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What follows `diloco inspect`."""
+
+    path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
+    """Run folder (its latest checkpoint) or checkpoint."""
+    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Print one JSON object with everything."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print what the manifest says."""
+    given = tyro.cli(Arguments, prog="diloco inspect", description=DESCRIPTION, args=list(arguments))
+
+    from diloco.train.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(given.path)
+    print(json.dumps(_record(checkpoint), indent=2) if given.json else _text(checkpoint))
+    return 0
+
+
+def _record(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
+        "size_bytes": checkpoint.size_bytes,
+        "versions": dict(checkpoint.versions),
+        "about": dict(checkpoint.about),
+        "parts": {
+            part: {name: dataclasses.asdict(facts) for name, facts in files.items()}
+            for part, files in checkpoint.files.items()
+        },
+    }
+
+
+def _text(checkpoint: Checkpoint) -> str:
+    from diloco.units import format_bytes
+
+    about = dict(checkpoint.about)
+    fragments: list[dict[str, Any]] = about.pop("fragments", [])
+    in_flight: list[str] = about.pop("rounds_in_flight", [])
+    facts = {
+        "checkpoint": str(checkpoint.path),
+        "step": f"{checkpoint.step:,}",
+        "size": format_bytes(checkpoint.size_bytes),
+        "versions": ", ".join(f"{name} {version}" for name, version in checkpoint.versions.items()),
+        "in flight": ", ".join(in_flight) or "none",
+        **{name.replace("_", " "): _value(value) for name, value in about.items()},
+    }
+    width = max(map(len, facts))
+    blocks = ["\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())]
+    if fragments:
+        rows = [
+            [str(f["index"]), f"{f['numel']:,}", str(len(f["parameters"])), str(f["outer_step"])] for f in fragments
+        ]
+        blocks.append(columns(["fragment", "parameters", "tensors", "outer steps"], rows))
+    files = [
+        [name, part, f"{entry.size_bytes:,}"]
+        for part, entries in checkpoint.files.items()
+        for name, entry in entries.items()
+    ]
+    blocks.append(columns(["file", "part", "bytes"], files))
+    return "\n\n".join(blocks)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(entry)}" for name, entry in value.items() if entry is not None)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

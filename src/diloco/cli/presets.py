@@ -1,0 +1,60 @@
+"""``diloco presets``: the models to begin from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, arg
+
+from diloco.algorithm.settings import ScheduleSettings
+from diloco.cli.tables import columns
+from diloco.config.presets import preset_values
+from diloco.model.presets import Preset, get_preset, preset_names
+
+__all__ = ["run"]
+
+DESCRIPTION = """The models to begin from: `diloco train --preset NAME`.
+
+Examples:
+  diloco presets
+  diloco train --preset streaming-35m --data texts/ --print-config"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What follows `diloco presets`."""
+
+    json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Print one JSON object, by name, with every key that a preset sets."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    given = tyro.cli(Arguments, prog="diloco presets", description=DESCRIPTION, args=list(arguments))
+    presets = [get_preset(name) for name in preset_names()]
+    if given.json:
+        print(json.dumps({p.name: {**asdict(p), "settings": preset_values(p.name)} for p in presets}, indent=2))
+        return 0
+    header = ["name", "parameters", "layers", "width", "ffn", "heads", "vocab", "H", "steps"]
+    rows = [[preset.name, *_numbers(preset)] for preset in presets]
+    print(columns(header, rows))
+    return 0
+
+
+def _numbers(preset: Preset) -> list[str]:
+    values, model = preset_values(preset.name), preset.model
+    heads = str(model.heads) if model.kv_heads is None else f"{model.heads}/{model.kv_heads}"
+    return [
+        f"{preset.parameters:,}",
+        str(model.layers),
+        str(model.width),
+        str(model.ffn_width),
+        heads,
+        str(preset.vocab_size),
+        str(values.get("schedule.inner_steps", ScheduleSettings().inner_steps)),
+        str(values["train.steps"]),
+    ]

@@ -1,0 +1,108 @@
+"""``diloco train``: plan the run, choose its folder, build the sinks, train."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from diloco.config.configuration import Configuration, parse_arguments
+from diloco.config.run_plan import CONFIG_FILE, RunPlan, plan_run
+from diloco.errors import ConfigurationError
+
+__all__ = ["run"]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train; returns 130 when a signal stopped the run and its state was saved."""
+    line = parse_arguments(arguments)
+    plan = plan_run(line)
+    for note in plan.notes:
+        print(f"diloco: note: {note}", file=sys.stderr)
+    if line.print_config:
+        print(plan.record)
+        print("\n".join(f"# {name}: {fact}" for name, fact in _facts(plan.configuration).items()))
+        return 0
+    folder = _claim_folder(plan)
+    try:
+        return _train(plan, folder)
+    finally:
+        # Nothing of a run that never began stays behind to stand in the way of the next attempt.
+        if plan.source is None and not (folder / CONFIG_FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _train(plan: RunPlan, folder: Path) -> int:
+    from diloco.monitor.sinks import make_sinks
+    from diloco.train.run import run_training
+
+    if plan.source is not None:
+        _continue_record(plan, plan.source, folder)
+    sink = make_sinks(plan.configuration.monitor, folder, is_terminal=sys.stdout.isatty())
+    try:
+        summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record)
+    finally:
+        sink.close()
+    return 130 if summary["interrupted"] else 0
+
+
+def _claim_folder(plan: RunPlan) -> Path:
+    """The folder of the run, made; nobody else's files are in it.
+
+    Raises:
+        ConfigurationError: the folder asked for holds something.
+    """
+    out, source = plan.configuration.out, plan.source
+    if source is not None and (out is None or out.resolve() == source.resolve()):
+        return source
+    if out is None:
+        return _claim_numbered(Path("runs") / f"{plan.configuration.algorithm}-{plan.configuration.preset}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "is no folder" if not out.is_dir() else "is not empty"
+        works = "another --out" if source is not None else f"--resume {out} to go on with a run there, or another --out"
+        raise ConfigurationError(f"--out {out} was given and {what}; {works} would work. Nothing was started.")
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _claim_numbered(first: Path) -> Path:
+    """``first``, or with the lowest number behind it that nobody has taken; two runs started at once get two."""
+    first.parent.mkdir(parents=True, exist_ok=True)
+    for number in count(2):
+        folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("the numbers do not end")
+
+
+def _continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
+    """Keep the record true when a run goes on with changes, or in another folder."""
+    from diloco.data.tokens import load_tokenizer
+
+    if folder != source:
+        load_tokenizer(source).save(folder)
+    beside = folder / f".{CONFIG_FILE}.partial"
+    beside.write_text(plan.record, encoding="utf-8")
+    os.replace(beside, folder / CONFIG_FILE)
+
+
+def _facts(configuration: Configuration) -> dict[str, str]:
+    """What follows from the settings, from a model without memory."""
+    import dataclasses
+
+    from diloco.data.tokens import ByteTokenizer, load_tokenizer
+    from diloco.model.transformer import build_model
+    from diloco.train.describe import describe
+
+    data, model = configuration.data, configuration.model
+    if model.vocab_size is None:
+        known = {"bytes": ByteTokenizer().vocab_size, "bpe": data.bpe_vocab_size}
+        vocab_size = known.get(data.tokenizer) or load_tokenizer(Path(data.tokenizer)).vocab_size
+        model = dataclasses.replace(model, vocab_size=vocab_size)
+    return describe(configuration, build_model(model, seed=configuration.seed, device="meta"))

@@ -1,0 +1,169 @@
+"""The keys of a settings dataclass as dotted names: what TOML files, the command line and comparisons have in common.
+
+Settings nest dataclasses (``RunSettings.train.steps``); a key is the path to a leaf (``"train.steps"``) and `Values`
+are some keys with their values. Layers of values are merged as dictionaries, and only the result becomes a dataclass,
+so that the checks of the settings see final values only.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from tyro.conf import Suppress
+
+__all__ = ["Key", "Values", "build", "flatten", "keys_of", "nearest_key"]
+
+Values = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One setting."""
+
+    name: str
+    """Dotted path, such as ``train.steps``."""
+    annotation: Any
+    """Its type, without the `Annotated` around it."""
+    help: str
+    """The docstring of its field, on one line."""
+    default: Any
+    aliases: tuple[str, ...] = ()
+    """Short flags beside ``--train.steps``."""
+    hidden: bool = False
+    """True when it can be set in a TOML file only."""
+
+    @property
+    def section(self) -> str:
+        """``"train"`` for ``train.steps``; empty for a key at the top."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        """``"steps"`` for ``train.steps``."""
+        return self.name.rpartition(".")[2]
+
+
+def keys_of(settings_type: type[Any]) -> dict[str, Key]:
+    """All keys of a settings dataclass by name; keys at the top first, then section by section.
+
+    >>> from diloco.train.settings import RunSettings
+    >>> keys_of(RunSettings)["train.stop_after"].aliases
+    ('--stop-after',)
+    """
+    if settings_type not in _KEYS:
+        _KEYS[settings_type] = _collect(settings_type)
+    return _KEYS[settings_type]
+
+
+# Not functools.cache: to a type checker a class is not hashable.
+_KEYS: dict[type[Any], dict[str, Key]] = {}
+
+
+def _collect(settings_type: type[Any]) -> dict[str, Key]:
+    top: dict[str, Key] = {}
+    nested: dict[str, Key] = {}
+    hints = get_type_hints(settings_type, include_extras=True)
+    documentation = _field_docstrings(settings_type)
+    for field in dataclasses.fields(settings_type):
+        annotation: Any = hints[field.name]
+        metadata: tuple[Any, ...] = ()
+        if get_origin(annotation) is Annotated:
+            annotation, metadata = get_args(annotation)[0], get_args(annotation)[1:]
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            for key in keys_of(annotation).values():
+                nested[f"{field.name}.{key.name}"] = dataclasses.replace(key, name=f"{field.name}.{key.name}")
+            continue
+        aliases = [alias for entry in metadata for alias in getattr(entry, "aliases", None) or ()]
+        top[field.name] = Key(
+            name=field.name,
+            annotation=annotation,
+            help=documentation.get(field.name, ""),
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
+            aliases=tuple(aliases),
+            hidden=Suppress in metadata,
+        )
+    return {**top, **nested}
+
+
+def flatten(settings: Any) -> Values:
+    """Every key of a settings dataclass with its value."""
+    values: Values = {}
+    for name in keys_of(type(settings)):
+        values[name] = functools.reduce(getattr, name.split("."), settings)
+    return values
+
+
+def build(settings_type: type[T], values: Mapping[str, Any]) -> T:
+    """The settings with ``values``, and defaults for keys that are not in it.
+
+    Raises:
+        ConfigurationError: from the settings' own checks.
+    """
+    arguments: dict[str, Any] = {}
+    sections: dict[str, Values] = {}
+    for name, value in values.items():
+        section, _, rest = name.partition(".")
+        if rest:
+            sections.setdefault(section, {})[rest] = value
+        else:
+            arguments[name] = value
+    hints = get_type_hints(settings_type)
+    return settings_type(**arguments, **{name: build(hints[name], rest) for name, rest in sections.items()})
+
+
+def nearest_key(given: str, known: Mapping[str, Key], *, is_section: bool = False) -> str:
+    """A sentence naming the key nearest to ``given``: in its own section, then with the same last word elsewhere.
+
+    For a section, the nearest section comes first.
+
+    >>> from diloco.train.settings import RunSettings
+    >>> nearest_key("train.stesp", keys_of(RunSettings))
+    "did you mean 'train.steps'?"
+    >>> nearest_key("codec.inner_step", keys_of(RunSettings))
+    "did you mean 'schedule.inner_steps'?"
+    >>> nearest_key("codec.colour", keys_of(RunSettings))
+    '[codec] has: block_size, error_feedback, name.'
+    """
+    section, _, leaf = given.rpartition(".")
+    leaf = leaf.replace("-", "_")
+    siblings = {key.leaf: key.name for key in known.values() if key.section == section}
+    everywhere = {key.leaf: key.name for key in reversed(list(known.values()))}
+    sections = {key.section: f"[{key.section}]" for key in known.values() if key.section}
+    for choices in (sections, siblings, everywhere) if is_section else (siblings, everywhere, sections):
+        close = difflib.get_close_matches(leaf, choices, n=1, cutoff=0.7)
+        if close:
+            return f"did you mean {choices[close[0]]!r}?"
+    if siblings and section:
+        return f"[{section}] has: {', '.join(sorted(siblings))}."
+    return f"the sections are: {', '.join(sorted(sections.values()))}."
+
+
+def _field_docstrings(settings_type: type) -> dict[str, str]:
+    """The string below each field of the class and of the dataclasses that it inherits from."""
+    found: dict[str, str] = {}
+    for cls in reversed(settings_type.__mro__):
+        if not dataclasses.is_dataclass(cls):
+            continue
+        body = _class_bodies(cls.__module__).get(cls.__name__, [])
+        for field, below in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                match below:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        found[field.target.id] = " ".join(text.split())
+    return found
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}

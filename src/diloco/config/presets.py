@@ -1,0 +1,113 @@
+"""Run presets: a model preset and the training settings that go with it. Every number is in one table.
+
+A preset is the bottom layer: a TOML file and flags lie above it. Settings that depend on the algorithm (tau, P, codec,
+merge rule) are left to `diloco.train.resolve`, so that ``--algorithm diloco`` works with every preset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.config.keys import Values
+from diloco.model.presets import get_preset
+
+__all__ = ["DEFAULT_PRESET", "RUN_PRESETS", "RunPreset", "preset_values"]
+
+DEFAULT_PRESET = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPreset:
+    """Training settings of a preset; what is given as a share follows the number of steps when that is changed."""
+
+    steps: int
+    warmup_steps: int
+    """At most a quarter of the run."""
+    data_parallel_share: float = 0.0
+    """Part of the run that is one shared data-parallel start, rounded down to whole steps."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys."""
+
+
+TINY = RunPreset(
+    # The quick start. A shared start of a third of the run makes so short a comparison fair; H=10 with an outer
+    # learning rate of 0.4 is what came nearest to data-parallel at this size.
+    steps=600,
+    warmup_steps=50,
+    data_parallel_share=1 / 3,
+    values={
+        "train.batch_size": 4,
+        "transport.replicas": 4,
+        "inner.learning_rate": 2e-3,
+        "schedule.inner_steps": 10,
+        "outer.learning_rate": 0.4,
+    },
+)
+
+OPEN_DILOCO = {"transport.replicas": 8, "train.batch_size": 512, "train.gradient_accumulation": 64}
+STREAMING = {"transport.replicas": 2, "inner.arguments": {"betas": (0.9, 0.99), "weight_decay": 0.1}}
+
+RUN_PRESETS: dict[str, RunPreset] = {
+    "tiny": TINY,
+    # OpenDiLoCo (2407.07852): 88,000 steps, 8 replicas of 512 sequences, H=500; 1b: 44,000 steps, 4 of 2,048, H=125.
+    **{
+        name: RunPreset(steps=88_000, warmup_steps=1_000, values={**OPEN_DILOCO, "schedule.inner_steps": 500})
+        for name in ("2m", "14m", "60m", "150m")
+    },
+    "1b": RunPreset(
+        steps=44_000,
+        warmup_steps=1_000,
+        values={
+            "transport.replicas": 4,
+            "train.batch_size": 2048,
+            "train.gradient_accumulation": 256,
+            "schedule.inner_steps": 125,
+        },
+    ),
+    # Streaming DiLoCo (2501.18512), Table 2: its token budgets over M=2 replicas, H=100. It does not state its batch:
+    # the tokens of one step grow here from 2^18 to the 2^20 that its wall-clock times imply at 1B.
+    **{
+        name: RunPreset(
+            steps=tokens // (2 * batch * 1024),
+            warmup_steps=1_000,
+            values={**STREAMING, "train.batch_size": batch, "train.gradient_accumulation": batch // 8},
+        )
+        for name, tokens, batch in (
+            ("streaming-35m", 700_000_000, 128),
+            ("streaming-100m", 1_500_000_000, 128),
+            ("streaming-200m", 3_500_000_000, 128),
+            ("streaming-300m", 6_000_000_000, 256),
+            ("streaming-500m", 11_000_000_000, 256),
+            ("streaming-1b", 25_000_000_000, 512),
+            ("streaming-4b", 83_000_000_000, 512),
+        )
+    },
+}
+
+
+def preset_values(name: str, *, steps: int | None = None) -> Values:
+    """Every key that preset ``name`` sets, laid out over ``steps`` (default: the preset's own number).
+
+    >>> preset_values("tiny")["train.data_parallel_steps"], preset_values("tiny", steps=30)["inner.warmup_steps"]
+    (200, 7)
+
+    Raises:
+        ConfigurationError: for an unknown name.
+    """
+    preset = get_preset(name)
+    run = RUN_PRESETS[preset.name]
+    total = run.steps if steps is None else steps
+    values: Values = {
+        "preset": preset.name,
+        "train.steps": total,
+        "train.sequence_length": preset.sequence_length,
+        "train.data_parallel_steps": int(total * run.data_parallel_share),
+        "inner.warmup_steps": min(run.warmup_steps, total // 4),
+        **{f"model.{field.name}": getattr(preset.model, field.name) for field in dataclasses.fields(preset.model)},
+    }
+    if preset.model.vocab_size is not None:
+        values |= {"data.tokenizer": "bpe", "data.bpe_vocab_size": preset.model.vocab_size}
+    return values | dict(run.values)

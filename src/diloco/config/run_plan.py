@@ -1,0 +1,153 @@
+"""What a command line of `diloco train` comes to: a new run, or an old one that goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco import __version__
+from diloco.config.configuration import Configuration, compose
+from diloco.config.flags import CommandLine
+from diloco.config.keys import Values, build, flatten
+from diloco.config.presets import preset_values
+from diloco.config.toml import read_toml, to_toml
+from diloco.errors import ConfigurationError
+from diloco.train.resolve import notes, resolve
+
+__all__ = ["RunPlan", "plan_run"]
+
+CONFIG_FILE = "config.toml"
+
+CHANGEABLE = ("train.steps", "train.stop_after", "out", "evaluation", "checkpoint", "monitor")
+"""Keys and sections that may differ when a run goes on: none of them changes what a step computes, but `train.steps`
+stretches the learning-rate schedule, and that is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A run that can begin.
+
+    Attributes:
+        configuration: resolved, paths absolute.
+        record: what ``config.toml`` shall hold: all of it but where it goes, when it stops and what it goes on from.
+        source: the run folder that it goes on from; None for a new run.
+        notes: what the user should know, a sentence each.
+    """
+
+    configuration: Configuration
+    record: str
+    source: Path | None
+    notes: tuple[str, ...]
+
+
+def plan_run(line: CommandLine) -> RunPlan:
+    """Resolve a command line; reads files and writes none.
+
+    Raises:
+        ConfigurationError: for anything that cannot work.
+    """
+    resume = line.values.get("checkpoint.resume")
+    if resume is not None:
+        return _go_on(line, resume)
+    asked = _absolute(compose(line))
+    if asked.checkpoint.resume is not None:
+        raise ConfigurationError(
+            f"checkpoint.resume={str(asked.checkpoint.resume)!r} stands in {line.file}; the settings of a run that "
+            f"goes on come from its own folder: `diloco train --resume {asked.checkpoint.resume}` would work. "
+            "Nothing was started."
+        )
+    configuration = resolve(asked, num_layers=asked.model.layers)
+    return RunPlan(
+        configuration=configuration,
+        record=_record(configuration, given=flatten(asked)),
+        source=None,
+        notes=notes(configuration),
+    )
+
+
+def _go_on(line: CommandLine, resume: Path) -> RunPlan:
+    """The settings of the run at ``resume``, with the few changes that a run can take."""
+    if line.file is not None:
+        raise ConfigurationError(
+            f"{line.file} was given together with --resume {resume}; the settings come from {resume} then, and either "
+            "of the two alone would work. Nothing was started."
+        )
+    source = _run_folder(resume)
+    saved = flatten(build(Configuration, read_toml(source / CONFIG_FILE, Configuration)))
+    wanted = flatten(_absolute(build(Configuration, saved | line.values)))
+    changed = {name: wanted[name] for name in line.values if wanted[name] != saved[name]}
+    fixed = [name for name in changed if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE]
+    if fixed:
+        changes = ", ".join(f"{name} from {saved[name]} to {changed[name]}" for name in fixed)
+        raise ConfigurationError(
+            f"--resume {resume} was given with a change of {changes}; a run that goes on keeps what its steps compute. "
+            f"Without that, or as a new run with --init-from {resume} it would work. Nothing was started."
+        )
+    before, after = saved["train.steps"], wanted["train.steps"]
+    if after < before:
+        raise ConfigurationError(
+            f"--steps {after} was given for a run laid out over {before}; {before} or more would work. "
+            "Nothing was started."
+        )
+    stretched = (
+        f"train.steps goes from {before} to {after}: the learning-rate schedule is laid out anew over {after} steps, "
+        "and the run is not what it would have been with either number from the start.",
+    )
+    # What the run began from is in its checkpoint; the record keeps the name.
+    values: Values = wanted | {"train.init_from": None}
+    asked = build(Configuration, values)
+    configuration = resolve(asked, num_layers=asked.model.layers)
+    init_from = saved["train.init_from"]
+    recorded = dataclasses.replace(configuration, train=dataclasses.replace(configuration.train, init_from=init_from))
+    return RunPlan(
+        configuration=configuration,
+        record=_record(recorded),
+        source=source,
+        notes=(stretched if after > before else ()) + notes(configuration),
+    )
+
+
+def _run_folder(resume: Path) -> Path:
+    """The run folder for a run folder, its checkpoints, or one of them."""
+    parents = Path(os.path.abspath(resume)).parents
+    for folder in (resume, *parents[:2]):
+        if (folder / CONFIG_FILE).is_file():
+            return folder
+    raise ConfigurationError(
+        f"--resume {resume} was given, and there is no {CONFIG_FILE} in it; a run folder such as runs/streaming-tiny, "
+        "or a checkpoint in one, would work. Nothing was started."
+    )
+
+
+def _record(configuration: Configuration, *, given: Values | None = None) -> str:
+    """The text of ``config.toml``: `diloco train config.toml` begins the same run again."""
+    lasting = dataclasses.replace(
+        configuration,
+        out=None,
+        train=dataclasses.replace(configuration.train, stop_after=None),
+        checkpoint=dataclasses.replace(configuration.checkpoint, resume=None),
+    )
+    beneath = preset_values(lasting.preset, steps=lasting.train.steps)
+    header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."
+    return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given)}"
+
+
+def _absolute(configuration: Configuration) -> Configuration:
+    """The configuration with every input path absolute, so that the run can go on from another working directory."""
+    data, train = configuration.data, configuration.train
+    paths = tuple(_expand(path) for path in data.paths)
+    tokenizer = data.tokenizer
+    if tokenizer not in ("bytes", "bpe") and _expand(Path(tokenizer)).exists():
+        tokenizer = str(_expand(Path(tokenizer)))
+    init_from = None if train.init_from is None else _expand(train.init_from)
+    return dataclasses.replace(
+        configuration,
+        data=dataclasses.replace(data, paths=paths, tokenizer=tokenizer),
+        train=dataclasses.replace(train, init_from=init_from),
+    )
+
+
+def _expand(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))

@@ -1,0 +1,209 @@
+"""TOML files to typed values and back, strictly: an unknown key or a wrong type is an error that names it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from diloco.config.keys import Key, Values, flatten, keys_of, nearest_key
+from diloco.errors import ConfigurationError
+
+__all__ = ["parse_toml", "read_toml", "to_toml", "write_values"]
+
+UNSET = "none"
+"""TOML has no null: this word stands for it where a setting may be unset, unless it is text (no preset sets those)."""
+
+
+def read_toml(path: Path, settings_type: type) -> Values:
+    """The keys that a TOML file sets, converted to the types of ``settings_type``.
+
+    Raises:
+        ConfigurationError: the file cannot be read or is not TOML, a key is unknown, or a value has the wrong type.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigurationError(
+            f"The configuration file {path} cannot be read: {reason}. Nothing was started."
+        ) from error
+    return parse_toml(text, settings_type, where=str(path))
+
+
+def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
+    """As `read_toml`, from text; ``where`` names the source in messages.
+
+    >>> from diloco.train.settings import RunSettings
+    >>> parse_toml("[train]\\nsteps = 50", RunSettings, where="run.toml")
+    {'train.steps': 50}
+    >>> parse_toml("[train]\\nstesp = 50", RunSettings, where="run.toml")
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'? Nothing was ...
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{where} is not valid TOML: {error}. Nothing was started.") from error
+    return _read_table(table, "", keys_of(settings_type), where)
+
+
+def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key], where: str) -> Values:
+    values: Values = {}
+    for word, value in table.items():
+        name = f"{prefix}{word}"
+        if name in known:
+            try:
+                values[name] = _convert(value, known[name].annotation)
+            except _MismatchError as mismatch:
+                raise ConfigurationError(
+                    f"{where}: {name} = {_show(value)} was given; {mismatch}. Nothing was started."
+                ) from None
+        elif not any(key.startswith(f"{name}.") for key in known):
+            hint = nearest_key(name, known, is_section=isinstance(value, dict))
+            raise ConfigurationError(f"{where}: unknown key {name!r}; {hint} Nothing was started.")
+        elif isinstance(value, dict):
+            values |= _read_table(value, f"{name}.", known, where)
+        else:
+            raise ConfigurationError(
+                f"{where}: {name} = {_show(value)} was given; it is a section, written [{name}]. Nothing was started."
+            )
+    return values
+
+
+class _MismatchError(Exception):
+    """What would have been the right type."""
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+    """``value`` as TOML gives it, as the type ``annotation``; lists become tuples."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        inner = next(part for part in parts if part is not type(None))
+        return None if value == UNSET and inner not in (str, Path) else _convert(value, inner)
+    if origin is Literal:
+        if isinstance(value, str) and value in parts:
+            return value
+        raise _MismatchError(f"one of {', '.join(parts)} is needed")
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _MismatchError(f"{_expected(annotation)} is needed")
+        if parts[-1] is Ellipsis:
+            parts = (parts[0],) * len(value)
+        elif len(parts) != len(value):
+            raise _MismatchError(f"{_expected(annotation)} is needed")
+        return tuple(_convert(item, part) for item, part in zip(value, parts, strict=True))
+    if origin is not None and isinstance(value, dict):
+        return {key: _freeze(item) for key, item in value.items()}
+    if annotation is Path and isinstance(value, str):
+        return Path(value)
+    if annotation is float and type(value) is int:
+        return float(value)
+    if type(value) is annotation:  # not isinstance: a bool is no int here
+        return value
+    raise _MismatchError(f"{_expected(annotation)} is needed")
+
+
+def _freeze(value: Any) -> Any:
+    """A value of a free table, with tuples for lists."""
+    if isinstance(value, list):
+        return tuple(_freeze(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _freeze(item) for key, item in value.items()}
+    if isinstance(value, bool | int | float | str):
+        return value
+    raise _MismatchError("true or false, numbers, strings, lists and tables are what it can hold")
+
+
+_WORDS = {
+    bool: ("true or false", "true or false"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+    Path: ("a path in quotes", "paths in quotes"),
+}
+
+
+def _expected(annotation: Any, *, plural: bool = False) -> str:
+    if annotation in _WORDS:
+        return _WORDS[annotation][plural]
+    parts = get_args(annotation)
+    if get_origin(annotation) is not tuple:
+        return "tables" if plural else "a table"
+    count = "" if parts[-1] is Ellipsis else f"{len(parts)} "
+    return f"{'lists' if plural else 'a list'} of {count}{_expected(parts[0], plural=True)}"
+
+
+def _show(value: Any) -> str:
+    try:
+        return _format(_freeze(value))
+    except _MismatchError:
+        return str(value)
+
+
+def to_toml(settings: Any, *, beneath: Mapping[str, Any] | None = None, given: Mapping[str, Any] | None = None) -> str:
+    """A settings dataclass as TOML, which `parse_toml` turns into the same settings, with or without ``beneath`` below.
+
+    Keys that are None are left out, except where the layer beneath would fill them: there they are written "none".
+
+    Args:
+        settings: a settings dataclass, such as a `Configuration`.
+        beneath: values of a preset that may lie below the file when it is read.
+        given: values before derivation: a key that was None there and is not any more is marked as derived.
+    """
+    known, below = keys_of(type(settings)), beneath or {}
+    marked = {name for name, value in (given or {}).items() if value is None}
+    values = {
+        name: UNSET if value is None else value
+        for name, value in flatten(settings).items()
+        if value is not None or known[name].default is not None or below.get(name) is not None
+    }
+    return write_values(values, derived=marked)
+
+
+def write_values(values: Mapping[str, Any], *, derived: set[str] | frozenset[str] = frozenset()) -> str:
+    """Dotted keys as TOML: keys at the top first, then a table for each section; free tables as inline tables.
+
+    >>> print(write_values({"seed": 1, "train.steps": 50, "data.paths": (Path("a"), Path("b"))}), end="")
+    seed = 1
+    <BLANKLINE>
+    [train]
+    steps = 50
+    <BLANKLINE>
+    [data]
+    paths = ["a", "b"]
+    """
+    sections: dict[str, list[str]] = {"": []}
+    for name, value in values.items():
+        section, _, leaf = name.rpartition(".")
+        mark = "  # derived" if name in derived else ""
+        sections.setdefault(section, []).append(f"{leaf} = {_format(value)}{mark}\n")
+    top = "".join(sections.pop(""))
+    tables = [f"[{section}]\n{''.join(lines)}" for section, lines in sections.items()]
+    return "\n".join([top, *tables] if top else tables)
+
+
+def _key(word: str) -> str:
+    return word if re.fullmatch(r"[A-Za-z0-9_-]+", word) else _format(word)
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str | Path):
+        # A JSON string is a TOML basic string, but for the one control character that JSON lets through.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_format(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(str(key))} = {_format(item)}' for key, item in value.items())}}}"
+    raise ConfigurationError(
+        f"{value!r} of type {type(value).__name__} cannot be written to a TOML file; booleans, numbers, strings, "
+        "paths, lists and tables can. Nothing was written."
+    )

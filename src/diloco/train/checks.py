@@ -1,0 +1,98 @@
+"""Ranges and places of a run's settings, checked before anything starts. Pure, and without torch."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from diloco.errors import ConfigurationError
+from diloco.train.settings import RunSettings
+
+__all__ = ["check_device", "check_lengths", "check_optimizers", "check_places", "refuse"]
+
+
+def refuse(given: str, works: str) -> ConfigurationError:
+    """The error that says what was given and what would work."""
+    return ConfigurationError(f"{given} was given; {works}. Nothing was started.")
+
+
+def check_lengths(settings: RunSettings) -> None:
+    """Steps, sequences and intervals."""
+    train, model, inner = settings.train, settings.model, settings.inner
+    steps = train.steps
+    if train.sequence_length > model.max_sequence_length:
+        raise refuse(
+            f"train.sequence_length={train.sequence_length} with model.max_sequence_length={model.max_sequence_length}",
+            f"at most {model.max_sequence_length}, or a larger model.max_sequence_length would work",
+        )
+    if train.stop_after is not None and train.stop_after > steps:
+        raise refuse(f"train.stop_after={train.stop_after} with train.steps={steps}", f"1 to {steps} would work")
+    if not 0 <= inner.warmup_steps <= steps:
+        raise refuse(
+            f"inner.warmup_steps={inner.warmup_steps} with train.steps={steps}",
+            f"0 to {steps} would work (--inner.warmup-steps)",
+        )
+    if inner.decay_steps is not None and not 0 <= inner.decay_steps <= steps - inner.warmup_steps:
+        raise refuse(
+            f"inner.decay_steps={inner.decay_steps} after {inner.warmup_steps} steps of warm-up in {steps}",
+            f"0 to {steps - inner.warmup_steps} would work",
+        )
+    for name, value in (
+        ("evaluation.every_steps", settings.evaluation.every_steps),
+        ("evaluation.sequences", settings.evaluation.sequences),
+        ("evaluation.sample_tokens", settings.evaluation.sample_tokens),
+        ("checkpoint.every_steps", settings.checkpoint.every_steps),
+    ):
+        if value is not None and value < 0:
+            raise refuse(f"{name}={value}", "0 or more would work")
+    if settings.checkpoint.keep < 1:
+        raise refuse(f"checkpoint.keep={settings.checkpoint.keep}", "at least 1 would work")
+
+
+def check_optimizers(settings: RunSettings) -> None:
+    """Numbers of the inner and the outer optimizer."""
+    inner, outer = settings.inner, settings.outer
+    positive = [("inner.learning_rate", inner.learning_rate), ("outer.epsilon", outer.epsilon)]
+    if outer.learning_rate is not None:
+        positive.append(("outer.learning_rate", outer.learning_rate))
+    if inner.clip_norm is not None:
+        positive.append(("inner.clip_norm", inner.clip_norm))
+    for name, value in positive:
+        if not (value > 0 and math.isfinite(value)):
+            raise refuse(f"{name}={value}", "a positive number would work")
+    for name, value in (
+        ("inner.final_ratio", inner.final_ratio),
+        ("outer.learning_rate_final_ratio", outer.learning_rate_final_ratio),
+    ):
+        if not 0 <= value <= 1:
+            raise refuse(f"{name}={value}", "0 to 1 would work")
+    if not 0 <= outer.momentum < 1:
+        raise refuse(f"outer.momentum={outer.momentum}", "0 or more and less than 1 would work")
+    if not all(0 <= beta < 1 for beta in outer.betas):
+        raise refuse(f"outer.betas={outer.betas}", "two numbers from 0 to less than 1 would work")
+    if outer.momentum_warmup_outer_steps < 0:
+        raise refuse(f"outer.momentum_warmup_outer_steps={outer.momentum_warmup_outer_steps}", "0 or more would work")
+
+
+def check_device(key: str, device: str) -> None:
+    """The name of a device that torch understands, or auto; ``key`` is what it was given as."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise refuse(f"{key}={device!r}", "auto, cpu, cuda, or cuda:N such as cuda:0 would work")
+
+
+def check_places(settings: RunSettings) -> None:
+    """Where the run happens and what it begins from."""
+    train = settings.train
+    if settings.transport.name != "in-process":
+        raise refuse(
+            f"transport.name={settings.transport.name!r}",
+            "it is not part of this version; --transport in-process, where all replicas share one process, would work",
+        )
+    check_device("train.device", train.device)
+    if train.threads is not None and train.threads < 1:
+        raise refuse(f"train.threads={train.threads}", "at least 1 would work")
+    if settings.checkpoint.resume is not None and train.init_from is not None:
+        raise refuse(
+            f"checkpoint.resume={settings.checkpoint.resume} together with train.init_from={train.init_from}",
+            "one of them would work: --resume goes on with a run, --init-from begins a new one from its parameters",
+        )

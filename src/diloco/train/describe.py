@@ -1,0 +1,133 @@
+"""What follows from the settings, in words: printed at the start of a run and by ``--print-config``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange
+from diloco.algorithm.schedule import Send, SyncSchedule
+from diloco.model.transformer import Transformer
+from diloco.train.components import make_configured_codec, make_fragments, make_schedule
+from diloco.train.settings import RunSettings
+from diloco.units import format_bytes, format_count, format_ratio
+
+__all__ = ["describe"]
+
+
+def describe(settings: RunSettings, model: Transformer) -> dict[str, str]:
+    """Derived facts by name, in the order to print them.
+
+    Args:
+        settings: resolved.
+        model: the one to be trained; a model on the meta device will do.
+    """
+    parameters = model.num_parameters()
+    facts = {"model": f"{format_count(parameters)} parameters, {settings.model.layers} layers"}
+    facts["algorithm"] = _algorithm(settings)
+    train, replicas = settings.train, settings.transport.replicas
+    tokens = replicas * train.batch_size * train.sequence_length
+    facts["tokens"] = (
+        f"{format_count(tokens * train.steps)} in {train.steps} steps of {tokens:,} "
+        f"({replicas} replicas x {train.batch_size} sequences x {train.sequence_length})"
+    )
+    if settings.algorithm in ("streaming", "diloco"):
+        facts |= _synchronisation(settings, [fragment.numel for fragment in make_fragments(settings.fragments, model)])
+    elif settings.algorithm == "data-parallel":
+        facts |= _gradients(settings, parameters)
+    else:
+        facts["traffic"] = "none"
+    facts["memory"] = _memory(settings, parameters)
+    evaluation, checkpoint = settings.evaluation, settings.checkpoint
+    facts["evaluation"] = _every(evaluation.every_steps)
+    facts["checkpoints"] = f"{_every(checkpoint.every_steps)}, the last {checkpoint.keep} kept"
+    return facts
+
+
+def _every(steps: int | None) -> str:
+    return f"every {steps} steps and at the end" if steps else "at the end"
+
+
+def _algorithm(settings: RunSettings) -> str:
+    start = settings.train.data_parallel_steps
+    words = {
+        "streaming": "Streaming DiLoCo",
+        "diloco": "DiLoCo",
+        "data-parallel": "data-parallel",
+        "none": "independent replicas",
+    }[settings.algorithm]
+    return f"{words}, after {start} shared data-parallel steps" if start else words
+
+
+def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> dict[str, str]:
+    """Schedule, codec, merge, outer optimizer and traffic of the two algorithms with an outer loop."""
+    replicas, start = settings.transport.replicas, settings.train.data_parallel_steps
+    local_steps = settings.train.steps - start
+    schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)
+    payloads = [codec.payload_bytes(size) for size in fragment_sizes]
+    exchanges = [plan_exchange(codec, size, replicas) for size in fragment_sizes]
+    rounds = [max(0, (local_steps - offset) // schedule.inner_steps) for offset in schedule.fragment_offsets]
+    sent = sum(count * exchange.sent_bytes for count, exchange in zip(rounds, exchanges, strict=True))
+    parameters = sum(fragment_sizes)
+    per_gradient = data_parallel_bytes(parameters, replicas, 1)
+    ratio = f", {format_ratio(per_gradient * local_steps / sent)} as much" if sent else ""
+    outer, merge = settings.outer, settings.merge
+    mixed = f"alpha = {merge.alpha:g}" if merge.rule == "alpha" else "rebase"
+    feedback = " with error feedback" if settings.codec.error_feedback else ""
+    momentum = f", momentum {outer.momentum:g}" if outer.name == "nesterov" else ""
+    facts = {
+        "fragments": ", ".join(format_count(size) for size in fragment_sizes) + " parameters",
+        "schedule": _schedule_in_words(schedule, start),
+        "rounds": f"{sum(rounds)} in all ({', '.join(map(str, rounds))} by fragment)",
+        "codec": f"{codec.name}{feedback}, {8 * sum(payloads) / parameters:.3g} bits per parameter",
+        "merge": mixed,
+        "outer optimizer": f"{outer.name}, learning rate {outer.learning_rate:g}{momentum}",
+        "payload": f"{', '.join(format_bytes(payload) for payload in payloads)} per round",
+        "traffic": (
+            f"{format_bytes(sent / max(1, local_steps))} per replica and step each way; data-parallel: "
+            f"{format_bytes(per_gradient)}{ratio}"
+        ),
+    }
+    if start:
+        facts["traffic"] += f" (the shared start sends {format_bytes(per_gradient * start)} beside it)"
+    return facts
+
+
+def _gradients(settings: RunSettings, parameters: int) -> dict[str, str]:
+    codec = make_codec(settings.codec.name or "float32")
+    exchange = plan_exchange(codec, parameters, settings.transport.replicas)
+    return {
+        "gradients": f"averaged at every step, as {codec.name}",
+        "traffic": f"{format_bytes(exchange.sent_bytes)} per replica and step each way",
+    }
+
+
+def _schedule_in_words(schedule: SyncSchedule, start: int) -> str:
+    """When each fragment is sent first, and how it goes on: from the schedule's own actions.
+
+    >>> _schedule_in_words(SyncSchedule(inner_steps=10, num_fragments=3, overlap_steps=1), start=200)
+    'fragment 0 at step 210, 1 at 213, 2 at 216, and every 10 steps again; merged 1 later'
+    >>> _schedule_in_words(SyncSchedule(inner_steps=100, num_fragments=37), start=0)
+    'fragment 0 at step 100, 1 at 102, ..., 36 at 197, and every 100 steps again; merged at once'
+    """
+    first_cycles = range(1, 2 * schedule.inner_steps)
+    sends = {a.fragment: step for step in reversed(first_cycles) for a in schedule.actions(step) if isinstance(a, Send)}
+    firsts = [f"{fragment} at {start + step}" for fragment, step in sorted(sends.items())]
+    subject = "fragment 0" if len(firsts) > 1 else "the whole model"
+    firsts[0] = f"{subject} at step {start + sends[0]}"
+    shown = firsts if len(firsts) <= 4 else [*firsts[:2], "...", firsts[-1]]
+    merged = f"{schedule.overlap_steps} later" if schedule.overlap_steps else "at once"
+    return f"{', '.join(shown)}, and every {schedule.inner_steps} steps again; merged {merged}"
+
+
+def _memory(settings: RunSettings, parameters: int) -> str:
+    """Parameters, gradients and Adam's two moments: 16 bytes; global parameters and momentum: 8 more."""
+    outer = {"nesterov": 4, "sgd": 0, "adam": 8}[settings.outer.name]
+    each = 16
+    if settings.algorithm in ("streaming", "diloco"):
+        each += 4 + outer + (4 if settings.codec.error_feedback else 0)
+    replicas = settings.transport.replicas
+    return (
+        f"{format_bytes(each * parameters * replicas)} for {replicas} replicas at {each} bytes per parameter, "
+        "activations beside it"
+    )

@@ -1,0 +1,32 @@
+"""What the package shows of itself."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import diloco
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_public_name_loads_and_is_documented() -> None:
+    for name in diloco.__all__:
+        value = getattr(diloco, name)
+        assert name == "__version__" or (value.__doc__ or "").strip(), name
+    assert sorted(diloco.__all__) == list(diloco.__all__)
+    assert set(diloco._HOMES) | {"__version__"} == set(diloco.__all__)
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, diloco; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_changelog_version_and_project_agree() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r"^## (\S+)", changelog, re.MULTILINE).group(1) == diloco.__version__  # type: ignore[union-attr]  # fails
+    assert f'version = "{diloco.__version__}"' in project

@@ -1,0 +1,270 @@
+"""From what was asked for to what will run: defaults by algorithm, and a table of everything that is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.config.keys import build, flatten
+from diloco.errors import ConfigurationError
+from diloco.train.resolve import CODEC_NAMES, notes, resolve
+from diloco.train.settings import RunSettings
+
+
+def settings(**values: Any) -> RunSettings:
+    """Settings from dotted keys, with ``__`` for the dot."""
+    return build(RunSettings, {name.replace("__", "."): value for name, value in values.items()})
+
+
+def resolved(num_layers: int | None = 4, **values: Any) -> RunSettings:
+    return resolve(settings(**values), num_layers=num_layers)
+
+
+def test_defaults_of_each_algorithm() -> None:
+    keys = ("num_fragments", "overlap_steps", "rule", "alpha", "name", "learning_rate")
+    sections = ("fragments", "schedule", "merge", "merge", "codec", "outer")
+    expected = {
+        "streaming": (3, 1, "rebase", None, "fp4", 0.4),
+        "diloco": (1, 0, "alpha", 0.0, "float32", 0.7),
+        "data-parallel": (1, 0, "alpha", 0.0, "float32", 0.7),
+        "none": (1, 0, "alpha", 0.0, "float32", 0.7),
+    }
+    for algorithm, wanted in expected.items():
+        run = resolved(algorithm=algorithm)
+        assert tuple(getattr(getattr(run, s), k) for s, k in zip(sections, keys, strict=True)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("layers", "fragments"), [(1, 2), (3, 2), (4, 3), (6, 3), (7, 4), (24, 9), (48, 17), (108, 37)]
+)
+def test_streaming_takes_one_fragment_per_three_layers_and_one_for_the_rest(layers: int, fragments: int) -> None:
+    assert resolved(layers).fragments.num_fragments == fragments
+
+
+def test_default_fragments_and_overlap_fit_into_a_short_cycle() -> None:
+    run = resolved(108, schedule__inner_steps=1)
+    assert (run.fragments.num_fragments, run.schedule.overlap_steps) == (1, 0)
+    assert resolved(108, schedule__inner_steps=2).fragments.num_fragments == 2
+
+
+def test_number_of_fragments_follows_patterns() -> None:
+    patterns = (("layers.*",), ("*",))
+    run = resolved(fragments__strategy="patterns", fragments__patterns=patterns)
+    assert run.fragments.num_fragments == 2
+
+
+def test_alpha_given_means_the_alpha_rule_and_rebase_has_none() -> None:
+    assert dataclasses.astuple(resolved(merge__alpha=0.5).merge) == ("alpha", 0.5)
+    assert dataclasses.astuple(resolved(merge__rule="alpha").merge) == ("alpha", 0.0)
+    assert dataclasses.astuple(resolved(merge__rule="rebase").merge) == ("rebase", None)
+
+
+@pytest.mark.parametrize(("steps", "evaluate", "save"), [(1000, 100, 250), (9, 1, 2), (1, 1, 1)])
+def test_intervals_are_shares_of_the_run_and_at_least_one_step(steps: int, evaluate: int, save: int) -> None:
+    run = resolved(train__steps=steps, inner__warmup_steps=0)
+    assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (evaluate, save)
+    run = resolved(evaluation__every_steps=0, checkpoint__every_steps=0)
+    assert (run.evaluation.every_steps, run.checkpoint.every_steps) == (0, 0)
+
+
+def test_decay_of_wsd_is_a_fifth_of_the_run_and_never_overlaps_the_warm_up() -> None:
+    assert resolved(inner__schedule="wsd").inner.decay_steps == 200
+    assert resolved(inner__schedule="wsd", inner__warmup_steps=950).inner.decay_steps == 50
+    assert resolved(inner__schedule="cosine").inner.decay_steps is None
+
+
+def test_a_data_parallel_run_has_no_start_of_its_own_and_independent_replicas_keep_it() -> None:
+    assert resolved(algorithm="data-parallel", train__data_parallel_steps=5).train.data_parallel_steps == 0
+    assert resolved(algorithm="none", train__data_parallel_steps=5).train.data_parallel_steps == 5
+
+
+def test_data_parallel_and_none_take_a_schedule_and_fragments_so_that_comparisons_are_one_flag() -> None:
+    for algorithm in ("data-parallel", "none"):
+        run = resolved(algorithm=algorithm, schedule__inner_steps=10, fragments__num_fragments=3)
+        assert run.fragments.num_fragments == 3
+        assert run.schedule.overlap_steps == 0
+
+
+def test_the_type_is_kept() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Wider(RunSettings):
+        label: str = "x"
+
+    run = resolve(Wider(label="mine"), num_layers=4)
+    assert isinstance(run, Wider)
+    assert run.label == "mine"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # the schedule
+    ({"schedule.inner_steps": 0}, "inner_steps=0.*at least 1"),
+    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 10}, "overlap_steps=10.*0 to 9 would work"),
+    ({"schedule.overlap_steps": -1}, "overlap_steps=-1.*0 to 99 would work"),
+    ({"schedule.inner_steps": 2, "fragments.num_fragments": 3}, "num_fragments=3.*1 to 2 would work"),
+    ({"fragments.num_fragments": 0}, "num_fragments=0.*at least 1"),
+    ({"fragments.num_fragments": 6}, "num_fragments=6 for a model of 4 layers.*1 to 5.*balanced"),
+    (
+        {"fragments.num_fragments": 6, "fragments.strategy": "sequential"},
+        "num_fragments=6 for a model of 4 layers.*1 to 5",
+    ),
+    ({"fragments.num_fragments": 2, "schedule.offsets": (0,)}, "offsets=.* 2 fragments; 2 values from 0 to 99"),
+    ({"fragments.num_fragments": 1, "schedule.offsets": (100,)}, "offsets=.* from 0 to 99"),
+    ({"fragments.num_fragments": 1, "schedule.offsets": (-1,)}, "offsets=.* from 0 to 99"),
+    (
+        {"fragments.strategy": "patterns", "fragments.patterns": (("*",),), "fragments.num_fragments": 2},
+        "num_fragments=2 with 1 lists.*1, or leaving it out",
+    ),
+    # DiLoCo is not Streaming DiLoCo
+    ({"algorithm": "diloco", "fragments.num_fragments": 2}, "2 fragments.*--algorithm streaming would work"),
+    ({"algorithm": "diloco", "schedule.overlap_steps": 1}, "overlap_steps=1.*--algorithm streaming would work"),
+    ({"algorithm": "diloco", "merge.alpha": 0.5}, "alpha=0.5.*--algorithm streaming would work"),
+    ({"algorithm": "diloco", "merge.rule": "rebase"}, "rebase.* --algorithm streaming would work"),
+    (
+        {"algorithm": "diloco", "fragments.strategy": "patterns", "fragments.patterns": (("a",), ("*",))},
+        "2 fragments.*--algorithm streaming would work",
+    ),
+    # what would mislead without an outer loop
+    ({"algorithm": "data-parallel", "codec.name": "fp4"}, "codec.name='fp4'.*--codec float32"),
+    ({"algorithm": "data-parallel", "codec.name": "int8"}, "codec.name='int8'.*float32, float16, bfloat16"),
+    ({"algorithm": "none", "codec.name": "float16"}, "float16.* independent replicas send nothing"),
+    ({"algorithm": "data-parallel", "schedule.overlap_steps": 2}, "overlap_steps=2.*--algorithm streaming"),
+    ({"algorithm": "none", "merge.alpha": 0.5}, "alpha=0.5.*--algorithm streaming"),
+    # codec
+    ({"codec.name": "int9"}, "codec.name='int9'.*did you mean 'int8'"),
+    ({"codec.name": "zip"}, "codec.name='zip'.*bfloat16, float16, float32, fp4, int8"),
+    ({"codec.block_size": 0}, "block_size=0.*even number from 2 to 65536"),
+    ({"codec.block_size": 7}, "block_size=7.*even number from 2 to 65536"),
+    ({"codec.block_size": 65538}, "block_size=65538.*even number from 2 to 65536"),
+    ({"codec.name": "float32", "codec.error_feedback": True}, "error_feedback.* no loss to feed back"),
+    (
+        {"algorithm": "data-parallel", "codec.name": "float16", "codec.error_feedback": True},
+        "error_feedback.* no loss to feed back",
+    ),
+    # merge
+    ({"merge.alpha": 1.5}, "alpha=1.5.*0 to 1"),
+    ({"merge.alpha": -0.1}, "alpha=-0.1.*0 to 1"),
+    ({"merge.alpha": float("nan")}, "alpha=nan.*0 to 1"),
+    ({"merge.alpha": 0.0, "merge.rule": "rebase"}, "rebase.* one of the two"),
+    # transport and places
+    ({"transport.name": "torch"}, "'torch'.*not part of this version; --transport in-process"),
+    ({"transport.name": "hivemind"}, "'hivemind'.*not part of this version; --transport in-process"),
+    ({"train.device": "gpu"}, "device='gpu'.*cuda:0"),
+    ({"train.device": "cuda:"}, "device='cuda:'.*cuda:0"),
+    ({"train.threads": 0}, "threads=0.*at least 1"),
+    ({"checkpoint.resume": Path("a"), "train.init_from": Path("b")}, "resume=a together with .*init_from=b"),
+    # lengths
+    ({"train.sequence_length": 1025}, "sequence_length=1025.*at most 1024"),
+    ({"train.stop_after": 1001}, "stop_after=1001.*1 to 1000"),
+    ({"inner.warmup_steps": 1001}, "warmup_steps=1001.*0 to 1000"),
+    ({"inner.warmup_steps": -1}, "warmup_steps=-1.*0 to 1000"),
+    ({"inner.schedule": "wsd", "inner.decay_steps": 901}, "decay_steps=901.*0 to 900"),
+    ({"evaluation.every_steps": -1}, "evaluation.every_steps=-1.*0 or more"),
+    ({"evaluation.sequences": -1}, "evaluation.sequences=-1.*0 or more"),
+    ({"evaluation.sample_tokens": -1}, "sample_tokens=-1.*0 or more"),
+    ({"checkpoint.every_steps": -1}, "checkpoint.every_steps=-1.*0 or more"),
+    ({"checkpoint.keep": 0}, "checkpoint.keep=0.*at least 1"),
+    # optimizers
+    ({"inner.learning_rate": 0.0}, "inner.learning_rate=0.0.*positive"),
+    ({"inner.learning_rate": float("nan")}, "inner.learning_rate=nan.*positive"),
+    ({"outer.learning_rate": float("inf")}, "outer.learning_rate=inf.*positive"),
+    ({"outer.epsilon": 0.0}, "outer.epsilon=0.0.*positive"),
+    ({"inner.clip_norm": 0.0}, "clip_norm=0.0.*positive"),
+    ({"inner.final_ratio": 1.1}, "final_ratio=1.1.*0 to 1"),
+    ({"outer.learning_rate_final_ratio": -0.1}, "final_ratio=-0.1.*0 to 1"),
+    ({"outer.momentum": 1.0}, "momentum=1.0.*less than 1"),
+    ({"outer.betas": (0.9, 1.0)}, "betas=.* less than 1"),
+    ({"outer.momentum_warmup_outer_steps": -1}, "momentum_warmup_outer_steps=-1.*0 or more"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
+def test_impossible_combinations_are_refused_and_say_what_would_work(values: dict[str, Any], words: str) -> None:
+    asked = build(RunSettings, values)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        resolve(asked, num_layers=4)
+    assert str(caught.value).endswith("Nothing was started.")
+
+
+ALLOWED: list[dict[str, Any]] = [
+    {"schedule.inner_steps": 10, "schedule.overlap_steps": 9},
+    {"fragments.num_fragments": 5},
+    {"fragments.num_fragments": 1, "schedule.overlap_steps": 3},
+    {"fragments.num_fragments": 50, "fragments.strategy": "balanced"},
+    {"fragments.num_fragments": 2, "schedule.offsets": (0, 99)},
+    {"algorithm": "diloco", "fragments.num_fragments": 1, "schedule.overlap_steps": 0, "merge.alpha": 0.0},
+    {"algorithm": "diloco", "codec.name": "int8", "codec.error_feedback": True},
+    {"algorithm": "data-parallel", "codec.name": "bfloat16"},
+    {"algorithm": "none", "codec.name": "float32"},
+    {"merge.alpha": 0.0},
+    {"merge.alpha": 1.0},
+    {"train.stop_after": 1000, "inner.warmup_steps": 1000},
+    {"train.sequence_length": 1024},
+    {"train.device": "cuda:12"},
+    {"train.data_parallel_steps": 1000},
+    {"inner.schedule": "wsd", "inner.decay_steps": 900},
+    {"inner.clip_norm": None},
+    {"codec.block_size": 2},
+    {"codec.block_size": 65536},
+]
+
+
+@pytest.mark.parametrize("values", ALLOWED, ids=[" ".join(values) for values in ALLOWED])
+def test_limits_themselves_are_allowed_and_resolving_twice_changes_nothing(values: dict[str, Any]) -> None:
+    once = resolve(build(RunSettings, values), num_layers=4)
+    assert resolve(once, num_layers=4) == once
+    assert {name: flatten(once)[name] for name in values} == values
+
+
+@given(
+    algorithm=st.sampled_from(["streaming", "diloco", "data-parallel", "none"]),
+    layers=st.integers(1, 40),
+    inner_steps=st.integers(1, 40),
+    steps=st.integers(1, 400),
+)
+def test_defaults_of_every_algorithm_always_fit_together(
+    algorithm: str, layers: int, inner_steps: int, steps: int
+) -> None:
+    run = resolved(
+        layers,
+        algorithm=algorithm,
+        schedule__inner_steps=inner_steps,
+        train__steps=steps,
+        inner__warmup_steps=0,
+    )
+    assert resolve(run, num_layers=layers) == run
+    assert run.fragments.num_fragments is not None
+    SyncSchedule(
+        inner_steps=inner_steps,
+        num_fragments=run.fragments.num_fragments,
+        overlap_steps=run.schedule.overlap_steps or 0,
+    )
+
+
+def test_a_model_of_unknown_depth_needs_a_number_of_fragments() -> None:
+    assert resolved(None, fragments__num_fragments=90).fragments.num_fragments == 90
+    assert resolved(None, algorithm="diloco").fragments.num_fragments == 1
+    with pytest.raises(ConfigurationError, match="unknown depth"):
+        resolved(None)
+
+
+def test_notes_tell_of_runs_that_exchange_nothing() -> None:
+    assert notes(resolved()) == ()
+    assert "train alone" in notes(resolved(merge__alpha=1.0))[0]
+    assert "one replica" in notes(resolved(transport__replicas=1))[0]
+    first_send = resolved(train__steps=110, train__data_parallel_steps=10)
+    assert notes(first_send) == ()
+    too_short = resolved(train__steps=110, train__data_parallel_steps=11)
+    assert "No fragment is ever sent: the 99 steps" in notes(too_short)[0]
+    assert notes(resolved(algorithm="none", train__steps=99, inner__warmup_steps=0, transport__replicas=1)) == ()
+
+
+def test_codec_names_are_those_of_the_registry() -> None:
+    from diloco.algorithm.codec import codec_names
+
+    assert sorted(CODEC_NAMES) == sorted(codec_names())
