@@ -100,7 +100,7 @@ def test_every_key_has_a_dotted_flag_and_says_what_it_means(capsys: pytest.Captu
     shown = capsys.readouterr().out
     for key in keys_of(Configuration).values():
         flag = f"--{key.name.replace('_', '-')}"
-        assert key.hidden or flag in shown or flag.replace(f".{key.leaf}", f".no-{key.leaf}") in shown
+        assert flag in shown or flag.replace(f".{key.leaf}", f".no-{key.leaf}") in shown
         for alias in key.aliases:
             assert f"{alias} " in shown
     assert "None" not in shown.replace("None: no clipping", "")
@@ -332,3 +332,23 @@ def test_only_what_was_typed_comes_back() -> None:
     line = parse_arguments(["--steps", "5", "--print-config"])
     assert (line.file, line.print_config, line.values) == (None, True, {"train.steps": 5})
     assert compose(line).train.steps == 5
+
+
+def test_tables_and_lists_of_lists_are_given_as_toml() -> None:
+    configuration = load_configuration(["--inner.arguments", "{weight_decay = 0.0, betas = [0.8, 0.9]}"])
+    assert configuration.inner.arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
+    arguments = ["--fragments.strategy", "patterns", "--fragments.patterns", '[["layers.*"], ["head.*", "norm.*"]]']
+    assert load_configuration(arguments).fragments.patterns == (("layers.*",), ("head.*", "norm.*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--inner.arguments", "{weight"], "--inner.arguments is not valid TOML"),
+        (["--inner.arguments", "3"], "inner.arguments"),
+        (["--data", "text.txt", "run.toml"], "--data was given run.toml"),
+    ],
+)
+def test_toml_in_the_wrong_place_or_shape_is_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        load_configuration(arguments)

@@ -73,6 +73,12 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
 
 def compose(line: CommandLine) -> Configuration:
     """Preset, then the TOML file, then the flags of ``line``."""
+    swallowed = [path for path in line.values.get("data.paths", ()) if path.suffix == ".toml"]
+    if line.file is None and swallowed:
+        raise ConfigurationError(
+            f"--data was given {swallowed[-1]}, which looks like the settings of a run; it would be read as that before "
+            "--data, and TOML files as text in a folder. Nothing was started."
+        )
     values: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = _overlay(values, line.values)
     preset = preset_values(values.get("preset", DEFAULT_PRESET), steps=_positive(values.get("train.steps")))

@@ -16,6 +16,7 @@ import tyro
 from tyro.conf import Positional, UseCounterAction, arg
 
 from diloco.config.keys import Key, Values, keys_of
+from diloco.config.toml import parse_toml
 
 __all__ = ["CommandLine", "parse_flags"]
 
@@ -52,6 +53,7 @@ def parse_flags(
         description: what stands above the list of flags.
 
     Raises:
+        ConfigurationError: a table or list of lists that is no TOML.
         SystemExit: with code 2 and a message on stderr for a usage error, naming the nearest flag; with 0 for --help.
     """
     fields: dict[str, Any] = {
@@ -70,9 +72,9 @@ def parse_flags(
     sections: dict[str, dict[str, Any]] = {}
     known = keys_of(settings_type)
     for key in known.values():
-        if not key.hidden:
-            target = sections.setdefault(key.section, {}) if key.section else fields
-            target[key.leaf] = NotRequired[Annotated[key.annotation, _argument(key, shown.get(key.name))]]
+        target = sections.setdefault(key.section, {}) if key.section else fields
+        annotation = str if _is_structured(key.annotation) else key.annotation
+        target[key.leaf] = NotRequired[Annotated[annotation, _argument(key, shown.get(key.name))]]
     for section, contents in sections.items():
         fields[section] = _make_typed_dict(section, contents)
     typed: Any = _make_typed_dict("Flags", fields)
@@ -83,7 +85,16 @@ def parse_flags(
             values |= {f"{name}.{leaf}": entry for leaf, entry in value.items()}
         elif name in known:
             values[name] = value
+    for name in values:
+        if _is_structured(known[name].annotation):
+            values |= parse_toml(f"{name} = {values[name]}", settings_type, where=f"--{name.replace('_', '-')}")
     return CommandLine(file=parsed.get("file"), print_config=parsed["print_config"] > 0, values=values)
+
+
+def _is_structured(annotation: Any) -> bool:
+    """Whether a flag takes the value as TOML: a table, or a list of lists."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    return origin is Mapping or (origin is tuple and get_origin(parts[0]) is tuple)
 
 
 def _argument(key: Key, default: Any) -> Any:
@@ -96,9 +107,15 @@ def _argument(key: Key, default: Any) -> Any:
 def _show(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_show_toml(item)}" for name, item in value.items()) + "}"
     if isinstance(value, tuple):
         return " ".join(_show(item) for item in value)
     return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
+
+
+def _show_toml(value: Any) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def _metavar(annotation: Any) -> str | None:
@@ -110,6 +127,8 @@ def _metavar(annotation: Any) -> str | None:
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is bool:
         return None
+    if _is_structured(annotation):
+        return "TOML"
     if origin in (Union, types.UnionType):
         return _metavar(next(part for part in parts if part is not type(None)))
     if origin is Literal:

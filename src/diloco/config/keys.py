@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from tyro.conf import Suppress
-
 __all__ = ["Key", "Values", "build", "flatten", "keys_of", "nearest_key"]
 
 Values = dict[str, Any]
@@ -39,8 +37,6 @@ class Key:
     default: Any
     aliases: tuple[str, ...] = ()
     """Short flags beside ``--train.steps``."""
-    hidden: bool = False
-    """True when it can be set in a TOML file only."""
 
     @property
     def section(self) -> str:
@@ -90,7 +86,6 @@ def _collect(settings_type: type[Any]) -> dict[str, Key]:
             help=documentation.get(field.name, ""),
             default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
             aliases=tuple(aliases),
-            hidden=Suppress in metadata,
         )
     return {**top, **nested}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Suppress, arg
+from tyro.conf import arg
 
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
 from diloco.data.settings import DataSettings
@@ -79,10 +79,8 @@ class InnerSettings:
     """Name of a class in torch.optim."""
     learning_rate: float = 4e-4
     """Peak learning rate."""
-    arguments: Annotated[Mapping[str, Any], Suppress] = field(
-        default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1}
-    )
-    """Further arguments of the optimizer's class (in the TOML file, as a table)."""
+    arguments: Mapping[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1})
+    """Further arguments of the optimizer's class, as a table."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Shape after the warm-up: cosine, warm-up-stable-decay, or constant."""
     warmup_steps: int = 100

@@ -1,0 +1,60 @@
+"""Runs small enough for tests: a two-layer model on text that the test makes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco.config import load_configuration, to_toml
+from diloco.events import Event
+from diloco.train.resolve import resolve
+from diloco.train.run import run_training
+
+SMALL = (
+    "--model.layers 2 --model.width 16 --model.ffn-width 32 --model.heads 2 --train.sequence-length 16 "
+    "--train.batch-size 2 --inner.learning-rate 1e-2 --inner.warmup-steps 2 --data-parallel-steps 0 --replicas 2 "
+    "--steps 12 --inner-steps 4 --fragments 3 --overlap-steps 2 --evaluation.every-steps 0 --evaluation.sequences 8 "
+    "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --train.device cpu --data"
+)
+
+
+class Listener:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def write_text(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
+    """A .jsonl of short documents with something to learn in them."""
+    rng = random.Random(seed)
+    path = folder / "text.jsonl"
+    words = ["alpha", "beta", "gamma", "delta"]
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(documents):
+            text = " ".join(rng.choice(words) for _ in range(30)) + f" {number}."
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def train(
+    data: Path, out: Path, arguments: str = "", *, sink: Listener | None = None, file: Path | None = None
+) -> dict[str, Any]:
+    """Train as `diloco train` would, without its terminal; returns the summary."""
+    given: Sequence[str] = [*([str(file)] if file else []), *SMALL.split(), str(data), *arguments.split()]
+    configuration = load_configuration(given)
+    settings = resolve(configuration, num_layers=configuration.model.layers)
+    summary = run_training(settings, folder=out, sink=sink or Listener(), config_toml=to_toml(configuration))
+    return dict(summary)

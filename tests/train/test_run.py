@@ -1,0 +1,238 @@
+"""Whole runs: what they leave, resuming bit for bit, signals, comparisons by one flag."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.errors import CheckpointError, ConfigurationError, NonFiniteError
+from diloco.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Interrupted,
+    RoundCommitted,
+    RoundVoid,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+)
+from diloco.train.checkpoint import open_checkpoint
+from diloco.train.trained import load_trained
+from tests.runs import Listener, train, write_text
+
+CONTRACT = {
+    "heldout_loss",
+    "perplexity",
+    "bits_per_byte",
+    "tokens",
+    "steps",
+    "sent_bytes_per_replica",
+    "received_bytes_per_replica",
+    "data_parallel_bytes_per_replica",
+    "compute_utilization",
+    "wall_s",
+    "rounds_committed",
+    "rounds_void",
+    "global_params_digest",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def test_a_run_learns_and_leaves_what_scripts_count_on(data: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    summary = train(data, tmp_path / "run", "--steps 60 --evaluation.every-steps 20", sink=listener)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert summary.keys() >= CONTRACT
+    losses = [event.heldout_loss for event in listener.of(Evaluated)]
+    assert len(losses) == 3, "at 20, at 40, and at the end"
+    assert losses[-1] == summary["heldout_loss"] < losses[0] < 5.5
+    assert summary["tokens"] == 60 * 2 * 2 * 16
+    assert summary["interrupted"] is None
+    steps = [event.step for event in listener.of(StepFinished)]
+    assert steps == list(range(1, 61))
+    assert isinstance(listener.events[0], RunStarted)
+    assert isinstance(listener.events[-1], RunFinished)
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__
+    assert len(environment["git_commit"]) == 40
+
+
+def test_every_round_that_was_sent_is_merged_by_the_end(data: Path, tmp_path: Path) -> None:
+    """H = 4, P = 3, tau = 2, 12 steps: sends at 4, 5, 6, 8, 9, 10, 12; the last is drained."""
+    listener = Listener()
+    summary = train(data, tmp_path / "run", sink=listener)
+    assert summary["rounds_committed"] == 7
+    assert len(listener.of(RoundCommitted)) == 2 * 7
+
+
+@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel", "none"])
+def test_the_same_run_gives_the_same_bits(data: Path, tmp_path: Path, algorithm: str) -> None:
+    more = f"--algorithm {algorithm}" + (" --fragments 1 --overlap-steps 0" if algorithm != "streaming" else "")
+    digests = {train(data, tmp_path / str(n), more)["global_params_digest"] for n in range(2)}
+    assert len(digests) == 1
+    assert train(data, tmp_path / "other", f"{more} --seed 1")["global_params_digest"] not in digests
+
+
+RESUMABLE = [
+    "--codec fp4 --merge.rule rebase",
+    "--codec int8 --codec.error-feedback --merge-alpha 0.5",
+    "--train.precision bfloat16 --inner.name SGD --codec float16 --outer.name adam",
+    "--train.precision float16 --data-parallel-steps 3 --train.gradient-accumulation 2",
+    "--transport.bandwidth-bits-per-s 1e5 --transport.latency-s 0.05 --transport.step-time-s 0.1",
+    "--algorithm data-parallel --fragments 1 --overlap-steps 0",
+    "--algorithm none --fragments 1 --overlap-steps 0 --data-parallel-steps 2",
+]
+
+
+@pytest.mark.parametrize("arguments", RESUMABLE)
+def test_stopping_in_flight_and_resuming_is_never_stopping(data: Path, tmp_path: Path, arguments: str) -> None:
+    """Invariant 6, at a step where fragments are in flight and at one inside a shared start."""
+    whole = train(data, tmp_path / "whole", arguments)
+    for stop in (2, 5):
+        folder = tmp_path / f"stop-{stop}"
+        train(data, folder, f"{arguments} --stop-after {stop}")
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint.step == stop
+        if stop == 5 and "streaming" in str(checkpoint.about["algorithm"]) and "data-parallel" not in arguments:
+            assert checkpoint.about["rounds_in_flight"] == ["fragment 0, outer step 0", "fragment 1, outer step 0"]
+        resumed = train(data, folder, f"{arguments} --resume {folder}")
+        for key in (
+            "global_params_digest",
+            "heldout_loss",
+            "sent_bytes_per_replica",
+            "rounds_committed",
+            "rounds_void",
+        ):
+            assert resumed[key] == whole[key], key
+        if "bandwidth" in arguments:
+            assert resumed["compute_utilization"] == whole["compute_utilization"]
+        final = [open_checkpoint(tmp_path / "whole"), open_checkpoint(folder)]
+        for part in ("replica-0", "replica-1"):
+            local = [each.load(part)["model"] for each in final]
+            assert all(torch.equal(local[0][name], local[1][name]) for name in local[0])
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_finishes_the_step_saves_and_stops(data: Path, tmp_path: Path, name: str) -> None:
+    class Interrupter(Listener):
+        def handle(self, event: Event) -> None:
+            super().handle(event)
+            if isinstance(event, StepFinished) and event.step == 5:
+                signal.raise_signal(signal.Signals[name])
+
+    listener = Interrupter()
+    summary = train(data, tmp_path / "run", sink=listener)
+    assert (summary["interrupted"], summary["steps"]) == (name, 5)
+    assert [event.signal for event in listener.of(Interrupted)] == [name]
+    assert open_checkpoint(tmp_path / "run").step == 5
+    resumed = train(data, tmp_path / "run", f"--resume {tmp_path / 'run'}")
+    assert resumed["global_params_digest"] == train(data, tmp_path / "whole")["global_params_digest"]
+
+
+def test_checkpoints_come_at_their_steps_and_the_last_ones_stay(data: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    train(data, tmp_path / "run", "--checkpoint.every-steps 4 --checkpoint.keep 2", sink=listener)
+    assert [event.step for event in listener.of(CheckpointSaved)] == [4, 8, 12]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
+        "step-00000008",
+        "step-00000012",
+    ]
+
+
+def test_a_checkpoint_holds_the_global_parameters_ready_to_use(data: Path, tmp_path: Path) -> None:
+    summary = train(data, tmp_path / "run")
+    trained = load_trained(tmp_path / "run")
+    assert trained.step == 12
+    assert trained.model.num_parameters() == summary["parameters"]
+    started = train(data, tmp_path / "more", f"--steps 2 --inner.learning-rate 1e-9 --init-from {tmp_path / 'run'}")
+    assert started["heldout_loss"] == pytest.approx(summary["heldout_loss"], abs=1e-4)
+
+
+def test_resuming_with_other_data_is_refused(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "run", "--stop-after 3")
+    other = write_text(tmp_path, seed=9)
+    with pytest.raises(CheckpointError, match="data of fingerprint"):
+        train(other, tmp_path / "run", f"--resume {tmp_path / 'run'}")
+
+
+def test_weights_of_another_model_are_refused(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "run", "--stop-after 1")
+    with pytest.raises(CheckpointError, match="has the shape"):
+        train(data, tmp_path / "wide", f"--model.ffn-width 48 --init-from {tmp_path / 'run'}")
+    with pytest.raises(CheckpointError, match=r"differ from the model in layers\.2"):
+        train(data, tmp_path / "deep", f"--model.layers 3 --init-from {tmp_path / 'run'}")
+
+
+def test_m_replicas_of_data_parallel_see_what_one_sees_with_a_batch_m_times_as_large(
+    data: Path, tmp_path: Path
+) -> None:
+    arguments = "--algorithm data-parallel --fragments 1 --overlap-steps 0 --inner.name SGD"
+    many = train(data, tmp_path / "many", f"{arguments} --replicas 4 --train.batch-size 1")
+    one = train(data, tmp_path / "one", f"{arguments} --replicas 1 --train.batch-size 4")
+    assert many["heldout_loss"] == pytest.approx(one["heldout_loss"], abs=1e-5)
+    assert many["sent_bytes_per_replica"] == pytest.approx(many["data_parallel_bytes_per_replica"], rel=1e-3)
+    assert one["sent_bytes_per_replica"] == one["data_parallel_bytes_per_replica"] == 0
+
+
+def test_bytes_of_the_shared_start_are_told_apart(data: Path, tmp_path: Path) -> None:
+    summary = train(data, tmp_path / "run", "--data-parallel-steps 6 --codec fp4")
+    start, after = summary["shared_start_sent_bytes_per_replica"], summary["sent_bytes_per_replica"]
+    assert start == pytest.approx(6 / 12 * summary["data_parallel_bytes_per_replica"], rel=1e-3)
+    assert 0 < after - start < 0.1 * start
+    assert summary["shared_start_steps"] == 6
+
+
+def test_a_slow_link_costs_utilisation_and_overlap_wins_it_back(data: Path, tmp_path: Path) -> None:
+    link = "--transport.bandwidth-bits-per-s 2e5 --transport.latency-s 0.02 --transport.step-time-s 0.1 --steps 24"
+    names = {"waiting": "--overlap-steps 0 --codec float32", "overlap": "--codec float32", "four-bit": "--codec fp4"}
+    runs = {name: train(data, tmp_path / name, f"{link} {more}") for name, more in names.items()}
+    utilization = {name: run["compute_utilization"] for name, run in runs.items()}
+    assert 0 < utilization["waiting"] < utilization["overlap"] < utilization["four-bit"] <= 1
+    again = train(data, tmp_path / "again", f"{link} {names['overlap']}")
+    assert again["compute_utilization"] == utilization["overlap"], "virtual time is exact"
+    free = train(data, tmp_path / "free", f"--steps 24 {names['overlap']}")
+    assert free["global_params_digest"] == runs["overlap"]["global_params_digest"], "links change times, not bits"
+
+
+def test_faults_void_their_rounds_and_training_goes_on(data: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    toml = tmp_path / "faults.toml"
+    toml.write_text(
+        '[transport]\nfaults = ["drop replica=1 fragment=0 outer_step=0", "miss-commit replica=0 fragment=1 outer_step=0"]\n'
+    )
+    summary = train(data, tmp_path / "run", sink=listener, file=toml)
+    void = [(event.replica, event.fragment, event.outer_step) for event in listener.of(RoundVoid)]
+    # The dropped round is void for both; the missed commit for one, and found out at the fragment's next exchange.
+    assert void == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 1)]
+    assert summary["rounds_void"] == 3
+    assert summary["heldout_loss"] < 5.5
+
+
+def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:
+    arguments = "--inner.name SGD --inner.learning-rate 1e30 --inner.schedule constant --inner.clip-norm None"
+    with pytest.raises(NonFiniteError, match="gradient norm of inner step"):
+        train(data, tmp_path / "run", f"{arguments} --checkpoint.every-steps 1")
+    checkpoint = open_checkpoint(tmp_path / "run")
+    assert checkpoint.load("global").keys()
+
+
+def test_an_absent_device_is_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="torch sees"):
+        train(data, tmp_path / "run", f"--train.device cuda:{torch.cuda.device_count()}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_bpe_and_contiguous_shards_train_and_come_back(data: Path, tmp_path: Path) -> None:
+    arguments = "--data.tokenizer bpe --data.bpe-vocab-size 270 --data.sharding contiguous"
+    summary = train(data, tmp_path / "run", arguments)
+    assert 0 < summary["bits_per_byte"] < 20
+    assert load_trained(tmp_path / "run").tokenizer.vocab_size == 270
