@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_rises_to_the_peak_then_never_rises_and_ends_where_it_should(
     assert values[:warmup] == sorted(values[:warmup])
     assert values[max(0, warmup - 1)] == pytest.approx(2.0)
     after = values[warmup:]
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(after, after[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
     end = 2.0 if kind == "constant" else 2.0 * ratio
     assert values[total:] == [pytest.approx(end)] * 30
 

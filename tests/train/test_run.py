@@ -206,9 +206,8 @@ def test_a_slow_link_costs_utilisation_and_overlap_wins_it_back(data: Path, tmp_
 def test_faults_void_their_rounds_and_training_goes_on(data: Path, tmp_path: Path) -> None:
     listener = Listener()
     toml = tmp_path / "faults.toml"
-    toml.write_text(
-        '[transport]\nfaults = ["drop replica=1 fragment=0 outer_step=0", "miss-commit replica=0 fragment=1 outer_step=0"]\n'
-    )
+    faults = ["drop replica=1 fragment=0 outer_step=0", "miss-commit replica=0 fragment=1 outer_step=0"]
+    toml.write_text(f"[transport]\nfaults = {json.dumps(faults)}\n")
     summary = train(data, tmp_path / "run", sink=listener, file=toml)
     void = [(event.replica, event.fragment, event.outer_step) for event in listener.of(RoundVoid)]
     # The dropped round is void for both; the missed commit for one, and found out at the fragment's next exchange.

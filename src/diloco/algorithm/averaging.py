@@ -5,10 +5,10 @@ Pure: `judge` and `weighted_mean` take contributions and return values, whatever
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,12 @@ from torch import Tensor
 from diloco.algorithm.codec import Codec
 from diloco.errors import CodecError
 
-__all__ = ["Contribution", "Mean", "RoundId", "Verdict", "judge", "refusal", "weighted_mean"]
+__all__ = ["Contribution", "Mean", "RoundId", "Verdict", "judge", "weighted_mean"]
+
+LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
+"""Weights multiply values in float32: far beyond these, they would become 0 or infinite there."""
+
+Value = TypeVar("Value", bound=Hashable)
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +52,7 @@ class Contribution:
         codec: how ``payload`` was encoded.
         numel: values behind the payload.
         payload: ``(codec.payload_bytes(numel),)`` uint8.
-        weight: this replica's weight in the mean; finite and positive.
+        weight: this replica's weight in the mean; 1e-18 to 1e18.
         digest: of the fragment's global parameters and outer state, as this replica holds them.
         buffers: ``(n,)`` float32, the model's floating buffers, or None.
         integers: ``(n,)`` uint8, the bytes of its integer buffers, or None.
@@ -106,23 +111,39 @@ class Verdict:
         return not self.contributors
 
 
-def refusal(contribution: Contribution, numel: int) -> str:
-    """Why ``contribution`` can't be averaged, or "" when it can.
+class _Layout(NamedTuple):
+    """How much a contribution holds."""
 
-    Args:
-        contribution: as it arrived.
-        numel: values that the round is about.
-    """
+    numel: int
+    buffers: str
+    integers: str
+
+    @classmethod
+    def of(cls, contribution: Contribution) -> _Layout:
+        return cls(contribution.numel, _describe(contribution.buffers), _describe(contribution.integers))
+
+
+def _describe(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _refusal(contribution: Contribution, expected: _Layout) -> str:
+    """Why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" when it can."""
     if contribution.withdrawn:
         return contribution.withdrawn
-    if contribution.numel != numel:
-        return f"holds {contribution.numel} values instead of {numel}"
-    if not (math.isfinite(contribution.weight) and contribution.weight > 0):
-        return f"has the weight {contribution.weight}; a positive number is needed"
+    layout = _Layout.of(contribution)
+    if layout.numel != expected.numel:
+        return f"holds {layout.numel} values instead of {expected.numel}"
+    if layout.buffers != expected.buffers:
+        return f"holds floating buffers of {layout.buffers} instead of {expected.buffers}"
+    if layout.integers != expected.integers:
+        return f"holds integer buffers of {layout.integers} instead of {expected.integers}"
+    if not LEAST_WEIGHT <= contribution.weight <= GREATEST_WEIGHT:
+        return f"has the weight {contribution.weight}; {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g} would work"
     if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
         return "holds model buffers that are not finite"
     try:
-        contribution.codec.validate(contribution.payload, numel)
+        contribution.codec.validate(contribution.payload, expected.numel)
     except CodecError as error:
         return str(error)
     return ""
@@ -145,29 +166,34 @@ def judge(
 
     Returns:
         The verdict. A replica is diverged when its digest is not the most frequent one; on a tie the digest of the
-        lowest replica counts as the majority's, on every replica alike.
+        lowest replica counts as the majority's, on every replica alike. Sizes are decided in the same way, and a
+        contribution of another size is refused.
     """
     reasons = {replica: f"replica {replica} {why}" for replica, why in absent.items()}
     if not contributions:
         return Verdict((), "; ".join(reasons[replica] for replica in sorted(reasons)) or "nobody contributed")
     ordered = sorted(contributions)
-    counts = Counter(contributions[replica].digest for replica in ordered)
-    majority = max(counts, key=lambda digest: counts[digest])  # the first of equals: Counter keeps replica order
+    majority = _most_frequent([contributions[replica].digest for replica in ordered])
     donor = next(replica for replica in ordered if contributions[replica].digest == majority)
     diverged = tuple(replica for replica in ordered if contributions[replica].digest != majority)
     if diverged:
         names = ", ".join(str(replica) for replica in diverged)
         reason = f"global parameters or outer state of replica {names} differ from those of replica {donor}"
         return Verdict((), reason, diverged, donor)
-    numel = contributions[donor].numel
+    expected = _most_frequent([_Layout.of(contributions[replica]) for replica in ordered])
     for replica in ordered:
-        if why := refusal(contributions[replica], numel):
+        if why := _refusal(contributions[replica], expected):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
     usable = tuple(replica for replica in ordered if replica not in reasons)
     reason = "; ".join(reasons[replica] for replica in sorted(reasons))
     if len(usable) < min_contributors:
         return Verdict((), f"{len(usable)} of {len(members)} contributions, {min_contributors} needed: {reason}")
     return Verdict(usable, reason, donor=donor)
+
+
+def _most_frequent(values: Sequence[Value]) -> Value:
+    counts = Counter(values)
+    return max(counts, key=lambda value: counts[value])  # the first of equals: Counter keeps the order
 
 
 def weighted_mean(contributions: Sequence[Contribution]) -> Mean:

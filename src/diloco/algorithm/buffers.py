@@ -10,13 +10,18 @@ from torch import Tensor, nn
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["collect_buffers", "restore_buffers_"]
+__all__ = ["check_buffers", "collect_buffers", "restore_buffers_"]
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Raise `ConfigurationError` if a persistent buffer can't be averaged; it names the buffer."""
+    _split(model)
 
 
 def collect_buffers(model: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """``(n,)`` float32 of all floating buffers and ``(n,)`` uint8, the bytes of all others; None where there are none.
 
-    Both are on the CPU, in the order of ``model.named_buffers()``.
+    Both are on the CPU, in the order of ``model.named_buffers()``. float64 is rounded to float32.
 
     >>> floats, integers = collect_buffers(nn.BatchNorm1d(2))    # running mean and variance; number of batches
     >>> floats.tolist(), integers.numel()

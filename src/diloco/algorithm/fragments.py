@@ -7,6 +7,7 @@ Tied weights count once, under the first of their names; frozen parameters are i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -184,16 +185,16 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
     blocks = num_fragments - len(outside)
     if not 1 <= blocks <= len(layers):
         most = len(layers) + len(outside)
+        works = f"1 to {most}" if layers else "1, or balanced ones,"
         raise FragmentError(
             f"{num_fragments} {strategy} fragments were asked of a model with {len(layers)} layers"
-            f"{' and parameters outside them' if outside else ''}; {f'1 to {most}' if layers else '1, or balanced ones,'} "
-            "would work. Nothing was started."
+            f"{' and parameters outside them' if outside else ''}; {works} would work. Nothing was started."
         )
     if strategy == "strided":
         members = [layers[block::blocks] for block in range(blocks)]
     else:
         bounds = [block * len(layers) // blocks for block in range(blocks + 1)]
-        members = [layers[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        members = [layers[low:high] for low, high in itertools.pairwise(bounds)]
     return [*outside, *([name for layer in block for name in layer] for block in members)]
 
 

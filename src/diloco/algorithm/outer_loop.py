@@ -86,9 +86,9 @@ class OuterLoop:
                 if not bool(torch.isfinite(parameter).all())
             ]
             raise NonFiniteError(
-                f"the pseudo-gradient of fragment {index} is not finite; the local values of {', '.join(bad) or 'none'} "
-                "hold NaN or infinity. Nothing was sent. A lower inner learning rate, gradient clipping or a wider "
-                "precision would work, going on from the last checkpoint."
+                f"the pseudo-gradient of fragment {index} is not finite; the local values of "
+                f"{', '.join(bad) or 'none'} hold NaN or infinity. Nothing was sent. A lower inner learning rate, "
+                "gradient clipping or a wider precision would work, going on from the last checkpoint."
             )
         return delta, local if keep_local else None, largest
 

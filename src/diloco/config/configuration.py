@@ -76,8 +76,8 @@ def compose(line: CommandLine) -> Configuration:
     swallowed = [path for path in line.values.get("data.paths", ()) if path.suffix == ".toml"]
     if line.file is None and swallowed:
         raise ConfigurationError(
-            f"--data was given {swallowed[-1]}, which looks like the settings of a run; it would be read as that before "
-            "--data, and TOML files as text in a folder. Nothing was started."
+            f"--data was given {swallowed[-1]}, which looks like the settings of a run; before --data it would be read "
+            "as that, and TOML files in a folder as text. Nothing was started."
         )
     values: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = _overlay(values, line.values)

@@ -52,7 +52,8 @@ def run_training(settings: RunSettings, *, folder: Path, sink: Sink, config_toml
         config_toml: the settings as text, written to ``config.toml`` when the run is new.
 
     Returns:
-        The summary, also written to ``summary.json``. ``interrupted`` names the signal that stopped the run, or is None.
+        The summary, also written to ``summary.json``; ``interrupted`` names the signal that stopped the run, or is
+        None.
 
     Raises:
         DiLoCoError: of the kind that fits; a checkpoint that was complete stays.
@@ -280,8 +281,8 @@ class _Run:
         corpus, model = self.corpus, self.session.replicas[0].model
         return {
             "data": (
-                f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, {len(corpus.train):,} tokens; "
-                f"held out: {corpus.heldout_documents:,} documents, {format_bytes(corpus.heldout_bytes)}"
+                f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, "
+                f"{len(corpus.train):,} tokens; held out: {corpus.heldout_documents:,} documents, {format_bytes(corpus.heldout_bytes)}"
             ),
             "device": f"{self.device}, {torch.get_num_threads()} threads",
             **describe(self.settings, model),

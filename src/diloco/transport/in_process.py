@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
@@ -50,6 +49,7 @@ class InProcessTransport:
         network: emulated links on a virtual clock; None: payloads arrive at once.
         faults: what goes wrong, as data.
 
+    >>> import torch
     >>> from diloco.algorithm.codec import make_codec
     >>> transport, codec = InProcessTransport(2), make_codec("float32")
     >>> def contribution(replica: int, value: float) -> Contribution:
@@ -96,7 +96,7 @@ class InProcessTransport:
         return self._endpoints[replica]
 
     def state_dict(self) -> dict[str, Any]:
-        """Traffic, clocks, links and decided rounds. Contributions in flight are kept by the replicas that sent them."""
+        """Traffic, clocks, links, decided rounds; contributions in flight are kept by the replicas that sent them."""
         decided = [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict is not None]
         return {
             "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self._endpoints],
@@ -140,7 +140,8 @@ class InProcessTransport:
             )
         self._await_verdict(replica, round_id, state, self.round_timeout_s if timeout_s is None else timeout_s)
         verdict, exchange = state.verdict, state.exchange
-        assert verdict is not None and exchange is not None
+        assert verdict is not None
+        assert exchange is not None
         waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
         endpoint = self._endpoints[replica]
         endpoint.sent_bytes += exchange.sent_bytes
