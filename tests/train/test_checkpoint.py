@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.marked_checkpoints import mark_of, names, save, tree
 
 from diloco.errors import CheckpointError
 from diloco.train import tensor_file
 from diloco.train.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
 from diloco.train.checkpoint_folder import hidden_name
+from tests.train.marked_checkpoints import mark_of, names, save, tree
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import xxhash
-from tests.train.marked_checkpoints import save
 
 from diloco.errors import CheckpointError
 from diloco.train.checkpoint import list_checkpoints, open_checkpoint
+from tests.train.marked_checkpoints import save
 
 
 def load_all(path: Path) -> None:

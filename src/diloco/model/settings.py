@@ -43,6 +43,17 @@ class ModelSettings:
                 raise ConfigurationError(
                     f"model.{name}={getattr(self, name)} was given; at least 1 is needed. Nothing was started."
                 )
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ConfigurationError(
+                f"model.vocab_size={self.vocab_size} was given; at least 1 is needed. Nothing was started."
+            )
+        for name in ("rope_theta", "norm_epsilon"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(
+                    f"model.{name}={getattr(self, name)} was given; it must be positive. Nothing was started."
+                )
+        if not self.z_loss >= 0:
+            raise ConfigurationError(f"model.z_loss={self.z_loss} was given; 0 or more is needed. Nothing was started.")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigurationError(
                 f"model.width={self.width} with model.heads={self.heads} gives heads of {self.width / self.heads:g}; "

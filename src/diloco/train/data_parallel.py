@@ -15,7 +15,7 @@ __all__ = ["GradientAverager"]
 
 
 class GradientAverager:
-    """Replaces the gradients of one replica by the mean over all replicas, through the same transport and the same mean.
+    """Replaces the gradients of one replica by the mean over all, through the same transport and the same mean.
 
     Args:
         model: whose gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ __all__ = ["InnerLoop", "InnerStep", "inner_learning_rate", "make_inner_optimize
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
+UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
+"""Classes of torch.optim that no step of one forward and one dense backward can drive, and why."""
+
 
 @dataclass(frozen=True)
 class InnerStep:
@@ -38,41 +42,57 @@ class InnerStep:
 
 
 def inner_learning_rate(settings: InnerSettings, steps: int) -> ValueSchedule:
-    """The inner learning rate as a pure function of the global step, over a run of ``steps``."""
-    left = max(1, steps - settings.warmup_steps)
+    """The inner learning rate as a pure function of the global step, over a run of ``steps``.
+
+    ``wsd`` with no steps of decay, as where the warm-up is as long as the run, stays at the peak.
+    """
+    decay_steps = settings.decay_steps
+    if decay_steps is None:
+        decay_steps = min(max(1, steps // 5), steps - settings.warmup_steps)
     return ValueSchedule(
         peak=settings.learning_rate,
-        kind=settings.schedule,
+        kind="constant" if settings.schedule == "wsd" and decay_steps == 0 else settings.schedule,
         total_steps=steps,
         warmup_steps=settings.warmup_steps,
         final_ratio=settings.final_ratio,
-        decay_steps=settings.decay_steps or min(left, max(1, steps // 5)),
+        decay_steps=decay_steps,
     )
 
 
 def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.optim.Optimizer:
     """The ``torch.optim`` class that ``settings`` names, over the trainable parameters of ``model``.
 
-    Weight decay, where asked for, acts on matrices only, not on norms and biases. The fused kernel is used where the
-    class has one.
+    Weight decay, asked for or the class's own default, acts on matrices only, not on norms and biases. The fused kernel
+    is used where the class has one.
 
     Raises:
-        ConfigurationError: for an unknown class or argument; it names the nearest.
+        ConfigurationError: for an unknown class or argument; it names the nearest. For a class that needs more than one
+            dense gradient a step.
     """
     known = {
         name
         for name, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
+    } - UNFIT.keys()
+    if settings.name in UNFIT:
+        raise ConfigurationError(
+            f"inner.name={settings.name!r} {UNFIT[settings.name]}; AdamW or SGD would work. Nothing was started."
+        )
     if settings.name not in known:
         raise ConfigurationError(
             f"inner.name={settings.name!r} is no optimizer of torch.optim; {nearest(settings.name, known)} "
             "Nothing was started."
         )
     kind = getattr(torch.optim, settings.name)
-    accepted = set(inspect.signature(kind).parameters) - {"params", "lr"}
+    signature = inspect.signature(kind).parameters
+    accepted = signature.keys() - {"params", "lr"}
     arguments = dict(settings.arguments)
     for name in arguments:
+        if name == "lr":
+            raise ConfigurationError(
+                "inner.arguments.lr was given; inner.learning_rate, from which the schedule starts, would work. "
+                "Nothing was started."
+            )
         if name not in accepted:
             raise ConfigurationError(
                 f"inner.arguments.{name} is no argument of {settings.name}; {nearest(name, accepted)} "
@@ -82,11 +102,10 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
         arguments["fused"] = True
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": parameters}]
-    if arguments.get("weight_decay"):
-        vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-        groups = [{"params": [parameter for parameter in parameters if parameter.dim() >= 2]}]
-        if vectors:
-            groups.append({"params": vectors, "weight_decay": 0.0})
+    if "weight_decay" in accepted and arguments.get("weight_decay", signature["weight_decay"].default) != 0:
+        vectors = {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0}
+        matrices = {"params": [parameter for parameter in parameters if parameter.dim() >= 2]}
+        groups = [group for group in (matrices, vectors) if group["params"]]
     try:
         return cast(torch.optim.Optimizer, kind(groups, lr=settings.learning_rate, **arguments))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -104,7 +123,7 @@ class InnerLoop:
         learning_rate: of the global step.
         clip_norm: largest global gradient norm, or None.
         precision: autocast type of the forward pass; float16 scales the loss, for the inner optimizer only.
-        accumulation: pieces a batch is computed in.
+        accumulation: pieces a batch is computed in, as even as its size allows.
     """
 
     def __init__(
@@ -134,14 +153,17 @@ class InnerLoop:
         """
         self.model.train()
         total = torch.zeros((), device=self.device)
-        pieces = zip(tokens.chunk(self.accumulation), targets.chunk(self.accumulation), strict=True)
+        pieces = zip(tokens.tensor_split(self.accumulation), targets.tensor_split(self.accumulation), strict=True)
         for piece_tokens, piece_targets in pieces:
+            if not len(piece_tokens):
+                continue
+            divisor = len(tokens) / len(piece_tokens)
             with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
                 loss, cross_entropy = self.model.loss(
                     piece_tokens.to(self.device, non_blocking=True), piece_targets.to(self.device, non_blocking=True)
                 )
-            torch.autograd.backward(self.scaler.scale(loss / self.accumulation))
-            total += cross_entropy.detach() / self.accumulation
+            torch.autograd.backward(self.scaler.scale(loss / divisor))
+            total += cross_entropy.detach() / divisor
         return total
 
     def unscale(self) -> None:
@@ -173,12 +195,19 @@ class InnerLoop:
         if finite and not skip:
             if self.clip_norm is not None:
                 clip_grads_with_norm_(self.model.parameters(), self.clip_norm, total_norm)
-            self.scaler.step(self.optimizer)
+            # Not `scaler.step`, which would skip on its own where the replicas' mean is finite and only this replica's
+            # gradients were not: the others would move and this one stay.
+            self.optimizer.step()
             self.scaler.update()
         else:
-            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+            self._lower_scale()
         self.optimizer.zero_grad(set_to_none=True)
         return InnerStep(learning_rate, norm, skipped=skip or not finite)
+
+    def _lower_scale(self) -> None:
+        """As `GradScaler.update` after an infinite gradient, whether or not it was this replica's."""
+        self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+        self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
 
     def state_dict(self) -> dict[str, Any]:
         """Inner optimizer and gradient scaler."""
@@ -186,5 +215,5 @@ class InnerLoop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, by copy."""
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
+        self.optimizer.load_state_dict(copy.deepcopy(dict(state["optimizer"])))  # torch's own would share the tensors
         self.scaler.load_state_dict(dict(state["scaler"]))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.buffers import collect_buffers, restore_buffers_
+from diloco.algorithm.buffers import check_buffers, collect_buffers, restore_buffers_
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.error_feedback import ErrorFeedback
 from diloco.algorithm.fragments import Fragment, check_coverage, partition, trainable_parameters
@@ -93,6 +93,7 @@ class DiLoCo:
         self.rounds_committed = 0
         self.rounds_void = 0
         check_coverage(model, self.fragments)
+        check_buffers(model)
         _check_trained(model, [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer)
         if len(self.fragments) != self.schedule.num_fragments:
             raise ConfigurationError(

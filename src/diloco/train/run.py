@@ -282,7 +282,8 @@ class _Run:
         return {
             "data": (
                 f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, "
-                f"{len(corpus.train):,} tokens; held out: {corpus.heldout_documents:,} documents, {format_bytes(corpus.heldout_bytes)}"
+                f"{len(corpus.train):,} tokens; held out: {corpus.heldout_documents:,} documents, "
+                f"{format_bytes(corpus.heldout_bytes)}"
             ),
             "device": f"{self.device}, {torch.get_num_threads()} threads",
             **describe(self.settings, model),
