@@ -246,6 +246,7 @@ class _Run:
                 max_new_tokens=settings.sample_tokens,
                 generator=torch.Generator(self.device).manual_seed(self.settings.seed),
                 stop_token=tokenizer.eos_id,
+                window=self.settings.train.sequence_length,
             )
         self._emit(SampleGenerated(step=self.step, prompt=settings.sample_prompt, text=tokenizer.decode(tokens)))
 

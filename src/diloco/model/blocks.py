@@ -1,0 +1,180 @@
+"""The parts of the native decoder: attention with its cache, feed-forward, norm, rotary positions.
+
+Matrices are laid out as in Llama, the first half of a head rotated against its second half. Nothing here draws its
+initial values: `diloco.model.transformer.Transformer.initialise` draws all of them, in one order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diloco.model.settings import ModelSettings
+
+__all__ = ["Embedding", "KeyValueCache", "Layer", "Linear", "RMSNorm", "rotary_table"]
+
+
+class KeyValueCache:
+    """The rotated keys and the values of the tokens seen so far, for decoding a few tokens at a time.
+
+    Memory: ``2 * layers * batch * kv_heads * max_sequence_length * head_width`` values, taken at the first use in the
+    dtype of the keys. Attribute ``length`` is the number of tokens seen.
+    """
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.length = 0
+        self.capacity = settings.max_sequence_length
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values, ``(batch, kv_heads, new, head_width)``, and return all of them,
+        ``(batch, kv_heads, length + new, head_width)``. `Transformer.forward` moves ``length`` after the last layer.
+        """
+        if layer == len(self._keys):
+            batch, heads, _, width = keys.shape
+            self._keys.append(keys.new_empty(batch, heads, self.capacity, width))
+            self._values.append(values.new_empty(batch, heads, self.capacity, width))
+        end = self.length + keys.shape[2]
+        self._keys[layer][:, :, self.length : end] = keys
+        self._values[layer][:, :, self.length : end] = values
+        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+
+
+class Layer(nn.Module):
+    """``x <- x + attention(norm(x))``, then ``x <- x + feed_forward(norm(x))``; ``(batch, sequence, width)`` both."""
+
+    def __init__(self, settings: ModelSettings, index: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(settings.width, settings.norm_epsilon)
+        self.attention = Attention(settings, index)
+        self.feed_forward_norm = RMSNorm(settings.width, settings.norm_epsilon)
+        self.feed_forward = SwiGLU(settings) if settings.ffn == "swiglu" else GELU(settings)
+
+    def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cosine, sine, cache)
+        output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
+        return output
+
+
+class Attention(nn.Module):
+    """Causal self-attention; ``heads / kv_heads`` query heads share one head of keys and values."""
+
+    def __init__(self, settings: ModelSettings, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_width = settings.width // settings.heads
+        kv_heads = settings.kv_heads if settings.kv_heads is not None else settings.heads
+        self.grouped = kv_heads != settings.heads
+        self.query = Linear(settings.width, settings.width)
+        self.key = Linear(settings.width, kv_heads * self.head_width)
+        self.value = Linear(settings.width, kv_heads * self.head_width)
+        self.output = Linear(settings.width, settings.width)
+        self.query_norm = RMSNorm(self.head_width, settings.norm_epsilon) if settings.qk_norm else None
+        self.key_norm = RMSNorm(self.head_width, settings.norm_epsilon) if settings.qk_norm else None
+
+    def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None) -> Tensor:
+        query = self._heads(self.query(hidden))
+        key = self._heads(self.key(hidden))
+        value = self._heads(self.value(hidden))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+        new, mask = query.shape[2], None
+        if cache is not None:
+            before = cache.length
+            key, value = cache.extend(self.index, key, value)
+            if before and new > 1:
+                mask = torch.ones(new, before + new, dtype=torch.bool, device=query.device).tril(before)
+        # is_causal aligns queries and keys at the first token, so it serves only where nothing came before.
+        causal = mask is None and new == key.shape[2]
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
+        )
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return output
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """``(batch, sequence, heads * head_width)`` to ``(batch, heads, sequence, head_width)``."""
+        batch, sequence, _ = projected.shape
+        return projected.view(batch, sequence, -1, self.head_width).transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer, 2002.05202)."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.gate = Linear(settings.width, settings.ffn_width)
+        self.up = Linear(settings.width, settings.ffn_width)
+        self.down = Linear(settings.ffn_width, settings.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return output
+
+
+class GELU(nn.Module):
+    """``down(gelu(up(x)))``, with the tanh approximation."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        self.up = Linear(settings.width, settings.ffn_width)
+        self.down = Linear(settings.ffn_width, settings.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        return output
+
+
+class RMSNorm(nn.Module):
+    """``weight * x / sqrt(mean(x^2) + epsilon)`` over the last dimension, in float32, returned in x's dtype."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight.float(), self.epsilon)
+        return normed.to(hidden.dtype)
+
+
+class Linear(nn.Linear):
+    """A matrix without bias; its values come from `Transformer.initialise`, not from the global generator."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Leave the memory as it is."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose values come from `Transformer.initialise`."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory as it is."""
+
+
+def rotary_table(settings: ModelSettings) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine, each ``(max_sequence_length, head_width)`` float32, of the angles
+    ``position * theta^(-2i / head_width)``, i = 0 .. head_width/2 - 1 (RoFormer, 2104.09864, equation 15).
+
+    The sine of the first half carries a minus, so that `_rotate` needs no negation.
+    """
+    head_width = settings.width // settings.heads
+    # float64, since a position of a hundred thousand times a frequency near 1 loses digits in float32
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width
+    positions = torch.arange(settings.max_sequence_length, dtype=torch.float64, device="cpu")
+    angles = torch.outer(positions, settings.rope_theta**-exponents)
+    sine = angles.sin()
+    return angles.cos().repeat(1, 2).float(), torch.cat((-sine, sine), 1).float()
+
+
+def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate ``(batch, heads, sequence, head_width)`` by its positions' angles, in float32, back in its own dtype."""
+    values = heads.float()
+    swapped = values.roll(values.shape[-1] // 2, -1)
+    return torch.addcmul(values * cosine, swapped, sine).to(heads.dtype)

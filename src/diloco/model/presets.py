@@ -1,0 +1,199 @@
+"""Named models from the papers' tables, as data. No torch here: listing them is instant.
+
+OpenDiLoCo's are Llama models (SwiGLU, untied embeddings); their names are not counts. For Streaming DiLoCo's the paper
+gives feed-forward width ("hidden dim"), layers, heads, vocabulary, QK-norm and z-loss. The rest is inferred: model
+width a quarter of that, a two-matrix GELU feed-forward and tied embeddings, the reading that gives the counts of its
+companion's table (2503.09799) to 3 % (4B, stated to one digit, to 5 %).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from diloco.errors import ConfigurationError, nearest
+from diloco.model.settings import ModelSettings
+
+__all__ = ["Preset", "count_parameters", "get_preset", "preset_aliases", "preset_names"]
+
+BYTE_VOCABULARY = 257
+"""256 bytes and the end-of-document token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A named model."""
+
+    name: str
+    model: ModelSettings
+    """Its sizes; ``vocab_size`` is None where the tokeniser decides."""
+    sequence_length: int
+    """Tokens per sequence that the source trained with."""
+    vocab_size: int
+    """The vocabulary that the counts refer to."""
+    nominal: str
+    """The count as the source says it."""
+    parameters: int
+    """The exact count, tied embeddings once."""
+    source: str
+    note: str = ""
+    alias: str | None = None
+    """Another name that means the same."""
+
+
+def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int:
+    """Parameters of the model that ``model`` describes, tied embeddings once, without building it.
+
+    ``E V W + L (2 W^2 + 2 W K + F W G + 2 W + Q) + W``, with V tokens, width W, L layers, keys and values of K =
+    ``kv_heads`` * head width, feed-forward width G in F = 3 (swiglu) or 2 (gelu) matrices, E = 1 (tied) or 2, and
+    Q = 2 * head width with QK-norm, else 0.
+
+    Args:
+        model: the sizes.
+        vocab_size: V, in place of ``model.vocab_size``.
+
+    Raises:
+        ConfigurationError: if neither gives the vocabulary.
+
+    >>> count_parameters(ModelSettings(layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4), vocab_size=32_000)
+    1100048384
+    """
+    vocabulary = vocab_size if vocab_size is not None else model.vocab_size
+    if vocabulary is None:
+        raise ConfigurationError(
+            "model.vocab_size is not set; the tokeniser's vocabulary, 257 for bytes, would work. Nothing was counted."
+        )
+    width, head_width = model.width, model.width // model.heads
+    kv_width = (model.kv_heads if model.kv_heads is not None else model.heads) * head_width
+    layer = 2 * width * width + 2 * width * kv_width
+    layer += (3 if model.ffn == "swiglu" else 2) * width * model.ffn_width
+    layer += 2 * width + (2 * head_width if model.qk_norm else 0)
+    return (1 if model.tie_embeddings else 2) * vocabulary * width + model.layers * layer + width
+
+
+def get_preset(name: str) -> Preset:
+    """The preset called ``name``, or whose alias it is.
+
+    Raises:
+        ConfigurationError: for an unknown name; the message gives the nearest one.
+
+    >>> get_preset("opendiloco-150m").name
+    '150m'
+    """
+    listed = _ALIASES.get(name, name)
+    if listed not in _PRESETS:
+        raise ConfigurationError(
+            f"there is no preset {name!r}; {nearest(name, (*_PRESETS, *_ALIASES))} Nothing was started."
+        )
+    return _PRESETS[listed]
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names to list, without aliases, smallest first within each family.
+
+    >>> preset_names()[:3]
+    ('tiny', '2m', '14m')
+    """
+    return tuple(_PRESETS)
+
+
+def preset_aliases() -> Mapping[str, str]:
+    """Alias -> name. ``"1b"`` is OpenDiLoCo's; Streaming DiLoCo's is ``"streaming-1b"`` only.
+
+    >>> preset_aliases()["35m"], preset_aliases()["opendiloco-1b"]
+    ('streaming-35m', '1b')
+    """
+    return _ALIASES
+
+
+def _open_diloco(
+    size: str,
+    *,
+    parameters: int,
+    layers: int,
+    width: int,
+    ffn_width: int,
+    heads: int,
+    kv_heads: int | None = None,
+    vocab_size: int = 32_000,
+    note: str = "",
+) -> Preset:
+    model = ModelSettings(
+        layers=layers,
+        width=width,
+        ffn_width=ffn_width,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab_size=vocab_size,
+        max_sequence_length=2048,
+    )
+    return Preset(
+        name=size,
+        alias=f"opendiloco-{size}",
+        model=model,
+        sequence_length=1024,
+        vocab_size=vocab_size,
+        nominal=size.upper(),
+        parameters=parameters,
+        source=f"OpenDiLoCo (2407.07852), its configuration config_{size}.json",
+        note=note,
+    )
+
+
+def _streaming(
+    size: str, *, nominal: str, parameters: int, layers: int, width: int, heads: int, alias: bool = True
+) -> Preset:
+    model = ModelSettings(
+        layers=layers,
+        width=width,
+        ffn_width=4 * width,
+        heads=heads,
+        ffn="gelu",
+        vocab_size=32_000,
+        max_sequence_length=2048,
+        qk_norm=True,
+        z_loss=1e-4,
+        tie_embeddings=True,
+    )
+    return Preset(
+        name=f"streaming-{size}",
+        alias=size if alias else None,
+        model=model,
+        sequence_length=1024,
+        vocab_size=32_000,
+        nominal=nominal,
+        parameters=parameters,
+        source="Streaming DiLoCo (2501.18512), table 2; nominal count: 2503.09799",
+        note="(inferred): model width, two-matrix GELU feed-forward, tied embeddings",
+    )
+
+
+_ALL = (
+    Preset(
+        name="tiny",
+        model=ModelSettings(ffn_width=352),
+        sequence_length=128,
+        vocab_size=BYTE_VOCABULARY,
+        nominal="0.9M",
+        parameters=869_760,
+        source="this project, for the quick start",
+        note="counts with the byte vocabulary; the tokeniser decides",
+    ),
+    _open_diloco("2m", parameters=262_464, layers=2, width=64, ffn_width=256, heads=2, vocab_size=1024),
+    _open_diloco("14m", parameters=9_766_528, layers=6, width=128, ffn_width=512, heads=4),
+    _open_diloco("60m", parameters=102_898_688, layers=3, width=1024, ffn_width=2688, heads=16),
+    _open_diloco("150m", parameters=214_983_680, layers=12, width=1024, ffn_width=2688, heads=16),
+    _open_diloco(
+        "1b", parameters=1_100_048_384, layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4, note="TinyLlama"
+    ),
+    _streaming("35m", nominal="35M", parameters=35_265_792, layers=6, width=512, heads=8),
+    _streaming("100m", nominal="90M", parameters=88_292_736, layers=9, width=768, heads=12),
+    _streaming("200m", nominal="180M", parameters=183_790_080, layers=12, width=1024, heads=16),
+    _streaming("300m", nominal="335M", parameters=335_913_600, layers=15, width=1280, heads=20),
+    _streaming("500m", nominal="550M", parameters=558_819_072, layers=18, width=1536, heads=24),
+    _streaming("1b", nominal="1.3B", parameters=1_273_598_976, layers=24, width=2048, heads=32, alias=False),
+    _streaming("4b", nominal="4B", parameters=4_175_396_352, layers=36, width=3072, heads=48),
+)
+_PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})
+_ALIASES: Mapping[str, str] = MappingProxyType({preset.alias: preset.name for preset in _ALL if preset.alias})

@@ -1,0 +1,179 @@
+"""The native decoder: pre-norm, RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU, no biases.
+
+Parameters read ``embedding.weight``, ``layers.0.attention.query.weight``, ..., ``norm.weight``, ``head.weight``
+(which is absent where embeddings are tied).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diloco.errors import ConfigurationError
+from diloco.model.blocks import Embedding, KeyValueCache, Layer, Linear, RMSNorm, rotary_table
+from diloco.model.loss import cross_entropy_with_z_loss
+from diloco.model.settings import ModelSettings
+
+__all__ = ["LossParts", "Transformer", "build_model"]
+
+OUTPUT_STD = 0.02
+"""Standard deviation of the initial output projection (GPT-2)."""
+
+
+class LossParts(NamedTuple):
+    """What `Transformer.loss` gives: two float32 scalars, nats per token."""
+
+    loss: Tensor
+    """To differentiate: mean cross-entropy plus z-loss."""
+    cross_entropy: Tensor
+    """To report: the mean cross-entropy alone; it has no gradient."""
+
+
+class Transformer(nn.Module):
+    """A decoder: embedding, ``settings.layers`` layers, norm, output projection.
+
+    Args:
+        settings: its sizes; ``vocab_size`` must be set.
+        generator: of the initial weights, on the CPU; by default a new one of seed 0, never the global one.
+            See `initialise`.
+
+    Raises:
+        ConfigurationError: if ``settings.vocab_size`` is not set.
+
+    >>> model = Transformer(ModelSettings(vocab_size=257, layers=1, width=8, heads=2, ffn_width=16))
+    >>> tuple(model(torch.zeros(4, 10, dtype=torch.int64)).shape), model.num_parameters()
+    ((4, 10, 257), 4776)
+    """
+
+    rotary_cosine: Tensor
+    rotary_sine: Tensor
+
+    def __init__(self, settings: ModelSettings, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        if settings.vocab_size is None:
+            raise ConfigurationError(
+                "model.vocab_size is not set; the tokeniser's vocabulary, 257 for bytes, would work. Nothing was built."
+            )
+        self.settings = settings
+        self.embedding = Embedding(settings.vocab_size, settings.width)
+        self.layers = nn.ModuleList(Layer(settings, index) for index in range(settings.layers))
+        self.norm = RMSNorm(settings.width, settings.norm_epsilon)
+        self.head = None if settings.tie_embeddings else Linear(settings.width, settings.vocab_size)
+        # Not persistent: they follow from the settings, so a checkpoint need not hold them, nor replicas exchange them.
+        table = torch.empty(settings.max_sequence_length, settings.width // settings.heads, dtype=torch.float32)
+        self.register_buffer("rotary_cosine", table, persistent=False)
+        self.register_buffer("rotary_sine", table.clone(), persistent=False)
+        if not table.is_meta:
+            self.initialise(generator if generator is not None else torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw all weights anew and fill the rotary table, also after ``to_empty`` of a model built on ``meta``.
+
+        Every matrix is normal with standard deviation 1/sqrt(fan-in) (LeCun et al., "Efficient BackProp", 1998), the
+        embedding's fan-in being taken as the width, except: output projection and tied embedding 0.02 (GPT-2), for
+        a first loss near log(vocab); attention output and feed-forward down, which write into the residual stream,
+        scaled by a further 1/sqrt(2 * layers) (GPT-2). Norms are 1. At a width of 2500 it is 0.02 all over; at 128
+        an embedding of 0.1 learns faster than one of 0.02 or 1.
+
+        Args:
+            generator: a CPU generator. Weights are drawn in float32 on the CPU, in the order of ``named_parameters``,
+                so that the bits depend on the seed only, not on the device.
+        """
+        residual_scale = 1 / math.sqrt(2 * self.settings.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1)
+                continue
+            if name == "head.weight" or (name == "embedding.weight" and self.head is None):
+                std = OUTPUT_STD
+            else:
+                std = 1 / math.sqrt(parameter.shape[1])
+            if name.endswith((".output.weight", ".down.weight")):
+                std *= residual_scale
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.normal_(0, std, generator=generator))
+        cosine, sine = rotary_table(self.settings)
+        self.rotary_cosine.copy_(cosine)
+        self.rotary_sine.copy_(sine)
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Logits of the token that follows each position.
+
+        Args:
+            tokens: ``(batch, sequence)`` int64.
+            cache: what came before ``tokens``; the new keys and values are added to it. None: nothing came before.
+
+        Returns:
+            ``(batch, sequence, vocab)``, float32 or the autocast dtype.
+
+        Raises:
+            ConfigurationError: if the sequence, with what the cache holds, exceeds ``max_sequence_length``.
+        """
+        start = 0 if cache is None else cache.length
+        end = start + tokens.shape[1]
+        if end > self.settings.max_sequence_length:
+            raise ConfigurationError(
+                f"a sequence of {end} tokens was given; model.max_sequence_length={self.settings.max_sequence_length} "
+                "is the longest that this model serves. Shorten the sequence or build the model with a larger one."
+            )
+        cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, cosine, sine, cache)
+        if cache is not None:
+            cache.length = end
+        hidden = self.norm(hidden)
+        logits: Tensor = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
+        """The training loss, in float32 under autocast too; see `cross_entropy_with_z_loss`.
+
+        Args:
+            tokens: ``(batch, sequence)`` int64.
+            targets: ``(batch, sequence)`` int64, the token that follows each of ``tokens``.
+        """
+        logits = self(tokens).flatten(0, 1).float()
+        return LossParts(*cross_entropy_with_z_loss(logits, targets.flatten(), self.settings.z_loss))
+
+    def num_parameters(self) -> int:
+        """Trainable and frozen parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, sequence_length: int | None = None) -> float:
+        """Estimated floating-point operations of training on one token, forward and backward.
+
+        ``6 * N + 6 * layers * width * (sequence_length + 1)``: two operations per weight forward and four backward,
+        N counting the matrices of the layers and the output projection (also when tied); and the products with keys
+        and values, over the ``(sequence_length + 1) / 2`` tokens that a token sees on average (PaLM's appendix B
+        counts all ``sequence_length``). Left out: embedding lookup, norms, rotary positions, softmax, the activation
+        function, loss, optimizer.
+
+        Args:
+            sequence_length: tokens per sequence; default: ``max_sequence_length``.
+        """
+        settings = self.settings
+        length = settings.max_sequence_length if sequence_length is None else sequence_length
+        matrices = sum(weight.numel() for weight in self.layers.parameters() if weight.ndim == 2)
+        matrices += self.embedding.weight.numel()  # the output projection has the same size
+        return 6.0 * matrices + 6.0 * settings.layers * settings.width * (length + 1)
+
+
+def build_model(settings: ModelSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:
+    """A model whose initial weights depend on ``settings`` and ``seed`` alone, to the bit, on every device.
+
+    On ``device="meta"`` it takes no memory and nothing is drawn.
+
+    >>> settings = ModelSettings(vocab_size=32_000, width=4096, heads=32)
+    >>> build_model(settings, seed=0, device="meta").num_parameters()
+    555782144
+    """
+    if torch.device(device).type == "meta":
+        with torch.device("meta"):
+            return Transformer(settings)
+    return Transformer(settings, generator=torch.Generator().manual_seed(seed)).to(device)

@@ -1,0 +1,119 @@
+"""Text from a trained model: one token after the other, with a cache of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigurationError, NonFiniteError
+from diloco.model.blocks import KeyValueCache
+from diloco.model.transformer import Transformer
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Transformer,
+    prompt_tokens: Sequence[int],
+    *,
+    max_new_tokens: int,
+    generator: torch.Generator,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    stop_token: int | None = None,
+    window: int | None = None,
+) -> list[int]:
+    """Continue ``prompt_tokens``. The model is in evaluation mode meanwhile and in its own mode afterwards.
+
+    A token is seen together with at most the ``window - 1`` before it. When the window is full, the later half of it
+    is read anew and generation goes on from there: a token costs at most two forward passes of one token on average,
+    and always sees at least half a window (or all there is).
+
+    Args:
+        prompt_tokens: token ids, at least one; of a prompt longer than the window, its end is read.
+        max_new_tokens: tokens to generate, at least 0.
+        generator: of the samples, on the model's device.
+        temperature: logits are divided by it; 0 takes the likeliest token always.
+        top_k: sample among the k likeliest tokens; None: among all.
+        top_p: sample among the likeliest tokens that together reach this probability, after ``top_k``, the one that
+            reaches it included; None: among all.
+        stop_token: end when the model gives this token.
+        window: tokens of context; default: the model's ``max_sequence_length``. A model does poorly beyond the
+            sequence length it was trained with, so that length is the one to give.
+
+    Returns:
+        The new tokens, without the prompt and without ``stop_token``.
+
+    Raises:
+        ConfigurationError: for an argument that cannot work.
+        NonFiniteError: if the model gives logits that are not finite.
+    """
+    longest = model.settings.max_sequence_length
+    window = longest if window is None else window
+    device = model.embedding.weight.device
+    vocabulary = model.embedding.num_embeddings
+    _check(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more")
+    _check(0 <= temperature < float("inf"), f"temperature={temperature}", "0 (greedy) or a positive number")
+    _check(top_k is None or top_k >= 1, f"top_k={top_k}", "1 or more, or None")
+    _check(top_p is None or 0 < top_p <= 1, f"top_p={top_p}", "a number above 0 and up to 1, or None")
+    _check(1 <= window <= longest, f"window={window}", f"1 to model.max_sequence_length={longest}")
+    _check(len(prompt_tokens) >= 1, "an empty prompt", "at least one token, such as the end-of-document token,")
+    for token in (*prompt_tokens, *(() if stop_token is None else (stop_token,))):
+        _check(0 <= token < vocabulary, f"token {token}", f"0 to {vocabulary - 1}, the model's vocabulary,")
+    _check(
+        generator.device.type == device.type,
+        f"a generator on {generator.device} with a model on {device}",
+        f'torch.Generator("{device.type}")',
+    )
+
+    tokens = list(prompt_tokens)
+    unread = tokens[-window:]
+    cache = KeyValueCache(model.settings)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for _ in range(max_new_tokens):
+                if cache.length + len(unread) > window:
+                    unread = tokens[-max(1, window // 2) :]
+                    cache = KeyValueCache(model.settings)
+                # Not through `__call__`: a compiled model would compile anew for every length of the cache.
+                logits = model.forward(torch.tensor([unread], device=device), cache)[0, -1].float()
+                token = _sample(logits, generator, temperature, top_k, top_p)
+                if token == stop_token:
+                    break
+                tokens.append(token)
+                unread = [token]
+    finally:
+        model.train(was_training)
+    return tokens[len(prompt_tokens) :]
+
+
+def _sample(
+    logits: Tensor, generator: torch.Generator, temperature: float, top_k: int | None, top_p: float | None
+) -> int:
+    """One token from ``(vocab,)`` float32 logits."""
+    if not bool(logits.isfinite().all()):
+        raise NonFiniteError(
+            "the model gave logits that are not finite; its parameters are damaged or its training diverged. "
+            "No further token was generated."
+        )
+    if temperature == 0:
+        return int(logits.argmax())
+    candidates, tokens = logits.sort(descending=True, stable=True)
+    if top_k is not None:
+        candidates, tokens = candidates[:top_k], tokens[:top_k]
+    # Relative to the largest first, so that a tiny temperature gives 0 and -inf instead of inf - inf.
+    probabilities = ((candidates - candidates[0]) / temperature).softmax(0)
+    if top_p is not None:
+        # A token stays if those before it have not reached top_p; the first always does.
+        probabilities = probabilities.where(probabilities.cumsum(0) - probabilities < top_p, 0)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def _check(holds: bool, given: str, works: str) -> None:
+    if not holds:
+        raise ConfigurationError(f"{given} was given; {works} would work. Nothing was generated.")

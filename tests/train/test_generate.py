@@ -1,0 +1,194 @@
+"""Generation: equal to sampling with full forward passes; its limits, modes and errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.errors import ConfigurationError, NonFiniteError
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import Transformer, build_model
+from diloco.train.generate import generate
+
+SETTINGS = ModelSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def build_lively(settings: ModelSettings = SETTINGS, seed: int = 0) -> Transformer:
+    """With logits far enough apart for greedy choices to vary and not to hang on round-off."""
+    model = build_model(settings, seed=seed)
+    assert model.head is not None
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    return model
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def run(model: Transformer, **changes: Any) -> list[int]:
+    arguments: dict[str, Any] = {"prompt_tokens": PROMPT, "max_new_tokens": 7, "generator": seeded(), **changes}
+    return generate(model, arguments.pop("prompt_tokens"), **arguments)
+
+
+def next_logits(model: Transformer, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([tokens]))[0, -1]
+    return logits
+
+
+def greedy_reference(model: Transformer, prompt: list[int], count: int, window: int) -> list[int]:
+    """A full forward for every token; when the window is full, go on from its later half."""
+    tokens, context = list(prompt), list(prompt[-window:])
+    for index in range(count):
+        if index and len(context) == window:
+            context = [*context, tokens[-1]][-max(1, window // 2) :]
+        elif index:
+            context.append(tokens[-1])
+        tokens.append(int(next_logits(model, context).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("prompt_length", [1, 5, 12, 30])
+@pytest.mark.parametrize("window", [None, 12, 7, 2, 1])
+def test_greedy_equals_full_forward_passes_beyond_the_window(prompt_length: int, window: int | None) -> None:
+    model, prompt = build_lively(), torch.randint(23, (prompt_length,), generator=seeded(5)).tolist()
+    expected = greedy_reference(model, prompt, 25, window or 12)
+    assert run(model, prompt_tokens=prompt, max_new_tokens=25, temperature=0, window=window) == expected
+    assert len(set(expected)) > 1
+
+
+def test_the_model_reads_each_token_once_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = build_lively(), []
+    forward = model.forward
+
+    def counting(tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        read.append(tokens.shape[1])
+        return forward(tokens, cache)
+
+    monkeypatch.setattr(model, "forward", counting)
+    run(model, max_new_tokens=10)
+    assert read == [5, 1, 1, 1, 1, 1, 1, 1, 6, 1]  # the prompt, up to 12 tokens, the later half, on
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature", "kept"),
+    [
+        ({"top_k": None}, 0.5, 23),
+        ({"top_k": None}, 2.0, 23),
+        ({"top_k": 23}, 1.0, 23),
+        ({"top_k": 1000, "top_p": 1.0}, 1.0, 23),
+        ({"top_k": 3}, 2.0, 3),
+        ({"top_k": None, "top_p": 0.6}, 3.0, None),
+        ({"top_k": 20, "top_p": 1e-9}, 1.0, 1),
+    ],
+)
+def test_samples_are_drawn_from_the_stated_distribution(
+    changes: dict[str, Any], temperature: float, kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, drawn_from, multinomial = build_lively(), [], torch.multinomial
+
+    def recording(probabilities: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        drawn_from.append((probabilities, multinomial(probabilities, *arguments, **keywords)))
+        return drawn_from[-1][1]
+
+    monkeypatch.setattr(torch, "multinomial", recording)
+    (token,) = run(model, max_new_tokens=1, temperature=temperature, **changes)
+    ((weights, index),) = drawn_from
+    expected, order = (next_logits(model, PROMPT) / temperature).softmax(0).sort(descending=True)
+    if kept is None:
+        kept = int((expected.cumsum(0) < 0.6).sum()) + 1  # the token that reaches 0.6 is in
+        assert 1 < kept < 23
+    distribution = torch.zeros(23)
+    distribution[: len(weights)] = weights / weights.sum()
+    wanted = expected * (torch.arange(23) < kept)
+    torch.testing.assert_close(distribution, wanted / wanted.sum(), rtol=1e-4, atol=1e-6)
+    assert token == order[index]
+
+
+def test_the_coldest_samples_are_the_greedy_choice() -> None:
+    model = build_lively()
+    greedy = run(model, temperature=0)
+    assert run(model, temperature=1e-30) == run(model, top_k=1, temperature=2.0) == greedy
+    assert run(model, temperature=2.0) != greedy
+
+
+def test_the_generator_decides() -> None:
+    model = build_lively()
+    assert run(model, generator=seeded(1), temperature=2.0) == run(model, generator=seeded(1), temperature=2.0)
+    assert run(model, generator=seeded(1), temperature=2.0) != run(model, generator=seeded(2), temperature=2.0)
+
+
+def test_it_ends_at_the_stop_token_and_leaves_it_out() -> None:
+    model = build_lively()
+    free = run(model, temperature=0, max_new_tokens=30)
+    stop = next(token for token in free if token != free[0])
+    assert run(model, temperature=0, max_new_tokens=30, stop_token=stop) == free[: free.index(stop)]
+    assert run(model, temperature=0, max_new_tokens=30, stop_token=free[0]) == []
+
+
+def test_no_new_tokens() -> None:
+    assert run(build_lively(), max_new_tokens=0) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_restored_also_after_an_error(training: bool) -> None:
+    model = build_lively().train(training)
+    modes = []
+    model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
+    run(model)
+    assert modes
+    assert not any(modes)
+    assert model.training is model.norm.training is training
+    with torch.no_grad():
+        model.norm.weight[0] = float("nan")
+    with pytest.raises(NonFiniteError, match="not finite"):
+        run(model)
+    assert model.training is model.norm.training is training
+
+
+def test_parameters_can_be_trained_afterwards() -> None:
+    model = build_lively()
+    run(model)
+    tokens = torch.tensor([PROMPT])
+    torch.autograd.backward(model.loss(tokens, tokens).loss)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_bfloat16_autocast() -> None:
+    model = build_lively(replace(SETTINGS, qk_norm=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens = run(model, max_new_tokens=30)
+    assert len(tokens) == 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 was given; 0 or more"),
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, r"top_p=0\.0"),
+        ({"top_p": 1.1}, r"top_p=1\.1"),
+        ({"window": 0}, "window=0"),
+        ({"window": 13}, "max_sequence_length=12"),
+        ({"prompt_tokens": []}, "an empty prompt"),
+        ({"prompt_tokens": [23]}, "token 23 was given; 0 to 22"),
+        ({"prompt_tokens": [-1]}, "token -1"),
+        ({"stop_token": 23}, "token 23"),
+    ],
+)
+def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        run(build_lively(), **changes)
+
+
+def test_the_generator_must_be_on_the_models_device() -> None:
+    with pytest.raises(ConfigurationError, match="generator on cpu with a model on meta"):
+        run(build_model(SETTINGS, seed=0, device="meta"))
