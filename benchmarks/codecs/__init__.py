@@ -1,0 +1,1 @@
+"""Throughput of the codecs: ``python -m benchmarks.codecs``."""

@@ -1,0 +1,149 @@
+"""Throughput of every codec against a plain copy of the same float32 values, measured in turns in the same run.
+
+    python -m benchmarks.codecs [--values N] [--repeats N] [--threads N] [--device cpu|cuda] [--block-size N]
+
+Prints a Markdown table. ``encode`` includes the allocation of its payload, as in training; ``decode`` and
+``accumulate`` write to a tensor that exists. Every operation is timed right after a copy, and the ratio is the median
+over these pairs: a busy machine slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int8
+from diloco.algorithm.codec import native as native_kernels
+
+MOST_COPIES = {
+    ("float16", "torch"): 3.0,
+    ("bfloat16", "torch"): 3.0,
+    ("int8", "torch"): 6.0,
+    ("fp4", "torch"): 6.0,
+    ("int8", "native (C)"): 2.0,
+    ("fp4", "native (C)"): 1.0,
+}
+"""The aim: at most this many times the time of a copy."""
+
+
+@dataclass
+class Case:
+    """One operation of one codec, and what it took."""
+
+    codec: Codec
+    implementation: str
+    operation: str
+    run: Callable[[], object]
+    times_s: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+
+    def row(self, float32_bytes: int) -> str:
+        """The case as a line of the table."""
+        median_s, ratio = statistics.median(self.times_s), statistics.median(self.copies)
+        aim = MOST_COPIES.get((self.codec.name, self.implementation))
+        verdict = "" if aim is None else f"{aim:g} {'met' if ratio <= aim else 'missed'}"
+        speed = float32_bytes / median_s / 1e9
+        spread = f"{min(self.copies):.2f}-{max(self.copies):.2f}"
+        return (
+            f"| {self.codec.name} | {self.implementation} | {self.operation} | {median_s * 1e3:.1f} | {speed:.1f} "
+            f"| {ratio:.2f} | {spread} | {verdict} |"
+        )
+
+
+def make_codecs(block_size: int, device: torch.device) -> Iterator[Codec]:
+    """Every codec, the block-wise ones in each implementation that can run on ``device``."""
+    yield from (Float32(), Float16(), BFloat16())
+    for codec in (Int8, FP4):
+        yield codec(block_size, implementation="torch")
+        if device.type == "cpu" and native_kernels.available():
+            yield codec(block_size, implementation="native")
+
+
+def make_cases(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Iterator[Case]:
+    """Encode, decode and accumulate of one codec; they share a payload."""
+    payload = codec.encode(values)
+    codec.validate(payload, values.numel())
+    implementation = codec.implementation if values.device.type == "cpu" else "torch"
+    yield Case(codec, implementation, "encode", lambda: codec.encode(values))
+    yield Case(codec, implementation, "decode", lambda: codec.decode(payload, values.numel(), out))
+    yield Case(codec, implementation, "accumulate", lambda: codec.accumulate(payload, out, 0.25))
+
+
+def timed(operation: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``operation`` takes, what it starts on the device included."""
+    start = time.perf_counter()
+    operation()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def measure(cases: list[Case], copy: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
+    """Fill the cases; returns the times of all copies. The first turn warms up and is not kept."""
+    copies = []
+    for turn in range(repeats + 1):
+        for case in cases:
+            copy_s = timed(copy, device)
+            case_s = timed(case.run, device)
+            if turn:
+                copies.append(copy_s)
+                case.times_s.append(case_s)
+                case.copies.append(case_s / copy_s)
+    return copies
+
+
+def processor_name(device: torch.device) -> str:
+    """What the figures belong to."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Throughput of the codecs against a copy.")
+    parser.add_argument("--values", type=int, default=100_000_000, help="float32 values (default: 100 million)")
+    parser.add_argument("--repeats", type=int, default=7, help="timings of each operation (default: 7)")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--block-size", type=int, default=256, help="values that share a scale")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+
+    device = torch.device(arguments.device)
+    values = torch.randn(arguments.values, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(device)
+    out = torch.zeros_like(values)
+    copies: list[float] = []
+    rows = []
+    for codec in make_codecs(arguments.block_size, device):  # one codec at a time: its payload is up to 4 bytes a value
+        cases = list(make_cases(codec, values, out.zero_()))
+        copies += measure(cases, lambda: out.copy_(values), arguments.repeats, device)
+        rows += [case.row(values.nbytes) for case in cases]
+
+    copy_s = statistics.median(copies)
+    print(
+        f"{processor_name(device)}; torch {torch.__version__}, {torch.get_num_threads()} threads; C kernels: 1 thread"
+    )
+    print(f"{arguments.values:,} float32 values, blocks of {arguments.block_size}, median of {arguments.repeats}")
+    print(f"copy: {copy_s * 1e3:.1f} ms, {values.nbytes / copy_s / 1e9:.1f} GB/s of float32 input")
+    if reason := native_kernels.unavailable_reason():
+        print(f"no C kernels: {reason}")
+    print()
+    print("| codec | implementation | operation | ms | GB/s | times a copy | spread | aim: at most |")
+    print("|---|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Codecs: what turns a pseudo-gradient into bytes and back.
+
+>>> codec = make_codec("fp4", block_size=64)
+>>> codec.payload_bytes(1000)
+516
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from diloco.algorithm.codec.base import Codec, codec_class, codec_names, register
+from diloco.algorithm.codec.casts import BFloat16, Float16, Float32
+from diloco.algorithm.codec.fp4 import FP4
+from diloco.algorithm.codec.int8 import Int8
+from diloco.errors import ConfigurationError, nearest
+
+__all__ = ["FP4", "BFloat16", "Codec", "Float16", "Float32", "Int8", "codec_names", "make_codec", "register"]
+
+
+def make_codec(name: str, **parameters: int) -> Codec:
+    """The codec registered as ``name``.
+
+    Block-wise codecs run the compiled kernels on CPU tensors where they were built; `Codec.implementation` says so.
+
+    Args:
+        name: float32, float16, bfloat16, int8, fp4, or what `register` was given.
+        parameters: the codec's own: ``block_size`` for int8 and fp4, none for the others.
+
+    Raises:
+        ConfigurationError: naming the nearest known codec or parameter, or the values that would work.
+
+    >>> make_codec("int9")
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: there is no codec 'int9'; did you mean 'int8'? Nothing was started.
+    >>> make_codec("int8", blocksize=64)
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'? Nothing ...
+    """
+    codec = codec_class(name)
+    known = [
+        parameter.name
+        for parameter in inspect.signature(codec).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    for parameter in parameters:
+        if parameter not in known:
+            hint = nearest(parameter, known) if known else "it has none."
+            raise ConfigurationError(f"codec {name!r} has no parameter {parameter!r}; {hint} Nothing was started.")
+    return codec(**parameters)

@@ -1,0 +1,175 @@
+"""What the block-wise codecs share: a payload of scales and codes, and two ways to compute it.
+
+A block is ``block_size`` consecutive values; the last one may be shorter. The payload holds the scales of all blocks,
+then the codes of all blocks. Where the compiled kernels are available CPU tensors go through them, in one pass; all
+other tensors go through torch operations, in stretches, with scratch that lives for one call. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.codec import native
+from diloco.algorithm.codec.base import Codec, pieces
+from diloco.errors import ConfigurationError
+
+__all__ = ["BlockwiseCodec"]
+
+_LARGEST_BLOCK = 65536
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Some blocks of equal length: values ``start`` to ``stop``, seen as rows of ``columns`` values.
+
+    Only the stretch of a short last block may have ``columns`` beyond ``stop``, to fill its last byte.
+    """
+
+    start: int
+    stop: int
+    columns: int
+    scales: Tensor
+    codes: Tensor
+
+    @property
+    def padding(self) -> int:
+        return len(self.scales) * self.columns - (self.stop - self.start)
+
+
+class BlockwiseCodec(Codec):
+    """A scale for each block of values, a few bits for each value.
+
+    Args:
+        block_size: values that share a scale; even, 2 to 65536.
+        implementation: ``"torch"`` or ``"native"``, for CPU tensors. Default: native where it was built.
+
+    Raises:
+        ConfigurationError: if the block size cannot work, or the native kernels were asked for and are not available.
+    """
+
+    scale_type: ClassVar[torch.dtype]
+    codes_per_byte: ClassVar[int]
+
+    def __init__(self, block_size: int = 256, *, implementation: Literal["torch", "native"] | None = None) -> None:
+        if isinstance(block_size, bool) or not isinstance(block_size, int):
+            raise ConfigurationError(
+                f"{self.name}: block_size={block_size!r} was given; a whole number would work. Nothing was started."
+            )
+        if not 2 <= block_size <= _LARGEST_BLOCK or block_size % 2:
+            raise ConfigurationError(
+                f"{self.name}: block_size={block_size} was given; an even number from 2 to {_LARGEST_BLOCK} "
+                "would work. Nothing was started."
+            )
+        if implementation not in (None, "torch", "native"):
+            raise ConfigurationError(
+                f"{self.name}: implementation={implementation!r} was given; 'torch' or 'native' would work. "
+                "Nothing was started."
+            )
+        self.block_size = block_size
+        self._kernels = None if implementation == "torch" else native.load(self.name, self.scale_type.itemsize)
+        if implementation == "native" and self._kernels is None:
+            raise ConfigurationError(
+                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}); "
+                "'torch' would work. Nothing was started."
+            )
+        self.implementation = "native (C)" if self._kernels else "torch"
+
+    def parameters(self) -> Mapping[str, int]:
+        return {"block_size": self.block_size}
+
+    def payload_bytes(self, numel: int) -> int:
+        return self._scale_bytes(numel) + -(-numel // self.codes_per_byte)
+
+    def _scale_bytes(self, numel: int) -> int:
+        return -(-numel // self.block_size) * self.scale_type.itemsize
+
+    def _encode(self, values: Tensor, payload: Tensor) -> None:
+        if self._kernels and values.device.type == "cpu":
+            self._kernels.encode(values, self.block_size, payload)
+            return
+        scratch = self._scratch(values, rows=2).view(2, -1)
+        for stretch in self._stretches(payload, values.numel()):
+            rows = values[stretch.start : stretch.stop]
+            if stretch.padding:
+                rows = torch.nn.functional.pad(rows, (0, stretch.padding))
+            self._encode_blocks(rows.view(-1, stretch.columns), stretch.scales, stretch.codes, scratch)
+
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
+        if self._kernels and out.device.type == "cpu":
+            self._kernels.decode(payload, self.block_size, out)
+            return
+        scratch = self._scratch(out)
+        for stretch in self._stretches(payload, out.numel()):
+            out[stretch.start : stretch.stop].copy_(self._decoded(stretch, scratch))
+
+    def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
+        if self._kernels and out.device.type == "cpu":
+            self._kernels.accumulate(payload, self.block_size, weight, out)
+            return
+        scratch = self._scratch(out)
+        for stretch in self._stretches(payload, out.numel()):
+            out[stretch.start : stretch.stop].add_(self._decoded(stretch, scratch).mul_(weight))
+
+    def _decoded(self, stretch: _Stretch, scratch: Tensor) -> Tensor:
+        """The values of a stretch, written to ``scratch``."""
+        shape = len(stretch.scales), stretch.columns
+        rows = scratch[: shape[0] * shape[1]].view(torch.float32).view(shape)
+        self._decode_blocks(stretch.scales, stretch.codes, rows)
+        return rows.view(-1)[: stretch.stop - stretch.start]
+
+    def _scratch(self, like: Tensor, rows: int = 1) -> Tensor:
+        """``(rows * n,)`` int32, with room in n for any stretch of ``like``."""
+        longest = next(pieces(like.numel(), like.device, self.block_size), (0, 0))[1]
+        # an odd last block has one more code than values
+        return torch.empty(rows * (longest + longest % 2), dtype=torch.int32, device=like.device)
+
+    def _stretches(self, payload: Tensor, numel: int) -> Iterator[_Stretch]:
+        """The whole blocks, piece by piece, then the short last block."""
+        scales, codes = self._scales(payload, numel), payload[self._scale_bytes(numel) :]
+        size, per_byte = self.block_size, self.codes_per_byte
+        whole = numel // size * size
+        for start, stop in pieces(whole, payload.device, size):
+            yield _Stretch(
+                start,
+                stop,
+                size,
+                scales[start // size : stop // size],
+                codes[start // per_byte : stop // per_byte].view(-1, size // per_byte),
+            )
+        if whole < numel:
+            last = codes[whole // per_byte :].view(1, -1)
+            yield _Stretch(whole, numel, last.shape[1] * per_byte, scales[-1:], last)
+
+    def _scales(self, payload: Tensor, numel: int) -> Tensor:
+        """``(num_blocks,)`` of ``scale_type``; a view of the payload unless that is not aligned."""
+        scales, size = payload[: self._scale_bytes(numel)], self.scale_type.itemsize
+        if scales.storage_offset() % size or scales.data_ptr() % size:
+            scales = scales.clone()
+        return scales.view(self.scale_type)
+
+    @abc.abstractmethod
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
+        """Write the scales and codes of some blocks.
+
+        Args:
+            values: ``(blocks, columns)`` float32, left as they are.
+            scales: ``(blocks,)`` of ``scale_type``.
+            codes: ``(blocks, columns / codes_per_byte)`` uint8.
+            scratch: ``(2, at least blocks * columns)`` int32.
+        """
+
+    @abc.abstractmethod
+    def _decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+        """Write the values of some blocks.
+
+        Args:
+            scales: ``(blocks,)`` of ``scale_type``.
+            codes: ``(blocks, columns / codes_per_byte)`` uint8.
+            out: ``(blocks, columns)`` float32.
+        """

@@ -1,0 +1,98 @@
+"""The compiled kernels of the block-wise codecs: found, loaded and called. ``_kernels.c`` says what they do.
+
+They are built when the package is installed, where a C compiler is found; without them the codecs run the same
+arithmetic as torch operations and give the same bytes. ctypes releases the GIL during a call; a call uses one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import sys
+from pathlib import Path
+
+from torch import Tensor
+
+__all__ = ["Kernels", "available", "load", "unavailable_reason"]
+
+_VERSION = 1
+"""KERNELS_VERSION of _kernels.c."""
+
+_ADDRESS = ctypes.c_void_p
+_COUNT = ctypes.c_int64
+
+
+class Kernels:
+    """The functions of one block-wise codec.
+
+    Tensors are contiguous, on the CPU and of the right size (the codec has checked): ``values`` and ``out`` float32,
+    ``payload`` uint8 with the scales of all blocks before the codes.
+    """
+
+    def __init__(self, library: ctypes.CDLL, codec: str, scale_bytes: int) -> None:
+        self._scale_bytes = scale_bytes
+        self._encode = library[f"diloco_{codec}_encode"]
+        self._encode.argtypes = (_ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS)
+        self._decode = library[f"diloco_{codec}_decode"]
+        self._decode.argtypes = (_ADDRESS, _ADDRESS, _COUNT, _COUNT, _ADDRESS)
+        self._accumulate = library[f"diloco_{codec}_accumulate"]
+        self._accumulate.argtypes = (_ADDRESS, _ADDRESS, _COUNT, _COUNT, ctypes.c_float, _ADDRESS)
+        for function in (self._encode, self._decode, self._accumulate):
+            function.restype = None
+
+    def encode(self, values: Tensor, block_size: int, payload: Tensor) -> None:
+        """Write the payload of ``values``."""
+        scales, codes = self._parts(payload, values.numel(), block_size)
+        self._encode(values.data_ptr(), values.numel(), block_size, scales, codes)
+
+    def decode(self, payload: Tensor, block_size: int, out: Tensor) -> None:
+        """Write the values of ``payload``."""
+        scales, codes = self._parts(payload, out.numel(), block_size)
+        self._decode(scales, codes, out.numel(), block_size, out.data_ptr())
+
+    def accumulate(self, payload: Tensor, block_size: int, weight: float, out: Tensor) -> None:
+        """Add ``weight`` times the values of ``payload``."""
+        scales, codes = self._parts(payload, out.numel(), block_size)
+        self._accumulate(scales, codes, out.numel(), block_size, weight, out.data_ptr())
+
+    def _parts(self, payload: Tensor, numel: int, block_size: int) -> tuple[int, int]:
+        scales = payload.data_ptr()
+        return scales, scales + -(-numel // block_size) * self._scale_bytes
+
+
+def available() -> bool:
+    """Whether the kernels were built and could be loaded."""
+    return _library()[0] is not None
+
+
+def unavailable_reason() -> str | None:
+    """Why they are not available, or None when they are."""
+    return _library()[1]
+
+
+def load(codec: str, scale_bytes: int) -> Kernels | None:
+    """The kernels of ``codec``, or None where they are not available."""
+    library, _ = _library()
+    return None if library is None else Kernels(library, codec, scale_bytes)
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL | None, str | None]:
+    if sys.byteorder != "little":
+        return None, "the kernels write scales in the order of a little-endian machine"
+    folder = Path(__file__).parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = folder / f"_kernels{suffix}"
+        if path.exists():
+            break
+    else:
+        return None, f"no compiled _kernels in {folder}: there was no C compiler when the package was installed"
+    try:
+        library = ctypes.CDLL(str(path))
+        version = int(library.diloco_kernels_version())
+    except (OSError, AttributeError) as error:
+        return None, f"{path} could not be loaded: {error}"
+    if version != _VERSION:
+        return None, f"{path} is version {version} and this package needs {_VERSION}: install it again"
+    return library, None
