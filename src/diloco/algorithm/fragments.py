@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,16 @@ from torch import Tensor, nn
 from diloco.algorithm.layers import group_layers, match_patterns
 from diloco.errors import ConfigurationError, FragmentError
 
-__all__ = ["Fragment", "bind", "check_coverage", "flatten", "partition", "trainable_parameters", "unflatten_"]
+__all__ = [
+    "Fragment",
+    "bind",
+    "check_coverage",
+    "flatten",
+    "holding",
+    "partition",
+    "trainable_parameters",
+    "unflatten_",
+]
 
 Strategy = Literal["strided", "sequential", "balanced", "patterns"]
 
@@ -167,6 +177,29 @@ def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
         stop = start + tensor.numel()
         tensor.detach().copy_(values[start:stop].view(tensor.shape))
         start = stop
+
+
+@contextmanager
+def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """Inside, the parameters named in ``values`` hold them; afterwards they hold what they held before.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> before = model.weight.item()
+    >>> with holding(model, {"weight": torch.tensor([[7.0]])}):
+    ...     model.weight.item()
+    7.0
+    >>> model.weight.item() == before
+    True
+    """
+    parameters = {name: parameter.detach() for name, parameter in trainable_parameters(model).items() if name in values}
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+        yield model
+    finally:
+        for name, parameter in parameters.items():
+            parameter.copy_(before[name])
 
 
 def _names_with_aliases(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:

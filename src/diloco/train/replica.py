@@ -6,8 +6,8 @@ the algorithm runs or what the network is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,8 +19,8 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.buffers import check_buffers, collect_buffers, restore_buffers_
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.error_feedback import ErrorFeedback
-from diloco.algorithm.fragments import Fragment, check_coverage, partition, trainable_parameters
-from diloco.algorithm.merge import AlphaMerge, MergeRule
+from diloco.algorithm.fragments import Fragment, check_coverage, holding, partition, trainable_parameters
+from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Send, SyncSchedule
@@ -46,7 +46,8 @@ class DiLoCo:
         schedule: when fragments are sent and merged; default: H = 100, one fragment, no overlap.
         fragments: a partition made by `partition`; default: strided, with the schedule's number of fragments.
         outer_optimizer: default: Nesterov with lr 0.7 for one fragment, 0.4 for several (the papers'), momentum 0.9.
-        merge: default: ``AlphaMerge(0)``, which takes the global parameters.
+        merge: default: `RebaseMerge`, which keeps the drift of the overlapped steps; without overlap ``AlphaMerge(0)``,
+            which takes the global parameters, and is the same then.
         codec: a codec or its name; default: float32.
         error_feedback: keep what the codec loses for the next round; 4 bytes per parameter.
         global_device: where global parameters and outer state live, e.g. "cpu"; None: beside the model.
@@ -87,7 +88,7 @@ class DiLoCo:
         self.transport = transport or InProcessTransport(1).endpoint(0)
         self.schedule = schedule or SyncSchedule(inner_steps=100)
         self.fragments = tuple(fragments or partition(model, num_fragments=self.schedule.num_fragments))
-        self.merge_rule = merge or AlphaMerge()
+        self.merge_rule = merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge())
         self.weight = weight
         self.steps = 0
         self.rounds_committed = 0
@@ -140,18 +141,9 @@ class DiLoCo:
         """Rounds sent and not yet merged, in the order sent."""
         return tuple(entry.contribution.round for entry in self._in_flight.values())
 
-    @contextmanager
-    def global_model(self) -> Iterator[nn.Module]:
+    def global_model(self) -> AbstractContextManager[nn.Module]:
         """Inside, the model holds the global parameters (for evaluation or export); afterwards its local ones again."""
-        parameters = trainable_parameters(self.model)
-        local = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        try:
-            for name, values in self.outer_loop.named_global_params().items():
-                parameters[name].detach().copy_(values)
-            yield self.model
-        finally:
-            for name, values in local.items():
-                parameters[name].detach().copy_(values)
+        return holding(self.model, self.outer_loop.named_global_params())
 
     def _send(self, round_id: RoundId) -> None:
         index = round_id.fragment
