@@ -35,7 +35,7 @@ bench: $(STAMP) ## the benchmarks that take minutes (parity takes longer: see be
 	$(BIN)/python -m benchmarks.overhead
 
 docs: $(STAMP) ## run every example in the documentation
-	$(BIN)/python -m pytest --doctest-glob='*.md' README.md docs
+	$(BIN)/python -m pytest README.md docs
 
 clean: ## remove what setup made
 	rm -rf $(VENV) build src/*.egg-info

@@ -190,6 +190,7 @@ class TestState:
         [
             ({"merge": AlphaMerge(0.5)}, "merge = 'RebaseMerge"),
             ({"codec": "int8"}, "codec = "),
+            ({"outer": Sgd(learning_rate=0.4)}, "outer optimizer = 'Nesterov'"),
             ({"fragments": partition(Vectors(), strategy="patterns", patterns=Vectors.PATTERNS)}, "fragments = "),
         ],
     )

@@ -296,6 +296,7 @@ class DiLoCo:
             "fragments": [list(fragment.names) for fragment in self.fragments],
             "codec": {"name": codec.name, **codec.parameters()},
             "merge": repr(self.merge_rule),
+            "outer optimizer": type(self.outer_loop.outer_optimizer).__name__,
         }
 
     def __enter__(self) -> Self:
