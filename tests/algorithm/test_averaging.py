@@ -1,0 +1,252 @@
+"""How a round is judged, every branch, and the one mean: a float64 reference, the same bits in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge, weighted_mean
+from diloco.algorithm.codec import codec_names, make_codec
+
+SIZE = 515
+"""Two blocks of 256 and a rest that is odd."""
+
+
+def contribution(replica: int, values: Tensor | None = None, *, codec: str = "float32", **fields: Any) -> Contribution:
+    encoder = make_codec(codec)
+    if values is None:
+        values = torch.randn(SIZE, generator=torch.Generator().manual_seed(replica))
+    given = {"numel": values.numel(), "payload": encoder.encode(values), "digest": "d", **fields}
+    return Contribution(round=RoundId(0, 0), replica=replica, codec=encoder, **given)
+
+
+def decide(given: Sequence[Contribution], *, num_replicas: int = 3, least: int = 3, **absent: str) -> Verdict:
+    """``absent`` as ``r1="was not heard of"``."""
+    return judge(
+        {each.replica: each for each in given},
+        members=range(num_replicas),
+        min_contributors=least,
+        absent={int(name[1:]): why for name, why in absent.items()},
+    )
+
+
+class TestJudge:
+    def test_all_is_well(self) -> None:
+        verdict = decide([contribution(m) for m in range(3)])
+        assert verdict == Verdict((0, 1, 2), "", (), 0)
+        assert not verdict.void
+
+    def test_nobody(self) -> None:
+        assert decide([]) == Verdict((), "nobody contributed")
+        verdict = decide([], r2="was not heard of", r0="was 3 s late, 2 s are allowed")
+        assert verdict.reason == "replica 0 was 3 s late, 2 s are allowed; replica 2 was not heard of"
+        assert verdict.void
+        assert verdict.donor == -1
+
+    @pytest.mark.parametrize(("least", "contributors"), [(1, (0, 2)), (2, (0, 2)), (3, ())])
+    def test_absent_ones_are_named_and_the_minimum_decides(self, least: int, contributors: tuple[int, ...]) -> None:
+        verdict = decide([contribution(0), contribution(2)], least=least, r1="was not heard of")
+        assert verdict.contributors == contributors
+        why = "replica 1 was not heard of"
+        assert verdict.reason == (why if contributors else f"2 of 3 contributions, 3 needed: {why}")
+        assert verdict.diverged == ()
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"withdrawn": "gradients that are not finite"}, "gradients that are not finite"),
+            ({"numel": SIZE - 1}, f"holds {SIZE - 1} values instead of {SIZE}"),
+            ({"weight": 0.0}, "has the weight 0.0; 1e-18 to 1e+18 would work"),
+            ({"weight": -1.0}, "has the weight -1.0"),
+            ({"weight": float("nan")}, "has the weight nan"),
+            ({"weight": float("inf")}, "has the weight inf"),
+            ({"weight": 1e39}, "has the weight 1e+39"),  # infinite in float32
+            ({"weight": 1e-46}, "has the weight 1e-46"),  # zero in float32
+            ({"payload": torch.zeros(4 * SIZE - 1, dtype=torch.uint8)}, "payload of shape"),
+            ({"payload": torch.full((4 * SIZE,), 0xFF, dtype=torch.uint8)}, "holds NaN or infinity at value 0"),
+            ({"buffers": torch.tensor([1.0, float("inf")])}, "holds model buffers that are not finite"),
+            ({"buffers": torch.tensor([1.0])}, "holds floating buffers of (1,) torch.float32 instead of (2,)"),
+            ({"buffers": None}, "holds floating buffers of none instead of (2,) torch.float32"),
+            ({"integers": torch.zeros(7, dtype=torch.uint8)}, "holds integer buffers of (7,) torch.uint8 instead of"),
+            ({"integers": None}, "holds integer buffers of none instead of (8,) torch.uint8"),
+        ],
+    )
+    @pytest.mark.parametrize("bad", [0, 2])
+    def test_what_cannot_be_averaged_is_refused_and_named(self, change: dict[str, Any], words: str, bad: int) -> None:
+        """Invariant 11; also when it is the lowest replica, which speaks for no majority."""
+        sound = {"buffers": torch.ones(2), "integers": torch.zeros(8, dtype=torch.uint8)}
+        given = [contribution(m, **(sound | change if m == bad else sound)) for m in range(3)]
+        others = tuple(m for m in range(3) if m != bad)
+        verdict = decide(given, least=2)
+        assert verdict.contributors == others
+        assert verdict.reason.startswith(f"the contribution of replica {bad} was refused: ")
+        assert words in verdict.reason
+        assert verdict.diverged == ()
+        strict = decide(given, least=3)
+        assert strict.void
+        assert strict.reason == f"2 of 3 contributions, 3 needed: {verdict.reason}"
+        assert weighted_mean([given[m] for m in others]).contributors == others
+
+    @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "int8", "fp4"])
+    def test_bytes_that_no_encoder_writes_are_refused(self, codec: str) -> None:
+        damaged = replace(
+            contribution(1, codec=codec), payload=torch.full_like(contribution(1, codec=codec).payload, 255)
+        )
+        verdict = decide([contribution(0, codec=codec), damaged, contribution(2, codec=codec)], least=1)
+        assert verdict.contributors == (0, 2)
+        assert "the contribution of replica 1 was refused" in verdict.reason
+
+    def test_the_digest_of_the_minority_makes_the_round_void(self) -> None:
+        """Invariant 1: a mismatch is never averaged over, whatever the minimum."""
+        given = [contribution(0, digest="odd"), contribution(1), contribution(2)]
+        verdict = decide(given, least=1)
+        words = "global parameters or outer state of replica 0 differ from those of replica 1"
+        assert verdict == Verdict((), words, (0,), 1)
+        assert verdict.void
+
+    def test_every_one_of_the_minority_is_named(self) -> None:
+        given = [contribution(m, digest=digest) for m, digest in enumerate("axbbb")]
+        verdict = decide(given, num_replicas=5)
+        assert (verdict.diverged, verdict.donor) == ((0, 1), 2)
+        assert "of replica 0, 1 differ from those of replica 2" in verdict.reason
+
+    @pytest.mark.parametrize(
+        ("digests", "diverged"), [("ab", (1,)), ("aabb", (2, 3)), ("abba", (1, 2)), ("baab", (1, 2))]
+    )
+    def test_on_a_tie_the_lowest_replica_counts_as_the_majority(self, digests: str, diverged: tuple[int, ...]) -> None:
+        verdict = decide(
+            [contribution(m, digest=digest) for m, digest in enumerate(digests)], num_replicas=len(digests)
+        )
+        assert (verdict.diverged, verdict.donor) == (diverged, 0)
+
+    def test_a_diverged_replica_is_told_so_even_if_it_withdrew(self) -> None:
+        given = [contribution(0), contribution(1, digest="odd", withdrawn="no"), contribution(2)]
+        assert decide(given).diverged == (1,)
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from(["a", "a", "a", "b"]), st.sampled_from([1.0, 1.0, 2.0, 0.0]), st.booleans()),
+            min_size=1,
+            max_size=6,
+        ),
+        st.integers(1, 6),
+        st.randoms(use_true_random=False),
+    )
+    def test_the_order_of_arrival_does_not_matter(self, cases: Any, least: int, random: Any) -> None:
+        """Property: every replica sees the same contributions, each in an order of its own."""
+        arrived = [contribution(m, digest=d, weight=w) for m, (d, w, here) in enumerate(cases) if here]
+        absent = {m: "was not heard of" for m, (_, _, here) in enumerate(cases) if not here}
+
+        def verdict() -> Verdict:
+            random.shuffle(arrived)
+            names = list(absent)
+            random.shuffle(names)
+            return judge(
+                {each.replica: each for each in arrived},
+                members=range(len(cases)),
+                min_contributors=least,
+                absent={name: absent[name] for name in names},
+            )
+
+        verdicts = {verdict() for _ in range(4)}
+        assert len(verdicts) == 1
+        (only,) = verdicts
+        assert only.void or (not only.diverged and len(only.contributors) >= least)
+        assert only.void or only.contributors == tuple(sorted(only.contributors))
+        usable = {each.replica for each in arrived if each.weight > 0}
+        assert set(only.contributors) <= usable
+
+
+class TestMean:
+    @pytest.mark.parametrize("codec", codec_names())
+    @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 0.25, 1.0), (1e-3, 1e3, 1.0, 1.0, 7.0)])
+    def test_agrees_with_a_reference_in_float64(self, codec: str, weights: tuple[float, ...]) -> None:
+        """Invariant 3: it divides by the weights that arrived."""
+        given = [contribution(m, codec=codec, weight=w, buffers=torch.tensor([m, 1.0])) for m, w in enumerate(weights)]
+        mean = weighted_mean(given)
+        terms = [w * each.codec.decode(each.payload, SIZE).double() for w, each in zip(weights, given, strict=True)]
+        scale = torch.stack(terms).abs().sum(0) / sum(weights)
+        error = (mean.values.double() - torch.stack(terms).sum(0) / sum(weights)).abs()
+        assert bool((error <= 2**-24 * 2 * (len(weights) + 1) * scale).all()), "two roundings a term and the division"
+        assert mean.values.dtype == torch.float32
+        assert mean.weight == sum(weights)
+        assert mean.contributors == tuple(range(len(weights)))
+        assert mean.buffers is not None
+        assert mean.buffers.tolist() == pytest.approx([sum(w * m for m, w in enumerate(weights)) / sum(weights), 1.0])
+
+    @pytest.mark.parametrize("codec", codec_names())
+    def test_the_order_of_arrival_does_not_change_a_bit(self, codec: str) -> None:
+        given = [
+            contribution(
+                m, codec=codec, weight=1 / (m + 1), buffers=torch.tensor([0.1 * m]), integers=torch.tensor([m])
+            )
+            for m in range(5)
+        ]
+        first = weighted_mean(given)
+        for order in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
+            again = weighted_mean([given[m] for m in order])
+            assert torch.equal(again.values.view(torch.int32), first.values.view(torch.int32))
+            assert again.buffers is not None
+            assert first.buffers is not None
+            assert torch.equal(again.buffers, first.buffers)
+            assert (again.weight, again.contributors) == (first.weight, first.contributors)
+            assert again.integers is given[0].integers, "of the lowest replica, not of the first that arrived"
+
+    def test_the_sum_is_float32_in_the_order_of_replicas(self) -> None:
+        """(1 + 2^-24) + 2^-24 is 1 in float32; in the other order it would be 1 + 2^-23."""
+        values = [1.0, 2.0**-24, 2.0**-24]
+        given = [contribution(m, torch.tensor([value])) for m, value in enumerate(values)]
+        assert weighted_mean(given[::-1]).values.item() == torch.tensor(1.0).div(3).item()
+
+    def test_one_replica_gets_its_own_bits_back(self) -> None:
+        """Invariant 13; from subnormal to the largest, zero included."""
+        limits = torch.finfo(torch.float32)
+        values = torch.cat([torch.tensor([0.0, limits.tiny / 4, limits.max, limits.min]), torch.randn(SIZE)])
+        buffers = torch.tensor([limits.max, 1e-30])
+        mean = weighted_mean([contribution(3, values, buffers=buffers, integers=torch.tensor([9]))])
+        assert torch.equal(mean.values.view(torch.int32), values.view(torch.int32))
+        assert mean.buffers is not None
+        assert torch.equal(mean.buffers, buffers)
+        assert (mean.contributors, mean.weight) == ((3,), 1.0)
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=8),
+        st.floats(2.0**-20, 2.0**20),
+        st.integers(1, 5),
+        st.sampled_from([1.0, 0.5, 4.0, 2.0**30, 2.0**-30]),
+    )
+    def test_only_the_ratio_of_weights_matters(
+        self, values: list[float], weight: float, others: int, factor: float
+    ) -> None:
+        """Property: weights scaled by a power of two give the same bits, and the mean lies between its addends."""
+        tensor = torch.tensor(values)
+        weights = [weight, *([1.0] * others)]
+        addends = [tensor, *([tensor.roll(1) + 1] * others)]
+        given = [contribution(m, a, weight=w) for m, (w, a) in enumerate(zip(weights, addends, strict=True))]
+        scaled = [replace(each, weight=each.weight * factor) for each in given]
+        mean = weighted_mean(given).values
+        assert torch.equal(mean, weighted_mean(scaled).values)
+        slack = 1e-5 * (1 + torch.stack(addends).abs().amax(0))
+        assert bool((mean <= torch.stack(addends).amax(0) + slack).all())
+        assert bool((mean >= torch.stack(addends).amin(0) - slack).all())
+
+    def test_contributions_are_left_as_they_were(self) -> None:
+        given = [contribution(m, buffers=torch.tensor([float(m)])) for m in range(2)]
+        payloads = [each.payload.clone() for each in given]
+        weighted_mean(given)
+        assert all(torch.equal(each.payload, held) for each, held in zip(given, payloads, strict=True))
+        assert [each.buffers.tolist() for each in given if each.buffers is not None] == [[0.0], [1.0]]
+
+
+def test_a_round_reads_as_what_it_is() -> None:
+    assert str(RoundId(2, 7)) == "fragment 2, outer step 7"
+    assert str(RoundId(-1, 7)) == "gradients of step 7"

@@ -1,0 +1,80 @@
+"""A digest tells any one bit apart and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.algorithm.digest import digest_state, digest_tensors
+from diloco.algorithm.outer_optimizer import OuterState
+
+SIZE = 67
+
+
+def flipped(values: Tensor, index: int, bit: int) -> Tensor:
+    copy = values.clone()
+    copy.view(torch.int32)[index] ^= -(1 << 31) if bit == 31 else 1 << bit
+    return copy
+
+
+@given(index=st.integers(0, SIZE - 1), bit=st.integers(0, 31))
+def test_any_one_bit_of_parameters_or_momentum_changes_it(index: int, bit: int) -> None:
+    """Property: also the sign of a zero, and a payload of a NaN."""
+    params, momentum = torch.zeros(SIZE), torch.full((SIZE,), float("nan"))
+    digest = digest_state(params, OuterState(3, {"momentum": momentum}))
+    assert digest_state(flipped(params, index, bit), OuterState(3, {"momentum": momentum})) != digest
+    assert digest_state(params, OuterState(3, {"momentum": flipped(momentum, index, bit)})) != digest
+    assert digest_state(params.clone(), OuterState(3, {"momentum": momentum.clone()})) == digest
+
+
+def test_the_outer_step_the_slots_and_their_names_are_in_it() -> None:
+    params, one, two = torch.ones(4), torch.zeros(4), torch.full((4,), 2.0)
+    digests = [
+        digest_state(params, OuterState(1)),
+        digest_state(params, OuterState(2)),
+        digest_state(params, OuterState(12)),
+        digest_state(params, OuterState(1, {"mean": one, "square": two})),
+        digest_state(params, OuterState(1, {"mean": two, "square": one})),
+        digest_state(params, OuterState(1, {"first": one, "square": two})),
+        digest_state(params, OuterState(1, {"mean": one})),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_order_and_names_count() -> None:
+    a, b = torch.ones(3), torch.zeros(3)
+    digests = [{"a": a, "b": b}, {"b": b, "a": a}, {"a": b, "b": a}, {"a": a}, {"c": a, "b": b}]
+    assert len({digest_tensors(tensors) for tensors in digests}) == len(digests)
+
+
+def test_layout_in_memory_does_not_count() -> None:
+    values = torch.arange(24, dtype=torch.float32)
+    table = values.view(4, 6)
+    same = {
+        digest_tensors({"x": values}),
+        digest_tensors({"x": table}),
+        digest_tensors({"x": table.t().contiguous().t()}),  # the same values, columns first
+        digest_tensors({"x": torch.stack([values, -values], dim=1)[:, 0]}),  # every other value
+        digest_tensors({"x": torch.cat([torch.zeros(1), values])[1:]}),  # not at the start of its memory
+        digest_tensors({"x": values.clone().requires_grad_()}),
+    }
+    assert len(same) == 1
+    assert digest_tensors({"x": table.t()}) not in same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8])
+def test_every_dtype_and_size_has_one(dtype: torch.dtype) -> None:
+    ones, zeros = torch.ones(3, dtype=dtype), torch.zeros(3, dtype=dtype)
+    assert digest_tensors({"x": ones}) == digest_tensors({"x": ones.clone()}) != digest_tensors({"x": zeros})
+    scalar = torch.ones((), dtype=dtype)
+    assert digest_tensors({"x": scalar}) == digest_tensors({"x": scalar.view(1)})
+    assert len(digest_tensors({"x": torch.empty(0, dtype=dtype)})) == 32
+    assert digest_tensors({"x": ones[:0]}) != digest_tensors({})
+
+
+def test_it_is_the_same_on_every_machine() -> None:
+    """128 bits of XXH3 over name, a zero byte, and little-endian bytes: a change here parts old and new replicas."""
+    assert digest_tensors({"x": torch.tensor([1.0, -2.0])}) == "8a8afd0bcf978a344cf2b1830dd52557"

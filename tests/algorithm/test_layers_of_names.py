@@ -1,0 +1,117 @@
+"""A model's layers, read from its parameter names alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.algorithm.layers import group_layers, match_patterns
+from diloco.errors import FragmentError
+
+LLAMA = {
+    "model.embed_tokens.weight": 1000,
+    **{f"model.layers.{n}.{part}.weight": 100 for n in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")},
+    "model.norm.weight": 8,
+    "lm_head.weight": 1000,
+}
+GPT2 = {
+    "transformer.wte.weight": 5000,
+    "transformer.wpe.weight": 900,
+    **{
+        f"transformer.h.{n}.{part}": 60 for n in range(11) for part in ("ln_1.weight", "attn.c_attn.weight", "mlp.bias")
+    },
+    "transformer.ln_f.weight": 8,
+}
+EXPERTS = {
+    "embedding.weight": 10,
+    **{f"layers.{n}.experts.{e}.w": 500 for n in range(3) for e in range(8)},
+    **{f"layers.{n}.router": 1 for n in range(3)},
+}
+TWO_STACKS = {
+    **{f"encoder.layers.{n}.w": 10 for n in range(6)},
+    **{f"decoder.layers.{n}.w": 30 for n in range(4)},
+    "shared": 50,
+}
+
+
+def numbers(layers: list[list[str]], position: int) -> list[set[int]]:
+    return [{int(name.split(".")[position]) for name in layer} for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "position", "count", "outside"),
+    [
+        (LLAMA, 2, 12, ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]),
+        (GPT2, 2, 11, ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"]),
+        (EXPERTS, 1, 3, ["embedding.weight"]),
+        (TWO_STACKS, 2, 4, [*(f"encoder.layers.{n}.w" for n in range(6)), "shared"]),
+    ],
+    ids=["Llama", "GPT-2", "experts in layers", "the larger of two stacks"],
+)
+def test_layers_are_found_in_the_order_of_their_numbers(
+    sizes: dict[str, int], position: int, count: int, outside: list[str]
+) -> None:
+    """The embedding may be larger than all layers, numbers may have two digits, and layers numbered parts."""
+    rest, layers = group_layers(sizes)
+    assert rest == outside
+    assert numbers(layers, position) == [{number} for number in range(count)]
+
+
+def test_the_numbers_of_parts_inside_a_layer_are_not_layers() -> None:
+    """Even if all values of the layers are in numbered parts: of equal containers the outermost is taken."""
+    sizes = {f"layers.0.experts.{e}.w": 5 for e in range(4)}
+    assert group_layers(sizes) == ([], [list(sizes)])
+
+
+def test_a_model_without_numbers_has_no_layers() -> None:
+    assert group_layers({"first.weight": 3, "layer2.weight": 4}) == (["first.weight", "layer2.weight"], [])
+
+
+def test_a_sequential_model_is_its_own_container() -> None:
+    assert group_layers({"2.w": 1, "10.w": 1, "0.w": 1, "scale": 1}) == (["scale"], [["0.w"], ["2.w"], ["10.w"]])
+
+
+def test_gaps_and_a_start_at_one_are_kept_in_order() -> None:
+    assert group_layers({"h.7.w": 1, "h.1.w": 1, "h.3.w": 1})[1] == [["h.1.w"], ["h.3.w"], ["h.7.w"]]
+
+
+NAMES = st.lists(st.sampled_from(["a", "b", "layers", "0", "1", "2", "17"]), min_size=1, max_size=4).map(".".join)
+
+
+@given(st.dictionaries(NAMES, st.integers(1, 100), max_size=15))
+def test_every_name_is_in_exactly_one_place(sizes: dict[str, int]) -> None:
+    """Property, and no layer is empty."""
+    rest, layers = group_layers(sizes)
+    assert sorted([*rest, *(name for layer in layers for name in layer)]) == sorted(sizes)
+    assert all(layers)
+    assert bool(layers) == any(part.isdigit() for name in sizes for part in name.split("."))
+
+
+ALIASES = {"embedding.weight": ["embedding.weight", "head.weight"], "layers.0.w": ["layers.0.w"], "W": ["W"]}
+
+
+class TestPatterns:
+    def test_a_pattern_may_use_any_name_of_a_tied_weight(self) -> None:
+        groups = match_patterns(ALIASES, [["layers.[0-3].*", "W"], ["head.*"]])
+        assert groups == [["layers.0.w", "W"], ["embedding.weight"]]
+
+    def test_both_names_of_a_tied_weight_may_be_matched_by_one_fragment(self) -> None:
+        assert match_patterns(ALIASES, [["*.weight"], ["layers.*", "W"]])[0] == ["embedding.weight"]
+
+    def test_several_patterns_of_one_fragment_may_match_one_name(self) -> None:
+        assert match_patterns({"a": ["a"]}, [["a", "*", "?"]]) == [["a"]]
+
+    @pytest.mark.parametrize(
+        ("patterns", "words"),
+        [
+            ([["embedding.*"], ["head.*", "layers.*", "W"]], r"'embedding.weight' matches the patterns of .* \[0, 1\]"),
+            ([["*.weight"], ["layers.*"]], "'W' matches no pattern of any fragment"),
+            ([["*.weight"], ["layers.*", "w"]], "'W' matches no pattern"),  # capitals count
+            ([["*"], ["layer.*"]], r"the pattern 'layer\.\*' of fragment 1 matches no trainable parameter"),
+            ([], "matches no pattern"),
+        ],
+    )
+    def test_what_is_ambiguous_or_idle_is_refused_by_name(self, patterns: list[list[str]], words: str) -> None:
+        with pytest.raises(FragmentError, match=words):
+            match_patterns(ALIASES, patterns)

@@ -1,0 +1,111 @@
+"""Merge rules: their equations, exact at the ends, and nothing lost by a replica that was left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge, carry_over
+from diloco.errors import ConfigurationError
+
+EPSILON = 2.0**-23
+"""Of float32, relative: twice the error of one rounding."""
+
+
+def draw(seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(1000, generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def vectors(draw_one: st.DrawFn, count: int) -> list[Tensor]:
+    size = draw_one(st.integers(1, 6))
+    numbers = st.lists(st.floats(-1e4, 1e4, width=32), min_size=size, max_size=size)
+    return [torch.tensor(draw_one(numbers)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_alpha_is_the_papers_equation(alpha: float) -> None:
+    """Algorithm 2, line 12, against float64."""
+    local, global_params = draw(0), draw(1)
+    expected = alpha * local.double() + (1 - alpha) * global_params.double()
+    merged = local.clone()
+    AlphaMerge(alpha).merge(merged, global_params, None)
+    bound = EPSILON * (local.abs() + global_params.abs()).double()
+    assert bool(((merged.double() - expected).abs() <= bound).all())
+
+
+def test_the_ends_of_alpha_are_exact() -> None:
+    """0 takes the global parameters and 1 the local ones, whatever their sizes."""
+    local, global_params = draw(0, 1e20), draw(1, 1e-20)
+    for alpha, expected in ((0.0, global_params), (1.0, local)):
+        merged = local.clone()
+        AlphaMerge(alpha).merge(merged, global_params, None)
+        assert torch.equal(merged, expected)
+
+
+@settings(deadline=None)
+@given(vectors(2), st.floats(0, 1))
+def test_alpha_lies_between_both(pair: list[Tensor], alpha: float) -> None:
+    local, global_params = pair
+    merged = local.clone()
+    AlphaMerge(alpha).merge(merged, global_params, None)
+    slack = EPSILON * torch.maximum(local.abs(), global_params.abs()) + 1e-40
+    assert bool((merged >= torch.minimum(local, global_params) - slack).all())
+    assert bool((merged <= torch.maximum(local, global_params) + slack).all())
+
+
+@pytest.mark.parametrize("alpha", [-0.01, 1.01, float("nan"), float("inf")])
+def test_alpha_outside_its_range_is_refused(alpha: float) -> None:
+    with pytest.raises(ConfigurationError, match="0 to 1 would work"):
+        AlphaMerge(alpha)
+
+
+@settings(deadline=None)
+@given(vectors(3))
+def test_rebase_keeps_the_drift_of_the_overlapped_steps(three: list[Tensor]) -> None:
+    """Property: local - global afterwards is local - sent before, to the rounding of three operations."""
+    local, global_params, sent = three
+    merged = local.clone()
+    RebaseMerge().merge(merged, global_params, sent)
+    expected = global_params.double() + (local.double() - sent.double())
+    scale = local.abs() + global_params.abs() + sent.abs()
+    assert bool(((merged.double() - expected).abs() <= EPSILON * scale).all())
+
+
+def test_rebase_without_drift_takes_the_global_bits() -> None:
+    """Invariant 13: with tau = 0 both rules are the same."""
+    sent, global_params = draw(0), draw(1)
+    merged = sent.clone()
+    RebaseMerge().merge(merged, global_params, sent)
+    assert torch.equal(merged, global_params)
+
+
+@pytest.mark.parametrize(("rule", "keeps"), [(AlphaMerge(0.5), False), (RebaseMerge(), True)])
+def test_only_local_is_changed(rule: MergeRule, keeps: bool) -> None:
+    assert rule.keeps_sent is keeps
+    local, global_params, sent = draw(0), draw(1), draw(2)
+    rule.merge(local, global_params, sent)
+    assert torch.equal(global_params, draw(1))
+    assert torch.equal(sent, draw(2))
+    assert not torch.equal(local, draw(0))
+
+
+@settings(deadline=None)
+@given(vectors(3))
+def test_carry_over_keeps_the_pseudo_gradient(three: list[Tensor]) -> None:
+    """Property: nothing of a replica's unsent work is lost, but for rounding."""
+    local, old, new = three
+    moved = local.clone()
+    carry_over(moved, old, new)
+    before, after = old.double() - local.double(), new.double() - moved.double()
+    scale = local.abs() + old.abs() + new.abs()
+    assert bool(((before - after).abs() <= EPSILON * scale).all())
+
+
+def test_carry_over_without_a_move_changes_no_bit() -> None:
+    local = draw(0)
+    carry_over(local, draw(1), draw(1))
+    assert torch.equal(local, draw(0))

@@ -1,0 +1,207 @@
+"""Averaging gradients: as one replica on the joined batch, the same bits everywhere, and what a bad gradient does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.codec import codec_names, make_codec
+from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.errors import NonFiniteError
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import Transformer, build_model
+from diloco.train.data_parallel import GradientAverager
+from diloco.train.inner import InnerLoop, make_inner_optimizer
+from diloco.train.settings import InnerSettings
+from diloco.transport.faults import Fault
+from diloco.transport.in_process import InProcessTransport
+
+MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
+
+
+def batch(seed: int, size: int = 2) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 17, (size, 9), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+class Replicas:
+    """M replicas that average gradients at every step, as `Session` does."""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        codec: str = "float32",
+        precision: Literal["float32", "bfloat16", "float16"] = "float32",
+        *,
+        frozen: Sequence[str] = (),
+        **transport: Any,
+    ) -> None:
+        self.hub = InProcessTransport(num_replicas, **transport)
+        self.loops, self.averagers = [], []
+        for m in range(num_replicas):
+            model = build_model(MODEL, seed=0)
+            for name in frozen:
+                model.get_parameter(name).requires_grad_(False)
+            optimizer = make_inner_optimizer(InnerSettings(), model)
+            loop = InnerLoop(model, optimizer, learning_rate=ValueSchedule(peak=1e-2), precision=precision)
+            self.loops.append(loop)
+            self.averagers.append(GradientAverager(model, self.hub.endpoint(m), make_codec(codec)))
+
+    def compute(self, step: int, spoilt: int | None = None) -> None:
+        for m, loop in enumerate(self.loops):
+            loop.accumulate_gradients(*batch(10 * step + m))
+            if m == spoilt:
+                gradients(loop.model)[0][0, 0] = float("inf")
+            loop.unscale()
+
+    def average(self, step: int, *, may_skip: bool = False) -> list[bool]:
+        for averager in self.averagers:
+            averager.begin(step)
+        return [averager.finish(may_skip=may_skip) for averager in self.averagers]
+
+    def step(self, step: int, spoilt: int | None = None) -> list[bool]:
+        self.compute(step, spoilt)
+        applied = self.average(step, may_skip=self.loops[0].scaler.is_enabled())
+        return [not loop.apply(step, skip=not done).skipped for loop, done in zip(self.loops, applied, strict=True)]
+
+    def weights(self) -> list[Tensor]:
+        return [torch.cat([p.detach().flatten().clone() for p in loop.model.parameters()]) for loop in self.loops]
+
+
+def gradients(model: Transformer) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_the_mean_is_the_gradient_of_the_joined_batch(num_replicas: int) -> None:
+    replicas = Replicas(num_replicas)
+    replicas.compute(0)
+    assert replicas.average(0) == [True] * num_replicas
+    together = build_model(MODEL, seed=0)
+    parts = [batch(m) for m in range(num_replicas)]
+    tokens, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    torch.autograd.backward(together.loss(tokens, targets).loss)
+    for loop in replicas.loops:
+        for mine, joined in zip(gradients(loop.model), gradients(together), strict=True):
+            torch.testing.assert_close(mine, joined, rtol=1e-4, atol=1e-6)
+
+
+def test_one_replica_keeps_its_own_bits() -> None:
+    """Invariant 13."""
+    replicas = Replicas(1)
+    replicas.compute(0)
+    before = [gradient.clone() for gradient in gradients(replicas.loops[0].model)]
+    replicas.average(0)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(replicas.loops[0].model), before, strict=True))
+
+
+@pytest.mark.parametrize("codec", codec_names())
+def test_every_replica_holds_the_same_bits_after_every_step(codec: str) -> None:
+    """On different data, whatever the gradients travel in; and the gradients that are applied are replicas' own."""
+    replicas = Replicas(3, codec)
+    start = replicas.weights()[0]
+    for step in range(5):
+        assert replicas.step(step) == [True] * 3
+        first, *others = replicas.weights()
+        assert all(torch.equal(first, each) for each in others)
+    assert not torch.equal(first, start)
+
+
+@pytest.mark.parametrize(("codec", "tolerance"), [("float16", 2.0**-10), ("bfloat16", 2.0**-7)])
+def test_a_narrow_codec_is_as_near_as_it_says_and_half_the_bytes(codec: str, tolerance: float) -> None:
+    exact, narrow = Replicas(2), Replicas(2, codec)
+    for replicas in (exact, narrow):
+        replicas.compute(0)
+        replicas.average(0)
+    for one, other in zip(gradients(exact.loops[0].model), gradients(narrow.loops[0].model), strict=True):
+        torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance * float(one.abs().max()))
+    assert 2 * narrow.hub.endpoint(0).sent_bytes == exact.hub.endpoint(0).sent_bytes
+
+
+@pytest.mark.parametrize("spoilt", [0, 2])
+@pytest.mark.parametrize("codec", ["float32", "float16", "fp4"])
+def test_without_a_scaler_a_gradient_that_is_no_number_is_an_error_that_names_the_replica(
+    spoilt: int, codec: str
+) -> None:
+    """Also through a codec that saturates, and would hide it."""
+    replicas = Replicas(3, codec)
+    replicas.step(0)
+    held = replicas.weights()
+    replicas.compute(1, spoilt)
+    for averager in replicas.averagers:
+        averager.begin(1)
+    for averager in replicas.averagers:
+        words = f"gradients of step 1 is void: .* replica {spoilt} was refused: gradients that are not finite"
+        with pytest.raises(NonFiniteError, match=words):
+            averager.finish(may_skip=False)
+    assert all(torch.equal(a, b) for a, b in zip(replicas.weights(), held, strict=True))
+
+
+def test_with_a_scaler_all_skip_and_stay_alike() -> None:
+    """Parameters stand still, every loss scale is halved, and the next step is taken by all."""
+    replicas = Replicas(3, precision="float16")
+    replicas.step(0)
+    held, scale = replicas.weights()[0], replicas.loops[0].scaler.get_scale()
+    assert replicas.step(1, spoilt=1) == [False] * 3
+    assert all(torch.equal(each, held) for each in replicas.weights())
+    assert [loop.scaler.get_scale() for loop in replicas.loops] == [scale / 2] * 3
+    assert replicas.step(2) == [True] * 3
+    first, *others = replicas.weights()
+    assert all(torch.equal(first, each) for each in others)
+    assert not torch.equal(first, held)
+    states = [loop.scaler.state_dict() for loop in replicas.loops]
+    assert states[0] == states[1] == states[2]
+
+
+def test_where_fewer_suffice_the_replica_left_out_moves_with_the_others() -> None:
+    replicas = Replicas(3, precision="float16", min_contributors=2)
+    held = replicas.weights()[0]
+    assert replicas.step(0, spoilt=1) == [True] * 3
+    first, *others = replicas.weights()
+    assert all(torch.equal(first, each) for each in others)
+    assert not torch.equal(first, held)
+    scales = [loop.scaler.get_scale() for loop in replicas.loops]
+    assert scales == [2.0**16, 2.0**15, 2.0**16]
+
+
+def test_a_lost_contribution_is_an_error_that_names_the_replica() -> None:
+    replicas = Replicas(2, faults=[Fault(kind="drop", replica=1, round=RoundId(-1, 0))])
+    replicas.compute(0)
+    with pytest.raises(NonFiniteError, match="replica 1 was not heard of"):
+        replicas.average(0)
+
+
+def test_absent_gradients_count_as_zero() -> None:
+    """One replica's batch never reached a parameter: the mean is half of the other's gradient."""
+    replicas = Replicas(2)
+    replicas.compute(0)
+    weight = [loop.model.norm.weight for loop in replicas.loops]
+    assert weight[0].grad is not None
+    own = weight[0].grad.clone()
+    weight[1].grad = None
+    assert replicas.average(0) == [True, True]
+    for each in weight:
+        assert each.grad is not None
+        assert torch.equal(each.grad, own / 2)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    whole, partial = Replicas(2), Replicas(2, frozen=["embedding.weight"])
+    start = partial.loops[0].model.embedding.weight.clone()
+    for replicas in (whole, partial):
+        replicas.step(0)
+    saved = whole.hub.endpoint(0).sent_bytes - partial.hub.endpoint(0).sent_bytes
+    assert saved == 4 * start.numel()
+    for loop in partial.loops:
+        assert torch.equal(loop.model.embedding.weight, start)
+        assert loop.model.embedding.weight.grad is None
+
+
+def test_a_finish_without_a_begin_is_a_mistake_of_the_caller() -> None:
+    with pytest.raises(AssertionError, match="begin comes first"):
+        Replicas(1).averagers[0].finish(may_skip=False)

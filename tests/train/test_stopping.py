@@ -1,0 +1,93 @@
+"""The first signal asks, the second ends the process, and afterwards signals are whose they were."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import FrameType
+
+import pytest
+
+from diloco.train.stopping import StopRequest
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+CHILD = """
+import signal, sys
+from diloco.train.stopping import StopRequest
+first, second = (getattr(signal, name) for name in sys.argv[1:])
+with StopRequest() as stop:
+    signal.raise_signal(first)
+    print("asked by", stop.signal, flush=True)
+    try:
+        signal.raise_signal(second)
+    finally:
+        print("cleaning up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_noted_and_interrupts_nothing(number: signal.Signals) -> None:
+    """SIGINT would otherwise be a KeyboardInterrupt in the middle of a step, and SIGTERM the end."""
+    with StopRequest() as stop:
+        seen = [stop.signal]
+        signal.raise_signal(number)
+        assert [*seen, stop.signal] == [None, number.name]
+        assert sum(range(1000)) == 499500, "the step goes on"
+
+
+def test_a_signal_from_another_process_counts() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == "SIGTERM"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_handlers_are_put_back(fails: bool) -> None:
+    """Those of whoever called, also when the run ends in an error."""
+    heard: list[int] = []
+
+    def mine(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    before = [signal.signal(number, mine) for number in SIGNALS]
+    try:
+        with StopRequest() as stop:
+            assert all(signal.getsignal(number) != mine for number in SIGNALS)
+        if fails:
+            with pytest.raises(RuntimeError), StopRequest() as stop:
+                raise RuntimeError
+        assert all(signal.getsignal(number) is mine for number in SIGNALS)
+        signal.raise_signal(signal.SIGINT)
+        assert (heard, stop.signal) == ([signal.SIGINT], None)
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("first", "second"), [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
+def test_a_second_signal_ends_the_process_at_once(first: str, second: str) -> None:
+    """Exit code 130, the cursor shown again, and no cleaning up that could hang."""
+    done = subprocess.run([sys.executable, "-c", CHILD, first, second], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stdout == f"asked by {first}\n"
+    assert done.stderr == "\x1b[?25hstopped at once; nothing more was saved\n"
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    seen: list[object] = []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            seen.extend(signal.getsignal(number) for number in SIGNALS)
+            seen.append(stop.signal)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [*before, None]
+    assert [signal.getsignal(number) for number in SIGNALS] == before
