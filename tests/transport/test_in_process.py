@@ -110,10 +110,24 @@ def test_waiting_out_of_turn_in_one_thread_is_an_error_at_once() -> None:
     assert caught.value.replicas == (1,)
 
 
+def test_so_it_is_before_the_other_replica_was_heard_of_at_all() -> None:
+    """H = 1, first step: with one thread in the whole process nobody can ever send the rest."""
+    pending = InProcessTransport(2).endpoint(0).average(contribution(0))
+    with pytest.raises(RoundTimeoutError, match="replica 1 has not sent"):
+        pending.wait()
+
+
 def test_a_replica_that_never_comes_is_named_after_the_timeout() -> None:
     pending = InProcessTransport(2).endpoint(0).average(contribution(0))
-    with pytest.raises(RoundTimeoutError, match="within 0 s: nothing was heard of replica 1"):
-        pending.wait(timeout_s=0)
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with pytest.raises(RoundTimeoutError, match="within 0 s: nothing was heard of replica 1"):
+            pending.wait(timeout_s=0)
+    finally:
+        done.set()
+        other.join()
 
 
 def test_an_average_is_taken_once() -> None:
