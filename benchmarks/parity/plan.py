@@ -1,0 +1,58 @@
+"""What is compared: names and command lines, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ABLATIONS", "COMMON", "FORK_STEP", "MAIN", "Variant"]
+
+COMMON = (
+    "--preset tiny --train.threads 1 --evaluation.sequences 512 --evaluation.every-steps 0 "
+    "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --checkpoint.keep 1 "
+    "--monitor.console quiet --monitor.no-tensorboard"
+)
+"""Shared by all runs: the quick start (600 steps, of which 200 are a shared data-parallel start), quietly."""
+
+FORK_STEP = 199
+"""Up to here all algorithms do the same, so one run per seed serves all that have four replicas."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table."""
+
+    name: str
+    arguments: str
+    replicas: int = 4
+
+
+def streaming(name: str, *, codec: str = "fp4", more: str = "") -> Variant:
+    """Streaming DiLoCo as the quick start has it, or what ``more`` says."""
+    return Variant(name, f"--algorithm streaming --codec {codec} {more}".strip())
+
+
+MAIN = (
+    Variant("data-parallel", "--algorithm data-parallel"),
+    Variant("one replica, a quarter of the tokens", "--algorithm data-parallel --replicas 1", replicas=1),
+    Variant("DiLoCo", "--algorithm diloco"),
+    streaming("Streaming float32", codec="float32"),
+    streaming("Streaming float16", codec="float16"),
+    streaming("Streaming int8", codec="int8"),
+    streaming("Streaming fp4", codec="fp4"),
+)
+"""Three seeds each."""
+
+ABLATIONS = (
+    Variant("independent replicas, mean of their losses", "--algorithm none"),
+    streaming("Streaming fp4, outer Nesterov lr 0.4", more="--outer.momentum 0.9 --outer.learning-rate 0.4"),
+    streaming("Streaming fp4, outer Nesterov lr 0.7", more="--outer.momentum 0.9 --outer.learning-rate 0.7"),
+    streaming("Streaming fp4, outer Nesterov mu 0.5 lr 0.7", more="--outer.momentum 0.5 --outer.learning-rate 0.7"),
+    streaming("Streaming fp4, outer SGD lr 1", more="--outer.momentum 0 --outer.learning-rate 1.0"),
+    streaming("Streaming fp4, H=30", more="--inner-steps 30"),
+    streaming("Streaming fp4, tau 0", more="--overlap-steps 0"),
+    streaming("Streaming fp4, tau 5", more="--overlap-steps 5"),
+    streaming("Streaming fp4, alpha 0", more="--merge-alpha 0"),
+    streaming("Streaming fp4, alpha 0.5", more="--merge-alpha 0.5"),
+    streaming("Streaming fp4, error feedback", more="--codec.error-feedback"),
+)
+"""One seed each; read against the rows of the main table with the same seed."""

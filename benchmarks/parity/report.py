@@ -1,0 +1,71 @@
+"""The tables of the parity benchmark, in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parity.plan import ABLATIONS, COMMON, MAIN, Variant
+
+__all__ = ["write_report"]
+
+Row = dict[str, Any]
+MARK = "<!-- what follows is written by python -m benchmarks.parity -->"
+
+
+def write_report(results: Sequence[Row], path: Path, *, seeds: int) -> None:
+    """Put the tables behind the mark in ``path``; the prose before it stays."""
+    prose = path.read_text(encoding="utf-8").split(MARK)[0]
+    path.write_text(prose + MARK + "\n\n" + tables(results, seeds), encoding="utf-8")
+
+
+def tables(results: Sequence[Row], seeds: int) -> str:
+    """Main table with the spread over seeds, then the ablations."""
+    by_name: dict[str, dict[int, Row]] = {}
+    for row in results:
+        by_name.setdefault(row["variant"], {})[row["seed"]] = row
+    base = {seed: row["heldout_loss"] for seed, row in by_name["data-parallel"].items()}
+    lines = [
+        f"## {seeds} seeds",
+        "",
+        "| run | held-out loss, mean | greatest - least | against data-parallel, seed by seed | sent after the start | "
+        "minutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [_main_row(variant, by_name[variant.name], base) for variant in MAIN]
+    lines += ["", "## Ablations, seed 0", "", "| run | held-out loss | against data-parallel | sent after the start |"]
+    lines += ["|---|---|---|---|"]
+    lines += [_ablation_row(v, by_name[v.name][0], base[0]) for v in ABLATIONS if v.name in by_name]
+    lines += [
+        "",
+        "## Commands",
+        "",
+        f"`diloco train {COMMON} --seed SEED` and:",
+        "",
+        "| run | arguments |",
+        "|---|---|",
+    ]
+    lines += [f"| {v.name} | `{v.arguments}` |" for v in (*MAIN, *ABLATIONS) if v.name in by_name]
+    return "\n".join(lines) + "\n"
+
+
+def _sent(row: Row) -> str:
+    start = row["shared_start_sent_bytes_per_replica"] if row["rounds_committed"] else 0
+    return f"{(row['sent_bytes_per_replica'] - start) / 1e6:,.1f} MB"
+
+
+def _main_row(variant: Variant, rows: dict[int, Row], base: dict[int, float]) -> str:
+    losses = [rows[seed]["heldout_loss"] for seed in sorted(rows)]
+    gaps = " / ".join(f"{100 * (rows[seed]['heldout_loss'] / base[seed] - 1):+.2f} %" for seed in sorted(rows))
+    minutes = statistics.mean(row["wall_s"] for row in rows.values()) / 60
+    return (
+        f"| {variant.name} | {statistics.mean(losses):.4f} | {max(losses) - min(losses):.4f} | {gaps} | "
+        f"{_sent(rows[min(rows)])} | {minutes:.1f} |"
+    )
+
+
+def _ablation_row(variant: Variant, row: Row, base: float) -> str:
+    gap = 100 * (row["heldout_loss"] / base - 1)
+    return f"| {variant.name} | {row['heldout_loss']:.4f} | {gap:+.2f} % | {_sent(row)} |"
