@@ -1,0 +1,73 @@
+"""Codecs, values and bounds that the tests of codecs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int8
+from diloco.algorithm.codec.base import pieces
+
+BLOCK = 8
+LARGEST = torch.finfo(torch.float32).max
+TINY = torch.finfo(torch.float32).tiny
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "float32": Float32,
+    "float16": Float16,
+    "bfloat16": BFloat16,
+    "int8": lambda: Int8(BLOCK, implementation="torch"),
+    "fp4": lambda: FP4(BLOCK, implementation="torch"),
+    "int8-built": lambda: Int8(BLOCK),
+    "fp4-built": lambda: FP4(BLOCK),
+}
+"""The ones called "built" run the C kernels where a compiler was found, and torch elsewhere."""
+
+PIECE = next(pieces(1 << 30, torch.device("cpu"), BLOCK))[1]
+SIZES = [0, 1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, PIECE, 2 * PIECE + BLOCK + 3]
+
+finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+vectors = st.lists(finite_floats, max_size=5 * BLOCK).map(lambda values: torch.tensor(values, dtype=torch.float32))
+
+
+def spread_values(numel: int, seed: int = 0) -> Tensor:
+    """Values of many magnitudes, with zeros of both signs, subnormals and the largest numbers among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * torch.exp2(torch.randn(numel, generator=generator) * 8)
+    corners = torch.tensor([0.0, -0.0, 1e-45, -1e-40, TINY, LARGEST, -LARGEST, 1.5, -0.75, 65519.0])
+    values[::13] = corners.repeat(numel // (13 * len(corners)) + 1)[: len(values[::13])]
+    return values
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def block_maxima(values: Tensor, block_size: int) -> Tensor:
+    """For each value the largest magnitude of its block."""
+    padded = torch.nn.functional.pad(values.abs(), (0, -len(values) % block_size))
+    return padded.view(-1, block_size).amax(dim=1).repeat_interleave(block_size)[: len(values)]
+
+
+def error_bound(codec: Codec, values: Tensor) -> Tensor:
+    """What the docstrings promise, in float64."""
+    magnitude = values.abs().double()
+    if codec.name == "float32":
+        return torch.zeros_like(magnitude)
+    if codec.name == "float16":
+        bound = (magnitude * 2.0**-11).where(magnitude >= 2.0**-14, 2.0**-25)
+        return bound.where(magnitude <= 65504, magnitude - 65504)
+    if codec.name == "bfloat16":
+        return (magnitude * 2.0**-8).where(magnitude >= TINY, 2.0**-134)
+    largest = block_maxima(values, BLOCK).double()
+    if codec.name == "int8":
+        scale = (largest.float() / 127).double()
+        bound = (scale / 2 + 2.0**-22 * largest).where(scale >= TINY, largest)
+        return bound.where(largest <= codec.saturation_limit, scale)
+    exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-149) / 0.75)).clamp(-120, 127)
+    least = 0.75 / 64 * torch.exp2(exponent)
+    bound = (magnitude / 3).where(magnitude >= least, least)
+    return bound.where(magnitude <= codec.saturation_limit, magnitude - 2.0**127)

@@ -1,0 +1,90 @@
+"""Torch operations and compiled kernels give the same bits, and which of them runs is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.algorithm.codec import FP4, Codec, Int8, make_codec
+from diloco.algorithm.codec import native as native_kernels
+from diloco.errors import ConfigurationError
+from tests.algorithm.codecs import (
+    BLOCK,
+    finite_floats,
+    same_bits,
+    spread_values,
+    vectors,
+)
+
+
+def pairs_of_implementations(block_size: int) -> Iterator[tuple[Codec, Codec]]:
+    for codec in (Int8, FP4):
+        yield codec(block_size, implementation="torch"), codec(block_size)
+
+
+def assert_same_bits_either_way(values: Tensor, block_size: int, weight: float) -> None:
+    numel = len(values)
+    for first, second in pairs_of_implementations(block_size):
+        payload = first.encode(values)
+        assert torch.equal(payload, second.encode(values))
+        assert same_bits(first.decode(payload, numel), second.decode(payload, numel))
+        sums = [spread_values(numel, seed=2), spread_values(numel, seed=2)]
+        first.accumulate(payload, sums[0], weight)
+        second.accumulate(payload, sums[1], weight)
+        assert torch.equal(sums[0].isnan(), sums[1].isnan())
+        assert same_bits(sums[0].nan_to_num(nan=0.5), sums[1].nan_to_num(nan=0.5))
+
+
+@pytest.mark.parametrize("block_size", [2, 6, 8, 256, 65536])
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 255, 256, 257, 70_001, (1 << 18) + 1])
+def test_implementations_agree_bit_for_bit(block_size: int, numel: int) -> None:
+    assert_same_bits_either_way(spread_values(numel), block_size, weight=0.3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(values=vectors, weight=finite_floats)
+def test_implementations_agree_bit_for_bit_on_any_values(values: Tensor, weight: float) -> None:
+    assert_same_bits_either_way(values, BLOCK, weight)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_implementations_agree_on_payloads_that_no_encoder_writes(data: st.DataObject) -> None:
+    numel = 2 * BLOCK + 3
+    for first, second in pairs_of_implementations(BLOCK):
+        size = first.payload_bytes(numel)
+        payload = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
+        faults = [codec._find_fault(payload, numel) for codec in (first, second)]
+        assert faults[0] == faults[1]
+        if faults[0] is None:
+            assert same_bits(first.decode(payload, numel), second.decode(payload, numel))
+
+
+def test_the_implementation_that_runs_is_named() -> None:
+    built = "native (C)" if native_kernels.available() else "torch"
+    for first, second in pairs_of_implementations(BLOCK):
+        assert first.implementation == "torch"
+        assert second.implementation == built
+    assert (native_kernels.unavailable_reason() is None) == native_kernels.available()
+
+
+def test_native_is_never_replaced_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_kernels, "_library", lambda: (None, "there was no C compiler"))
+    with pytest.raises(ConfigurationError, match=r"there was no C compiler\); 'torch' would work"):
+        Int8(implementation="native")
+    assert make_codec("fp4").implementation == "torch"
+
+
+def test_kernels_of_another_version_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native_kernels.available():
+        assert "no compiled _kernels" in str(native_kernels.unavailable_reason())
+        return
+    monkeypatch.setattr(native_kernels, "_VERSION", 0)
+    library, reason = native_kernels._library.__wrapped__()
+    assert library is None
+    assert "install it again" in str(reason)
