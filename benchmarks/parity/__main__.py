@@ -70,6 +70,7 @@ def run(runs: Path, variant: Variant, seed: int) -> dict[str, Any]:
             diloco([*arguments, "--out", str(folder)], folder)
         shutil.rmtree(folder / "checkpoints")
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    del summary["out"]  # where it ran is nobody's business
     return {"variant": variant.name, "arguments": variant.arguments, "seed": seed, **summary}
 
 

@@ -44,7 +44,6 @@ MAIN = (
 
 ABLATIONS = (
     Variant("independent replicas, mean of their losses", "--algorithm none"),
-    streaming("Streaming fp4, outer Nesterov lr 0.4", more="--outer.momentum 0.9 --outer.learning-rate 0.4"),
     streaming("Streaming fp4, outer Nesterov lr 0.7", more="--outer.momentum 0.9 --outer.learning-rate 0.7"),
     streaming("Streaming fp4, outer Nesterov mu 0.5 lr 0.7", more="--outer.momentum 0.5 --outer.learning-rate 0.7"),
     streaming("Streaming fp4, outer SGD lr 1", more="--outer.momentum 0 --outer.learning-rate 1.0"),

@@ -52,7 +52,7 @@ def tables(results: Sequence[Row], seeds: int) -> str:
 
 
 def _sent(row: Row) -> str:
-    start = row["shared_start_sent_bytes_per_replica"] if row["rounds_committed"] else 0
+    start = row["shared_start_sent_bytes_per_replica"] if row["shared_start_steps"] else 0
     return f"{(row['sent_bytes_per_replica'] - start) / 1e6:,.1f} MB"
 
 
