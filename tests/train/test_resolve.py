@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.config.keys import build, flatten
 from diloco.errors import ConfigurationError
@@ -268,3 +271,18 @@ def test_codec_names_are_those_of_the_registry() -> None:
     from diloco.algorithm.codec import codec_names
 
     assert sorted(CODEC_NAMES) == sorted(codec_names())
+
+
+@pytest.mark.parametrize("block_size", [0, 1, 2, 3, 7, 8, 65535, 65536, 65538])
+def test_block_sizes_are_refused_here_exactly_where_the_codecs_refuse_them(block_size: int) -> None:
+    """The rule stands twice, because settings are checked without torch."""
+
+    def refused(make: Callable[[], object]) -> bool:
+        try:
+            make()
+        except ConfigurationError:
+            return True
+        return False
+
+    by_codec = {refused(functools.partial(make_codec, name, block_size=block_size)) for name in ("int8", "fp4")}
+    assert by_codec == {refused(lambda: resolved(codec__block_size=block_size))}
