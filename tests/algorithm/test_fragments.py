@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.algorithm.fragments import Fragment, bind, check_coverage, flatten, partition, unflatten_
+from diloco.algorithm.fragments import Fragment, Strategy, bind, check_coverage, flatten, partition, unflatten_
 from diloco.errors import FragmentError
 
 
@@ -30,12 +30,12 @@ def layer_numbers(fragment: Fragment) -> set[int]:
 
 @pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_exactly_once_for_every_number_of_fragments(strategy: str, tied: bool) -> None:
+def test_exactly_once_for_every_number_of_fragments(strategy: Strategy, tied: bool) -> None:
     """Property, by exhaustion over layers and fragments."""
     for num_layers in range(1, 8):
         model = Decoder(num_layers, tied=tied)
         for num_fragments in range(1, num_layers + 2):
-            fragments = partition(model, num_fragments=num_fragments, strategy=strategy)  # type: ignore[arg-type]
+            fragments = partition(model, num_fragments=num_fragments, strategy=strategy)
             names = [name for fragment in fragments for name in fragment.names]
             assert len(fragments) == num_fragments
             assert sorted(names) == sorted(name for name, _ in model.named_parameters())
@@ -109,9 +109,9 @@ def test_patterns_that_miss_or_overlap_are_refused(patterns: list[list[str]], wo
 
 
 @pytest.mark.parametrize("strategy", ["strided", "sequential", "balanced"])
-def test_more_fragments_than_there_are_parts_is_refused(strategy: str) -> None:
+def test_more_fragments_than_there_are_parts_is_refused(strategy: Strategy) -> None:
     with pytest.raises(FragmentError, match="would work"):
-        partition(Decoder(2), num_fragments=40, strategy=strategy)  # type: ignore[arg-type]
+        partition(Decoder(2), num_fragments=40, strategy=strategy)
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:

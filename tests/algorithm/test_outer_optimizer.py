@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +101,6 @@ def test_schedules_are_functions_of_the_outer_step() -> None:
         (lambda: Adam(betas=(0.9, 1.0)), "0 <= beta < 1"),
     ],
 )
-def test_impossible_values_are_refused(make: object, words: str) -> None:
+def test_impossible_values_are_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        make()  # type: ignore[operator]
+        make()

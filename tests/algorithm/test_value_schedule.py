@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -19,12 +20,12 @@ from diloco.errors import ConfigurationError
     ratio=st.floats(0, 1),
 )
 def test_rises_to_the_peak_then_never_rises_and_ends_where_it_should(
-    kind: str, warmup: int, rest: int, ratio: float
+    kind: Literal["constant", "linear", "cosine", "wsd"], warmup: int, rest: int, ratio: float
 ) -> None:
     total = warmup + rest
     schedule = ValueSchedule(
         peak=2.0,
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         total_steps=total,
         warmup_steps=warmup,
         final_ratio=ratio,

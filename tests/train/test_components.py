@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -50,12 +51,14 @@ class TestDevice:
 class TestOuterOptimizer:
     @pytest.mark.parametrize("kind", ["linear", "cosine"])
     @pytest.mark.parametrize("name", ["sgd", "nesterov", "adam"])
-    def test_the_learning_rate_falls_over_the_outer_steps_of_the_run(self, name: str, kind: str) -> None:
+    def test_the_learning_rate_falls_over_the_outer_steps_of_the_run(
+        self, name: Literal["sgd", "nesterov", "adam"], kind: Literal["linear", "cosine"]
+    ) -> None:
         """Ten rounds of a fragment: from the peak, half-way at five, and at the end where it was told."""
         settings = OuterSettings(
-            name=name,  # type: ignore[arg-type]  # from a table
+            name=name,
             learning_rate=0.8,
-            learning_rate_schedule=kind,  # type: ignore[arg-type]
+            learning_rate_schedule=kind,
             learning_rate_final_ratio=0.25,
         )
         outer = make_outer_optimizer(settings, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -92,14 +93,14 @@ def test_alpha_1_is_independent_replicas() -> None:
 @pytest.mark.parametrize(("num_replicas", "exact"), [(2, True), (4, True), (3, False)])
 def test_replicas_on_the_same_data_are_one_replica(num_replicas: int, exact: bool) -> None:
     """Bit for bit where dividing by M is exact; within rounding elsewhere."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "schedule": SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=1),
         "make_inner": adamw,
         "outer": Nesterov(learning_rate=0.4),
         "merge": RebaseMerge(),
         "fragments": partition(Vectors(), num_fragments=3, strategy="balanced"),
     }
-    many, one = Swarm(num_replicas, **arguments), Swarm(1, **arguments)  # type: ignore[arg-type]
+    many, one = Swarm(num_replicas, **arguments), Swarm(1, **arguments)
     many.run(40, quadratic(shared=True))
     one.run(40, quadratic(shared=True))
     if exact:

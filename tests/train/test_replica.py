@@ -223,22 +223,22 @@ class TestBuffers:
             return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
         swarm = Swarm(2, SyncSchedule(inner_steps=2, num_fragments=2), make_model=make)
-        for m, model in enumerate(swarm.models):
-            model[1].running_mean.fill_(float(m))  # type: ignore[index, union-attr]  # the norm
-            model[1].num_batches_tracked.fill_(10 + m)  # type: ignore[index, union-attr]
+        norms = [model.get_submodule("1") for model in swarm.models]
+        for m, norm in enumerate(norms):
+            norm.get_buffer("running_mean").fill_(float(m))
+            norm.get_buffer("num_batches_tracked").fill_(10 + m)
 
         def zero(replica: int, step: int, model: nn.Module) -> None:
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
 
         swarm.run(2, zero)  # fragment 0 only
-        assert [model[1].running_mean[0].item() for model in swarm.models] == [0.0, 1.0]  # type: ignore[index, union-attr]
+        assert [norm.get_buffer("running_mean").tolist() for norm in norms] == [[0.0, 0.0], [1.0, 1.0]]
         swarm.run(1, zero)
-        for model in swarm.models:
-            norm = model[1]  # type: ignore[index]
-            assert norm.running_mean.tolist() == [0.5, 0.5]
-            assert norm.num_batches_tracked.item() == 10
-            assert norm.running_var.tolist() == [1.0, 1.0]
+        for norm in norms:
+            assert norm.get_buffer("running_mean").tolist() == [0.5, 0.5]
+            assert norm.get_buffer("num_batches_tracked").item() == 10
+            assert norm.get_buffer("running_var").tolist() == [1.0, 1.0]
 
 
 def test_outer_state_is_float32_whatever_the_model_is() -> None:

@@ -22,6 +22,7 @@ from diloco.errors import ConfigurationError, FragmentError
 
 __all__ = [
     "Fragment",
+    "Strategy",
     "bind",
     "check_coverage",
     "flatten",
