@@ -18,6 +18,7 @@ from diloco import __version__
 from diloco.cli import COMMANDS, main
 from diloco.errors import ConfigurationError, DiLoCoError
 from diloco.model.presets import get_preset, preset_names
+from diloco.monitor.files import read_metrics
 
 SMALL = """
 algorithm = "streaming"
@@ -180,11 +181,12 @@ def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -
     assert main(["train", "--resume", str(out), "--steps", "8"]) == 0
 
 
-def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files / "run", tmp_path / "run")
     flags = ["--steps", "9", "--evaluation.sequences", "2", "--stop-after", "7"]
     assert main(["train", "--resume", str(tmp_path / "run"), *flags]) == 0
-    assert "train.steps goes from 8 to 9: the learning-rate schedule" in capsys.readouterr().err
+    [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
+    assert "train.steps goes from 8 to 9: the learning-rate schedule" in note["text"]
     record = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert (record["train"]["steps"], record["evaluation"]["sequences"]) == (9, 2)
     assert read_json(tmp_path / "run" / "summary.json")["steps"] == 7

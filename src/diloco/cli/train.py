@@ -20,9 +20,9 @@ def run(arguments: Sequence[str]) -> int:
     """Train; returns 130 when a signal stopped the run and its state was saved."""
     line = parse_arguments(arguments)
     plan = plan_run(line)
-    for note in plan.notes:
-        print(f"diloco: note: {note}", file=sys.stderr)
     if line.print_config:
+        for note in plan.notes:
+            print(f"diloco: note: {note}", file=sys.stderr)
         print(plan.record)
         print("\n".join(f"# {name}: {fact}" for name, fact in _facts(plan.configuration).items()))
         return 0
@@ -43,7 +43,7 @@ def _train(plan: RunPlan, folder: Path) -> int:
         _continue_record(plan, plan.source, folder)
     sink = make_sinks(plan.configuration.monitor, folder, is_terminal=sys.stdout.isatty())
     try:
-        summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record)
+        summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes)
     finally:
         sink.close()
     return 130 if summary["interrupted"] else 0

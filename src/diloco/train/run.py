@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from diloco.events import (
     Evaluated,
     Event,
     Interrupted,
+    Note,
     RunFinished,
     RunStarted,
     SampleGenerated,
@@ -42,7 +43,9 @@ from diloco.units import format_bytes
 __all__ = ["run_training"]
 
 
-def run_training(settings: RunSettings, *, folder: Path, sink: Sink, config_toml: str) -> Mapping[str, Any]:
+def run_training(
+    settings: RunSettings, *, folder: Path, sink: Sink, config_toml: str, notes: Sequence[str] = ()
+) -> Mapping[str, Any]:
     """Train as ``settings`` say, and leave everything in ``folder``.
 
     Args:
@@ -50,6 +53,7 @@ def run_training(settings: RunSettings, *, folder: Path, sink: Sink, config_toml
         folder: of the run; made if missing.
         sink: told of everything that happens.
         config_toml: the settings as text, written to ``config.toml`` when the run is new.
+        notes: sentences that the sink is told at the start.
 
     Returns:
         The summary, also written to ``summary.json``; ``interrupted`` names the signal that stopped the run, or is
@@ -75,7 +79,7 @@ def run_training(settings: RunSettings, *, folder: Path, sink: Sink, config_toml
         run.resume(settings.checkpoint.resume)
     environment = json.dumps(describe_environment(device), indent=2)
     (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
-    return run.train()
+    return run.train(notes)
 
 
 class _Run:
@@ -111,7 +115,7 @@ class _Run:
         self.session.load_state_parts(lambda part: checkpoint.load(part))
         self.resumed_from = str(checkpoint.path)
 
-    def train(self) -> dict[str, Any]:
+    def train(self, notes: Sequence[str]) -> dict[str, Any]:
         settings, totals = self.settings, self.session.totals
         last = min(settings.train.steps, settings.train.stop_after or settings.train.steps)
         self._emit(
@@ -126,6 +130,8 @@ class _Run:
                 facts=self._facts(),
             )
         )
+        for note in notes:
+            self._emit(Note(step=self.step, text=note))
         wall_before_s, started_s = totals.wall_s, time.perf_counter()
         evaluate_every, save_every = settings.evaluation.every_steps or 0, settings.checkpoint.every_steps or 0
         saved_at = self.step if self.resumed_from else -1
