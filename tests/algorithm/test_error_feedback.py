@@ -177,6 +177,7 @@ def test_sizes_checks_and_decoding_are_the_inner_codecs() -> None:
     assert codec.parameters() == {"block_size": 64}
     assert codec.implementation == inner.implementation
     assert codec.saturation_limit == inner.saturation_limit
+    assert codec.block_size == inner.block_size == 64
     assert codec.payload_bytes(NUMEL) == inner.payload_bytes(NUMEL)
     payload = inner.encode(random_values(0))
     assert torch.equal(codec.decode(payload, NUMEL), inner.decode(payload, NUMEL))
@@ -184,6 +185,7 @@ def test_sizes_checks_and_decoding_are_the_inner_codecs() -> None:
     codec.accumulate(payload, out, 2.0)
     assert torch.equal(out, 2 * inner.decode(payload, NUMEL))
     codec.validate(payload, NUMEL)
+    assert torch.equal(codec.cut(payload, NUMEL, 64, NUMEL), inner.encode(random_values(0)[64:]))
     with pytest.raises(CodecError, match="int8"):
         codec.validate(payload.fill_(255), NUMEL)
     assert not codec.pending

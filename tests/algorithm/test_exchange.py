@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement, pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.algorithm.codec import Codec, codec_names, make_codec
-from diloco.algorithm.exchange import Exchange, data_parallel_bytes, plan_exchange
+from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange, shard_bounds
 
 Messages = list[tuple[int, int, int]]
 """(from, to, bytes)."""
-
-
-def shards(numel: int, num_replicas: int) -> list[int]:
-    """Stretches of ceil(numel / M) values; the last ones are shorter, or empty."""
-    longest = -(-numel // num_replicas)
-    return [max(0, min(longest, numel - m * longest)) for m in range(num_replicas)]
 
 
 def all_gather(sizes: list[int]) -> Messages:
@@ -25,53 +21,87 @@ def all_gather(sizes: list[int]) -> Messages:
     return [(a, b, sizes[a]) for a in replicas for b in replicas if a != b]
 
 
-def reduce_scatter(codec: Codec, numel: int, num_replicas: int) -> Messages:
-    """Replica b sums stretch b, so everybody sends it that stretch; then the float32 sums are all-gathered."""
-    lengths, replicas = shards(numel, num_replicas), range(num_replicas)
+def reduce_scatter(codec: Codec, lengths: list[int]) -> Messages:
+    """Replica b sums stretch b, so everybody sends it that stretch; then the float32 means are all-gathered."""
+    replicas = range(len(lengths))
     first = [(a, b, codec.payload_bytes(lengths[b])) for a in replicas for b in replicas if a != b]
     return first + all_gather([4 * length for length in lengths])
 
 
-def busiest(messages: Messages, num_replicas: int) -> int:
+def traffic(messages: Messages, num_replicas: int) -> tuple[list[int], list[int]]:
+    """Sent and received bytes of every replica."""
     sent = [sum(size for a, _, size in messages if a == m) for m in range(num_replicas)]
-    received = [sum(size for _, b, size in messages if b == m) for m in range(num_replicas)]
+    return sent, [sum(size for _, b, size in messages if b == m) for m in range(num_replicas)]
+
+
+def busiest(messages: Messages, num_replicas: int) -> int:
+    sent, received = traffic(messages, num_replicas)
     return max(sent + received)
 
 
-@settings(max_examples=200, deadline=None)
+def codecs(block_sizes: tuple[int, ...] = (2, 6, 64, 256)) -> list[Codec]:
+    casts = [make_codec(name) for name in ("float32", "float16", "bfloat16")]
+    return casts + [make_codec(name, block_size=size) for name in ("int8", "fp4") for size in block_sizes]
+
+
+@settings(max_examples=300, deadline=None)
 @given(
-    codec=st.sampled_from(codec_names()),
-    numel=st.integers(1, 3000),
+    codec=st.sampled_from(codecs()),
+    numel=st.integers(0, 3000),
     num_replicas=st.integers(1, 9),
     extra=st.integers(0, 50),
 )
 def test_the_plan_is_the_cheaper_of_two_simulated_exchanges(
-    codec: str, numel: int, num_replicas: int, extra: int
+    codec: Codec, numel: int, num_replicas: int, extra: int
 ) -> None:
-    """Property. With shards of one length it is exact, else what the replica with the longest moves at most."""
-    encoder = make_codec(codec)
-    plan = plan_exchange(encoder, numel, num_replicas, extra)
-    beside = busiest(all_gather([extra] * num_replicas), num_replicas)
-    gather = busiest(all_gather([encoder.payload_bytes(numel)] * num_replicas), num_replicas) + beside
-    scatter = busiest(reduce_scatter(encoder, numel, num_replicas), num_replicas) + beside
-    assert plan.sent_bytes == plan.received_bytes
-    if numel % num_replicas == 0:
-        assert plan.sent_bytes == min(gather, scatter)
-        assert plan.pattern == ("all-gather" if gather <= scatter else "reduce-scatter")
-    elif plan.pattern == "all-gather":
-        assert plan.sent_bytes == gather
-    else:
-        longest = -(-numel // num_replicas)
-        shortest = min(shards(numel, num_replicas))
-        short = encoder.payload_bytes(longest) + 4 * longest - encoder.payload_bytes(shortest) - 4 * shortest
-        assert scatter <= plan.sent_bytes <= scatter + (num_replicas - 1) * short
-        assert plan.sent_bytes < gather
+    """Property: exact for every replica, each way, whatever the shards."""
+    plan = plan_exchange(codec, numel, num_replicas, extra)
+    lengths = [stop - start for start, stop in plan.shards]
+    beside = all_gather([extra] * num_replicas)
+    gather = all_gather([codec.payload_bytes(numel)] * num_replicas) + beside
+    scatter = reduce_scatter(codec, lengths) + beside
+    cheaper = gather if busiest(gather, num_replicas) <= busiest(scatter, num_replicas) else scatter
+    assert plan.pattern == ("all-gather" if cheaper is gather else "reduce-scatter")
+    sent = [plan.sent_bytes(position) for position in range(num_replicas)]
+    received = [plan.received_bytes(position) for position in range(num_replicas)]
+    assert (sent, received) == traffic(cheaper, num_replicas)
+    assert plan.busiest_bytes == busiest(cheaper, num_replicas)
+    assert plan.mean_bytes * num_replicas == sum(size for _, _, size in cheaper)
+
+
+@settings(max_examples=300, deadline=None)
+@given(numel=st.integers(0, 5000), num_replicas=st.integers(1, 9), block_size=st.sampled_from([1, 2, 6, 256, 65536]))
+def test_shards_are_cut_between_blocks_and_as_even_as_blocks_allow(
+    numel: int, num_replicas: int, block_size: int
+) -> None:
+    shards = shard_bounds(numel, num_replicas, block_size)
+    assert len(shards) == num_replicas
+    assert (shards[0][0], shards[-1][1]) == (0, numel)
+    assert all(before[1] == after[0] for before, after in pairwise(shards))
+    assert all(start % block_size == 0 for start, _ in shards), "so a codec can cut there"
+    lengths = [stop - start for start, stop in shards]
+    assert min(lengths) >= 0
+    assert max(lengths) - min(lengths) <= block_size
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 15, 16, 17])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_no_other_cut_between_blocks_has_a_shorter_longest_stretch(
+    numel: int, num_replicas: int, block_size: int
+) -> None:
+    between = [*range(0, numel, block_size), numel]
+    others = combinations_with_replacement(between, num_replicas - 1)
+    least = min(max(b - a for a, b in pairwise((0, *cuts, numel))) for cuts in others)
+    assert max(stop - start for start, stop in shard_bounds(numel, num_replicas, block_size)) == least
 
 
 @pytest.mark.parametrize("codec", codec_names())
 @pytest.mark.parametrize("extra", [0, 10])
 def test_one_replica_moves_nothing(codec: str, extra: int) -> None:
-    assert plan_exchange(make_codec(codec), 1000, 1, extra) == Exchange("all-gather", 0, 0)
+    plan = plan_exchange(make_codec(codec), 1000, 1, extra)
+    assert (plan.pattern, plan.shards) == ("all-gather", ((0, 1000),))
+    assert (plan.sent_bytes(0), plan.received_bytes(0)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -94,26 +124,29 @@ def test_where_the_patterns_meet(codec: str, num_replicas: int, pattern: str) ->
     plan = plan_exchange(encoder, numel, num_replicas)
     assert plan.pattern == pattern
     if pattern == "all-gather":
-        assert plan.sent_bytes == (num_replicas - 1) * encoder.payload_bytes(numel)
+        assert plan.busiest_bytes == (num_replicas - 1) * encoder.payload_bytes(numel)
     else:
-        assert plan.sent_bytes < (num_replicas - 1) * encoder.payload_bytes(numel)
+        assert plan.busiest_bytes < (num_replicas - 1) * encoder.payload_bytes(numel)
 
 
 def test_buffers_are_all_gathered_under_either_pattern() -> None:
     for codec in ("float32", "fp4"):
         with_buffers, without = (plan_exchange(make_codec(codec), 1000, 4, extra) for extra in (10, 0))
         assert with_buffers.pattern == without.pattern
-        assert with_buffers.sent_bytes - without.sent_bytes == 3 * 10
+        for position in range(4):
+            assert with_buffers.sent_bytes(position) - without.sent_bytes(position) == 3 * 10
+            assert with_buffers.received_bytes(position) - without.received_bytes(position) == 3 * 10
 
 
-@given(numel=st.integers(1, 10**10), num_replicas=st.integers(1, 100), steps=st.integers(0, 1000))
+@given(numel=st.integers(2, 10**10), num_replicas=st.integers(1, 100), steps=st.integers(0, 1000))
 def test_data_parallel_is_the_plan_for_float32_gradients(numel: int, num_replicas: int, steps: int) -> None:
-    """Property: the ring's bytes, but for the length of the longest stretch."""
+    """Property: the ring's bytes on average, and no more for the longest stretch than its rounding.
+
+    A single value can't be cut: there the patterns tie, and all-gather it is.
+    """
     ring = data_parallel_bytes(numel, num_replicas, steps)
-    planned = steps * plan_exchange(make_codec("float32"), numel, num_replicas).sent_bytes
-    rounding = steps * (num_replicas - 1) * 8
-    assert ring <= planned <= ring + rounding + 1
-    if numel % num_replicas == 0:
-        assert ring == planned
+    plan = plan_exchange(make_codec("float32"), numel, num_replicas)
+    assert ring == steps * sum(plan.sent) // num_replicas == steps * sum(plan.received) // num_replicas
+    assert steps * plan.busiest_bytes <= ring + 1 + steps * (num_replicas - 1) * 4
     if num_replicas == 1 or steps == 0:
         assert ring == 0

@@ -37,7 +37,7 @@ def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Tran
     assert facts["schedule"] == "fragment 0 at step 10, 1 at 13, 2 at 16, and every 10 steps again; merged 1 later"
     codec = make_codec("int8", block_size=256)
     sizes = [fragment.numel for fragment in partition(model, num_fragments=3)]
-    sent = sum(n * plan_exchange(codec, size, 3).sent_bytes for n, size in zip((10, 9, 9), sizes, strict=True))
+    sent = sum(n * plan_exchange(codec, size, 3).mean_bytes for n, size in zip((10, 9, 9), sizes, strict=True))
     baseline = data_parallel_bytes(sum(sizes), 3, 1)
     assert facts["traffic"] == (
         f"{format_bytes(sent / 100)} per replica and step each way; data-parallel: {format_bytes(baseline)}, "

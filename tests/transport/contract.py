@@ -9,6 +9,7 @@ import torch
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import codec_names, make_codec
+from diloco.algorithm.exchange import plan_exchange
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.transport.base import Average, Transport
 
@@ -125,6 +126,19 @@ class TransportContract:
         assert average.sent_bytes == 2 * (make_codec("fp4").payload_bytes(SIZE) + extra)
         assert [endpoint.sent_bytes for endpoint in endpoints] == [average.sent_bytes] * 3
         assert [endpoint.received_bytes for endpoint in endpoints] == [average.received_bytes] * 3
+
+    @pytest.mark.parametrize(("codec", "num_replicas"), [("float32", 3), ("float16", 7), ("int8", 7)])
+    def test_traffic_is_that_of_the_plan_for_every_replica(
+        self, make_endpoints: MakeEndpoints, codec: str, num_replicas: int
+    ) -> None:
+        """1000 values can't be shared alike by 3 or 7; in 4 blocks they aren't worth sharing, and are all-gathered."""
+        endpoints = make_endpoints(num_replicas)
+        averages = exchange(endpoints, [contribution(m, codec=codec) for m in range(num_replicas)])
+        plan = plan_exchange(make_codec(codec), SIZE, num_replicas, extra_bytes=2 * 4 + 2)
+        assert [average.sent_bytes for average in averages] == list(plan.sent)
+        assert [average.received_bytes for average in averages] == list(plan.received)
+        assert [endpoint.sent_bytes for endpoint in endpoints] == list(plan.sent)
+        assert [endpoint.received_bytes for endpoint in endpoints] == list(plan.received)
 
     def test_what_is_fetched_is_the_donors_and_a_copy(self, make_endpoints: MakeEndpoints) -> None:
         endpoints = make_endpoints(2)

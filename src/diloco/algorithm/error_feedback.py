@@ -28,8 +28,8 @@ class ErrorFeedback(Codec):
     - `rollback`: the round was void, or went on without us. Global parameters hold nothing of our contribution and the
       next pseudo-gradient contains all of its work again; so the old residual stays, or that work would count twice.
 
-    One of the two must come between two calls of `encode`. The payload is the inner codec's, and so are `decode`,
-    `accumulate` and `validate`, which know nothing of the residual.
+    One of the two must come between two calls of `encode`. The payload is the inner codec's, and so are `cut`,
+    `decode`, `accumulate` and `validate`, which know nothing of the residual.
 
     Memory: 4 bytes per value, and 4 more from `encode` to `commit` or `rollback`. The residual follows the values to
     their device.
@@ -56,6 +56,7 @@ class ErrorFeedback(Codec):
         self.name = f"{codec.name}+error-feedback"
         self.implementation = codec.implementation
         self.saturation_limit = codec.saturation_limit
+        self.block_size = codec.block_size
         self._residual = torch.zeros(numel, dtype=torch.float32)
         self._candidate: Tensor | None = None
 
@@ -143,6 +144,9 @@ class ErrorFeedback(Codec):
 
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         self.codec._accumulate(payload, out, weight)
+
+    def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        return self.codec._cut(payload, numel, start, stop)
 
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:
         return self.codec._find_fault(payload, numel)

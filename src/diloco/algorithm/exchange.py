@@ -3,35 +3,78 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from diloco.algorithm.codec import Codec
 
-__all__ = ["Exchange", "data_parallel_bytes", "plan_exchange"]
+__all__ = ["Exchange", "data_parallel_bytes", "plan_exchange", "shard_bounds"]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one replica sends and receives in one round; both directions carry the same.
+    """What every replica sends and receives in one round.
+
+    A replica is named by its position: its index among the members of the view, from 0.
 
     Attributes:
-        pattern: ``all-gather``: everybody gets every payload and sums for itself; ``reduce-scatter``: everybody sums
-            one stretch of the values and sends the float32 mean of it to all others.
-        sent_bytes: by one replica, payloads only.
-        received_bytes: by one replica.
+        pattern: ``all-gather``: everybody gets every payload and sums for itself; ``reduce-scatter``: the replica at
+            position i sums stretch i of the values and sends the float32 mean of it to all others.
+        shards: ``(start, stop)`` of the stretch of each position, as `shard_bounds` cuts them. All-gather has them,
+            too, and makes no use of them.
+        sent: bytes by position; payloads, means and what travels beside them.
+        received: bytes by position.
     """
 
     pattern: Literal["all-gather", "reduce-scatter"]
-    sent_bytes: int
-    received_bytes: int
+    shards: tuple[tuple[int, int], ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    def sent_bytes(self, position: int) -> int:
+        """Bytes that the replica at ``position`` sends in this round."""
+        return self.sent[position]
+
+    def received_bytes(self, position: int) -> int:
+        """Bytes that the replica at ``position`` receives in this round."""
+        return self.received[position]
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes each way, mean over replicas: what is sent is received."""
+        return sum(self.sent) / len(self.sent)
+
+    @property
+    def busiest_bytes(self) -> int:
+        """The most that one replica moves in one direction."""
+        return max(*self.sent, *self.received)
+
+
+def shard_bounds(numel: int, num_replicas: int, block_size: int) -> tuple[tuple[int, int], ...]:
+    """``(start, stop)`` of ``num_replicas`` stretches that follow each other and together are all ``numel`` values.
+
+    They are cut between blocks and no two differ by more than one block. With fewer blocks than replicas some are
+    empty. The last stretch holds the last, perhaps shorter block and is one of those with the most blocks; so no other
+    cut between blocks has a shorter longest stretch.
+
+    >>> shard_bounds(10, 3, block_size=1)
+    ((0, 3), (3, 6), (6, 10))
+    >>> shard_bounds(1000, 3, block_size=256)
+    ((0, 256), (256, 512), (512, 1000))
+    >>> shard_bounds(300, 3, block_size=256)
+    ((0, 0), (0, 256), (256, 300))
+    """
+    blocks = -(-numel // block_size)
+    cuts = [min(position * blocks // num_replicas * block_size, numel) for position in range(num_replicas + 1)]
+    return tuple(pairwise(cuts))
 
 
 def plan_exchange(codec: Codec, numel: int, num_replicas: int, extra_bytes: int = 0) -> Exchange:
-    """The cheaper pattern for ``numel`` values between ``num_replicas`` replicas.
+    """The pattern for ``numel`` values between ``num_replicas`` replicas that asks less of the busiest of them.
 
-    All-gather moves ``(M - 1) * n`` bytes each way, with n the payload; reduce-scatter followed by an all-gather of the
-    means moves ``(M - 1) * (n / M + 4 * numel / M)``. The means stay float32: quantising them again would be another
-    algorithm. On a tie all-gather is taken, which needs one trip instead of two.
+    With n the payload, all-gather moves ``(M - 1) * n`` bytes each way; reduce-scatter followed by an all-gather of the
+    means moves about ``(M - 1) * (n / M + 4 * numel / M)``, counted here stretch by stretch. The means stay float32:
+    quantising them again would be another algorithm. On a tie all-gather is taken, which needs one trip instead of two.
 
     Args:
         codec: encodes the contributions.
@@ -40,19 +83,26 @@ def plan_exchange(codec: Codec, numel: int, num_replicas: int, extra_bytes: int 
         extra_bytes: what travels beside the payload of each replica (model buffers), always all-gathered.
 
     >>> from diloco.algorithm.codec import make_codec
-    >>> plan_exchange(make_codec("float32"), 1000, 4)
-    Exchange(pattern='reduce-scatter', sent_bytes=6000, received_bytes=6000)
+    >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
+    >>> plan.pattern, plan.sent, plan.received
+    ('reduce-scatter', (4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))
     >>> plan_exchange(make_codec("fp4"), 1024, 4).pattern
     'all-gather'
     """
     others = num_replicas - 1
-    shard = -(-numel // num_replicas)
-    gather = others * codec.payload_bytes(numel)
-    scatter = others * (codec.payload_bytes(shard) + 4 * shard)
-    extra = others * extra_bytes
-    if gather <= scatter:
-        return Exchange("all-gather", gather + extra, gather + extra)
-    return Exchange("reduce-scatter", scatter + extra, scatter + extra)
+    shards = shard_bounds(numel, num_replicas, codec.block_size)
+    payloads = [codec.payload_bytes(stop - start) for start, stop in shards]
+    means = [4 * (stop - start) for start, stop in shards]
+    both = list(zip(payloads, means, strict=True))
+    gathered = (others * (codec.payload_bytes(numel) + extra_bytes),) * num_replicas
+    gather = Exchange("all-gather", shards, gathered, gathered)
+    scatter = Exchange(
+        "reduce-scatter",
+        shards,
+        sent=tuple(sum(payloads) - payload + others * (mean + extra_bytes) for payload, mean in both),
+        received=tuple(others * (payload + extra_bytes) + sum(means) - mean for payload, mean in both),
+    )
+    return min(gather, scatter, key=lambda exchange: exchange.busiest_bytes)  # the first on a tie
 
 
 def data_parallel_bytes(numel: int, num_replicas: int, steps: int) -> int:

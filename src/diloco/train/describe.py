@@ -67,7 +67,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     payloads = [codec.payload_bytes(size) for size in fragment_sizes]
     exchanges = [plan_exchange(codec, size, replicas) for size in fragment_sizes]
     rounds = [max(0, (local_steps - offset) // schedule.inner_steps) for offset in schedule.fragment_offsets]
-    sent = sum(count * exchange.sent_bytes for count, exchange in zip(rounds, exchanges, strict=True))
+    sent = sum(count * exchange.mean_bytes for count, exchange in zip(rounds, exchanges, strict=True))
     parameters = sum(fragment_sizes)
     per_gradient = data_parallel_bytes(parameters, replicas, 1)
     ratio = f", {format_ratio(per_gradient * local_steps / sent)} as much" if sent else ""
@@ -98,7 +98,7 @@ def _gradients(settings: RunSettings, parameters: int) -> dict[str, str]:
     exchange = plan_exchange(codec, parameters, settings.transport.replicas)
     return {
         "gradients": f"averaged at every step, as {codec.name}",
-        "traffic": f"{format_bytes(exchange.sent_bytes)} per replica and step each way",
+        "traffic": f"{format_bytes(exchange.mean_bytes)} per replica and step each way",
     }
 
 

@@ -139,13 +139,13 @@ class InProcessTransport:
                 f"replica {replica} waits for {round_id}, of which it has nothing in flight.", round=str(round_id)
             )
         self._await_verdict(replica, round_id, state, self.round_timeout_s if timeout_s is None else timeout_s)
-        verdict, exchange = state.verdict, state.exchange
+        verdict = state.verdict
         assert verdict is not None
-        assert exchange is not None
+        sent_bytes, received_bytes = self._bytes(state, replica)
         waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
         endpoint = self._endpoints[replica]
-        endpoint.sent_bytes += exchange.sent_bytes
-        endpoint.received_bytes += exchange.received_bytes
+        endpoint.sent_bytes += sent_bytes
+        endpoint.received_bytes += received_bytes
         state.taken.add(replica)
         if len(state.taken) == len(self.view.members):
             del self._rounds[round_id]
@@ -166,8 +166,8 @@ class InProcessTransport:
             view=self.view,
             contributors=state.mean.contributors,
             weight=state.mean.weight,
-            sent_bytes=exchange.sent_bytes,
-            received_bytes=exchange.received_bytes,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
             wait_s=waited_s,
             buffers=state.mean.buffers,
             integers=state.mean.integers,
@@ -214,12 +214,16 @@ class InProcessTransport:
             return 0.0
         if round_id in self._decided_before:  # its bytes had their place on the links before the checkpoint
             return self._decided_before.pop(round_id)
-        assert state.exchange is not None
         transfers = {
-            replica: Transfer(at_s, state.exchange.sent_bytes, state.exchange.received_bytes)
-            for replica, at_s in sorted(state.sent_at_s.items())
+            replica: Transfer(at_s, *self._bytes(state, replica)) for replica, at_s in sorted(state.sent_at_s.items())
         }
         return self.network.commit_time_s(transfers) + delay_s
+
+    def _bytes(self, state: _Round, replica: int) -> tuple[int, int]:
+        """What ``replica`` sends and receives in a decided round."""
+        assert state.exchange is not None
+        position = self.view.members.index(replica)
+        return state.exchange.sent_bytes(position), state.exchange.received_bytes(position)
 
     def _await_verdict(self, replica: int, round_id: RoundId, state: _Round, timeout_s: float) -> None:
         here = threading.get_ident()

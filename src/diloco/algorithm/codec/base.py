@@ -33,11 +33,13 @@ class Codec(abc.ABC):
         implementation: what runs on CPU tensors, ``"torch"`` or ``"native (C)"``; the bytes are the same. On other
             devices it is always torch.
         saturation_limit: the largest magnitude that is taken without clamping; ``math.inf`` if every finite float32 is.
+        block_size: values that are encoded together; 1 where each is on its own. A payload can be cut between blocks.
     """
 
     name: str
     implementation: str = "torch"
     saturation_limit: float = math.inf
+    block_size: int = 1
 
     def parameters(self) -> Mapping[str, int]:
         """What replicas must agree on beside the name, e.g. ``{"block_size": 256}``."""
@@ -114,6 +116,39 @@ class Codec(abc.ABC):
         if fault:
             raise CodecError(f"{self.name} payload of {numel} values {fault}; no encoder writes that. It was refused.")
 
+    def cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        """The payload of ``values[start:stop]`` alone: where ``payload`` is ``encode(values)``, the same bytes as
+        ``encode(values[start:stop])``.
+
+        So a stretch can travel, be validated, decoded and accumulated on its own, with the same bits as in the whole.
+
+        Args:
+            payload: ``(payload_bytes(numel),)`` uint8, contiguous.
+            numel: values behind ``payload``.
+            start: first value; a multiple of `block_size`.
+            stop: the value after the last; a multiple of `block_size`, or ``numel``.
+
+        Returns:
+            ``(payload_bytes(stop - start),)`` uint8, contiguous; may share memory with ``payload``.
+
+        Raises:
+            CodecError: if the payload has the wrong length or type, or no block ends at ``start`` or ``stop``. Nothing
+                was cut.
+
+        >>> from diloco.algorithm.codec import Int8
+        >>> codec, values = Int8(block_size=4), torch.arange(10.0)
+        >>> torch.equal(codec.cut(codec.encode(values), 10, 4, 10), codec.encode(values[4:]))
+        True
+        """
+        self._check_payload(payload, numel)
+        between_blocks = start % self.block_size == 0 and (stop % self.block_size == 0 or stop == numel)
+        if not (0 <= start <= stop <= numel and between_blocks):
+            raise CodecError(
+                f"{self.name} cannot cut values {start} to {stop} out of {numel}; ascending multiples of its block "
+                f"size, {self.block_size}, or {numel} as the end would work. Nothing was cut."
+            )
+        return self._cut(payload, numel, start, stop)
+
     @abc.abstractmethod
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         """Write the payload of checked ``values``."""
@@ -125,6 +160,10 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def _accumulate(self, payload: Tensor, out: Tensor, weight: float) -> None:
         """Add the weighted values of a checked ``payload``."""
+
+    @abc.abstractmethod
+    def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        """The bytes of a checked ``payload`` that belong to values ``start`` to ``stop``, which are whole blocks."""
 
     @abc.abstractmethod
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:

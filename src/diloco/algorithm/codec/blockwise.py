@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.codec.base import Codec, pieces
+from diloco.algorithm.codec.base import Codec, empty, pieces
 from diloco.errors import ConfigurationError
 
 __all__ = ["BlockwiseCodec"]
@@ -115,6 +115,14 @@ class BlockwiseCodec(Codec):
         scratch = self._scratch(out)
         for stretch in self._stretches(payload, out.numel()):
             out[stretch.start : stretch.stop].add_(self._decoded(stretch, scratch).mul_(weight))
+
+    def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        codes = payload[self._scale_bytes(numel) :]
+        parts = (
+            payload[self._scale_bytes(start) : self._scale_bytes(stop)],
+            codes[start // self.codes_per_byte : -(-stop // self.codes_per_byte)],
+        )
+        return torch.cat(parts, out=empty(self.payload_bytes(stop - start), torch.uint8, payload.device))
 
     def _decoded(self, stretch: _Stretch, scratch: Tensor) -> Tensor:
         """The values of a stretch, written to ``scratch``."""

@@ -41,6 +41,10 @@ class _Cast(Codec):
             term.copy_(self._numbers(payload, start, stop)).mul_(weight)
             out[start:stop].add_(term)
 
+    def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
+        size = self.wire_type.itemsize
+        return payload[start * size : stop * size]
+
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:
         for start, stop in pieces(numel, payload.device):
             finite = torch.isfinite(self._numbers(payload, start, stop))

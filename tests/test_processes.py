@@ -1,0 +1,94 @@
+"""The processes that tests of transports run in: stopped at exact points, killed, frozen, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.processes import Processes, report, told
+
+
+def doubled(rank: int, values: Tensor) -> tuple[int, int, Tensor]:
+    if rank == 3:
+        raise ValueError("three is one too many")
+    return os.getpid(), torch.get_num_threads(), 2 * values + rank
+
+
+def obedient(rank: int) -> str:
+    """Does as it is told, and says so."""
+    while True:
+        report("ready")
+        match told():
+            case "leave":
+                os._exit(7)
+            case "return":
+                return f"rank {rank} returned"
+            case word:
+                report(word)
+
+
+def stubborn(rank: int) -> None:
+    """Fails, and then never ends by itself."""
+    threading.Thread(target=threading.Event().wait).start()
+    raise ValueError("I did not want to")
+
+
+def test_results_come_back_by_value_and_failures_with_their_traceback() -> None:
+    with Processes() as processes:
+        processes.start(2, doubled, torch.ones(2))
+        assert processes.start(1, doubled, torch.zeros(1 << 18)) == range(2, 3)  # 1 MB: more than a pipe holds
+        results = processes.results()
+        assert len({pid for pid, _, _ in results.values()} | {os.getpid()}) == 4
+        assert {threads for _, threads, _ in results.values()} == {1}
+        assert results[1][2].tolist() == [3, 3]
+        assert torch.equal(results[2][2], torch.full((1 << 18,), 2.0))
+        assert processes.exit_code(0) == 0
+        processes.start(1, doubled, torch.ones(1))
+        with pytest.raises(AssertionError, match=r"rank 3 failed:(?s:.*)in doubled(?s:.*)three is one too many"):
+            processes.results()
+        assert processes.exit_code(3) == 1
+        assert processes.results(ranks=[0, 1]).keys() == {0, 1}
+
+
+def test_a_test_stops_kills_and_freezes_at_exact_points() -> None:
+    with Processes() as processes:
+        processes.start(4, obedient)
+        for rank in range(4):
+            assert processes.heard(rank) == "ready"
+        processes.kill(0)
+        assert processes.exit_code(0) == -9
+        with pytest.raises(AssertionError, match="rank 0 ended with -9 and without a report"):
+            processes.heard(0)
+        processes.tell(1, "leave")
+        assert processes.exit_code(1) == 7
+        processes.freeze(2)
+        for rank in (2, 3):
+            processes.tell(rank, "hello")
+        assert processes.heard(3) == "hello"
+        with pytest.raises(AssertionError, match=r"rank 2 has not reported within 0\.1 s"):
+            processes.heard(2, timeout_s=0.1)  # would be for ever
+        processes.thaw(2)
+        assert processes.heard(2) == "hello"
+        with pytest.raises(AssertionError, match="rank 1 ended with 7 and without a result"):
+            processes.results()
+        for rank in (2, 3):
+            processes.tell(rank, "return")
+        assert processes.results(ranks=[2, 3]) == {2: "rank 2 returned", 3: "rank 3 returned"}
+
+
+def test_nobody_is_left_behind() -> None:
+    with Processes() as waiting:
+        waiting.start(2, obedient)
+        waiting.heard(0)
+        waiting.freeze(1)
+        with pytest.raises(AssertionError, match="no result from rank 0, 1 within 0 s"):
+            waiting.results(timeout_s=0)
+    with Processes() as failed:
+        failed.start(1, stubborn)
+        with pytest.raises(AssertionError, match="ValueError: I did not want to"):
+            failed.results()
+    assert [member.process.exitcode for member in (*waiting._members, *failed._members)] == [-9, -9, -9]
