@@ -10,7 +10,9 @@
     ├── TransportError                carries the round, and the replicas concerned where known
     │   ├── RoundVoidError            the round is void for every replica of its view; nobody applied it
     │   ├── RoundTimeoutError         an average did not arrive in the time allowed
-    │   └── DivergedError             this replica's global parameters differ from the majority's
+    │   ├── DivergedError             this replica's global parameters differ from the majority's
+    │   ├── RendezvousError           the replicas did not find each other; nothing was started
+    │   └── ReplicaLostError          a replica is gone or can't be reached, and this one can't or may not go on
     ├── DataError                     text, tokens or shards that cannot be read or do not suffice
     └── CheckpointError               a checkpoint that is missing, incomplete, damaged or of another kind
 
@@ -31,6 +33,8 @@ __all__ = [
     "DivergedError",
     "FragmentError",
     "NonFiniteError",
+    "RendezvousError",
+    "ReplicaLostError",
     "RoundTimeoutError",
     "RoundVoidError",
     "TransportError",
@@ -90,6 +94,17 @@ class DivergedError(TransportError):
     def __init__(self, message: str, *, donor: int, round: str | None = None, replicas: Iterable[int] = ()) -> None:
         super().__init__(message, round=round, replicas=replicas)
         self.donor = donor
+
+
+class RendezvousError(TransportError):
+    """The replicas did not find each other, or refused each other. Raised before the first step."""
+
+
+class ReplicaLostError(TransportError):
+    """A replica is gone or can't be reached, and this one can't or may not go on without it.
+
+    What was committed is committed on every survivor, and what was not is void on all of them.
+    """
 
 
 class DataError(DiLoCoError, ValueError):

@@ -127,7 +127,7 @@ def _describe(tensor: Tensor | None) -> str:
     return "none" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-def _refusal(contribution: Contribution, expected: _Layout) -> str:
+def _refusal(contribution: Contribution, expected: _Layout, *, contents: bool) -> str:
     """Why ``contribution`` can't be averaged with those of the ``expected`` layout, or "" when it can."""
     if contribution.withdrawn:
         return contribution.withdrawn
@@ -140,6 +140,8 @@ def _refusal(contribution: Contribution, expected: _Layout) -> str:
         return f"holds integer buffers of {layout.integers} instead of {expected.integers}"
     if not LEAST_WEIGHT <= contribution.weight <= GREATEST_WEIGHT:
         return f"has the weight {contribution.weight}; {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g} would work"
+    if not contents:
+        return ""
     if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
         return "holds model buffers that are not finite"
     try:
@@ -155,6 +157,7 @@ def judge(
     members: Sequence[int],
     min_contributors: int,
     absent: Mapping[int, str],
+    contents: bool = True,
 ) -> Verdict:
     """Decide about a round whose members have all been heard of.
 
@@ -163,6 +166,8 @@ def judge(
         members: the replicas of the view.
         min_contributors: fewer usable contributions than this make the round void.
         absent: replica -> why nothing arrived from it.
+        contents: whether payloads and buffers are here to be looked into; False where only their headers are, and
+            whoever receives the rest looks at it then.
 
     Returns:
         The verdict. A replica is diverged when its digest is not the most frequent one; on a tie the digest of the
@@ -182,7 +187,7 @@ def judge(
         return Verdict((), reason, diverged, donor)
     expected = _most_frequent([_Layout.of(contributions[replica]) for replica in ordered])
     for replica in ordered:
-        if why := _refusal(contributions[replica], expected):
+        if why := _refusal(contributions[replica], expected, contents=contents):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
     usable = tuple(replica for replica in ordered if replica not in reasons)
     reason = "; ".join(reasons[replica] for replica in sorted(reasons))

@@ -1,0 +1,158 @@
+"""What a rank tells all others of its contribution before the payload is there, and how they judge it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
+from diloco.errors import CodecError
+
+__all__ = ["Header", "header_of", "judge_headers"]
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Header:
+    """A contribution without its payload.
+
+    Attributes:
+        round: which round.
+        numel: values behind the payload.
+        weight: in the mean.
+        digest: of the sender's global parameters and outer state of the fragment.
+        buffers, integers: sizes of what travels beside the payload, or None.
+        withdrawn: why the sender does not want it averaged, or "".
+        taking_over: whether the sender is still taking over the fragment's state from a donor; it then has no say.
+    """
+
+    round: RoundId
+    numel: int
+    weight: float
+    digest: str
+    buffers: int | None
+    integers: int | None
+    withdrawn: str
+    taking_over: bool
+
+    def to_message(self, view_id: int) -> dict[str, Any]:
+        """As JSON; a weight that is no number travels as text."""
+        fields = dict(vars(self)) | {"round": [self.round.fragment, self.round.outer_step], "weight": repr(self.weight)}
+        return {"kind": "header", "view": view_id, **fields}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Header:
+        """From JSON; `ValueError`, `TypeError` or `KeyError` for anything that is none."""
+        fragment, outer_step = message["round"]
+        sizes = [None if message[name] is None else int(message[name]) for name in ("buffers", "integers")]
+        return cls(
+            RoundId(int(fragment), int(outer_step)),
+            int(message["numel"]),
+            float(message["weight"]),
+            str(message["digest"]),
+            sizes[0],
+            sizes[1],
+            str(message["withdrawn"]),
+            bool(message["taking_over"]),
+        )
+
+
+def header_of(contribution: Contribution, *, taking_over: bool) -> Header:
+    """The header of a contribution, its payload checked by who sends it: a bad one is withdrawn, not sent to fail."""
+    withdrawn = contribution.withdrawn
+    if not withdrawn:
+        try:
+            contribution.codec.validate(contribution.payload, contribution.numel)
+        except CodecError as error:
+            withdrawn = str(error)
+    buffers, integers = contribution.buffers, contribution.integers
+    if not withdrawn and buffers is not None and not bool(torch.isfinite(buffers).all()):
+        withdrawn = "holds model buffers that are not finite"
+    return Header(
+        contribution.round,
+        contribution.numel,
+        contribution.weight,
+        contribution.digest,
+        None if buffers is None else buffers.numel(),
+        None if integers is None else integers.numel(),
+        withdrawn,
+        taking_over,
+    )
+
+
+def judge_headers(
+    headers: Mapping[int, Header],
+    sample: Contribution,
+    *,
+    members: Sequence[int],
+    ranks_per_replica: int,
+    min_contributors: int | None,
+) -> Verdict:
+    """One verdict for all ranks, from all their headers: every rank computes the same.
+
+    Position s of every replica is judged by itself (it holds other shards than the others), and a replica is in the
+    mean when all its positions are.
+
+    Args:
+        headers: rank -> header, of every rank of every member.
+        sample: a contribution to take the codec from.
+        members: of the view.
+        ranks_per_replica: S.
+        min_contributors: None: all members but those that are still taking over state.
+    """
+    absent = {
+        member: "is still taking over the state"
+        for member in members
+        if any(headers[member * ranks_per_replica + s].taking_over for s in range(ranks_per_replica))
+    }
+    needed = len(members) - len(absent) if min_contributors is None else min_contributors
+    verdicts = []
+    for position in range(ranks_per_replica):
+        contributions = {
+            member: _bare(headers[member * ranks_per_replica + position], member, sample)
+            for member in members
+            if member not in absent
+        }
+        verdicts.append(
+            judge(
+                contributions,
+                members=members,
+                min_contributors=max(1, needed),
+                absent=absent,
+                contents=False,
+            )
+        )
+    return _combined(verdicts, max(1, needed))
+
+
+def _combined(verdicts: Sequence[Verdict], needed: int) -> Verdict:
+    first = verdicts[0]
+    diverged = tuple(sorted({replica for verdict in verdicts for replica in verdict.diverged}))
+    if diverged:
+        worst = next(verdict for verdict in verdicts if verdict.diverged)
+        donors = [verdict.donor for verdict in verdicts if verdict.diverged and verdict.donor not in diverged]
+        return replace(worst, diverged=diverged, donor=donors[0] if donors else worst.donor)
+    common = set(first.contributors).intersection(*(verdict.contributors for verdict in verdicts))
+    worst = min(verdicts, key=lambda verdict: len(verdict.contributors))
+    if len(common) < needed:
+        return Verdict((), worst.reason or "the ranks of the replicas disagree")
+    return Verdict(tuple(sorted(common)), worst.reason, donor=first.donor)
+
+
+def _bare(header: Header, member: int, sample: Contribution) -> Contribution:
+    return Contribution(
+        round=header.round,
+        replica=member,
+        codec=sample.codec,
+        numel=header.numel,
+        payload=_EMPTY,
+        weight=header.weight,
+        digest=header.digest,
+        buffers=None if header.buffers is None else _EMPTY.new_empty(header.buffers, device="meta"),
+        integers=None if header.integers is None else _EMPTY.new_empty(header.integers, device="meta"),
+        withdrawn=header.withdrawn,
+    )

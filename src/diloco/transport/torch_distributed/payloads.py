@@ -1,0 +1,309 @@
+"""Moving the payloads of one round and summing them as they come in: the same mean on every replica, to the bit.
+
+Payloads travel in pieces that are cut at block boundaries, so that each can be decoded and added on its own. Pieces
+take turns on the streams of a link. The sum of every value is taken in ascending order of replicas, whatever arrives first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId
+from diloco.algorithm.codec import Codec
+from diloco.algorithm.exchange import Exchange
+from diloco.errors import CodecError, TransportError
+from diloco.transport.shaping import Pacer
+from diloco.transport.torch_distributed.data_link import NEVER, DataLink
+
+__all__ = ["Part", "PayloadExchange", "Postman"]
+
+_EXTRAS = (1 << 16) - 1  # the piece number under which model buffers travel
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a replica's header says of its contribution, as far as the sum needs it."""
+
+    weight: float
+    buffers: int | None
+    integers: int | None
+
+
+class Postman:
+    """Hands messages to the links in the order in which they were given: fragments share the way in order.
+
+    Args:
+        pacer: emulates a slow link; None: everything is handed over at once.
+    """
+
+    def __init__(self, pacer: Pacer | None = None) -> None:
+        self._pacer = pacer
+        self._queue: list[tuple[float, int, Callable[[], dist.Work], Future[dist.Work]]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="diloco-post", daemon=True)
+        self._thread.start()
+
+    def post(self, num_bytes: int, send: Callable[[], dist.Work]) -> Future[dist.Work]:
+        """Call ``send`` when what was posted before is on its way and the link has had time for ``num_bytes``."""
+        future: Future[dist.Work] = Future()
+        with self._changed:
+            due_s = self._pacer.arrival_s(time.monotonic(), num_bytes) if self._pacer else 0.0
+            heapq.heappush(self._queue, (due_s, next(self._numbers), send, future))
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Hand over nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        for _, _, _, future in self._queue:
+            future.set_exception(TransportError("the transport was closed"))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (wait_s := self._wait_s()) != 0.0:
+                    self._changed.wait(wait_s)
+                if self._closed:
+                    return
+                _, _, send, future = heapq.heappop(self._queue)
+            try:
+                future.set_result(send())
+            except (RuntimeError, TransportError) as error:  # the link has ended
+                future.set_exception(error)
+
+    def _wait_s(self) -> float | None:
+        return max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else None
+
+
+class PayloadExchange:
+    """One round's payloads between this rank and its peers.
+
+    Args:
+        contribution: mine, its tensors on the CPU.
+        plan: all-gather or reduce-scatter, and the shards.
+        members: replicas of the view, ascending.
+        links: replica -> the way to it, for all members but me.
+        postman: sends in order.
+        piece_bytes: about how large a piece is.
+    """
+
+    def __init__(
+        self,
+        contribution: Contribution,
+        plan: Exchange,
+        members: Sequence[int],
+        links: Mapping[int, DataLink],
+        postman: Postman,
+        piece_bytes: int,
+    ) -> None:
+        self.contribution = contribution
+        self.plan = plan
+        self.members = tuple(members)
+        self.me = self.members.index(contribution.replica)
+        self.links = links
+        self._postman = postman
+        self._piece_bytes = piece_bytes
+        self._sends: list[Future[dist.Work]] = []
+        self._incoming: dict[int, list[tuple[Tensor, dist.Work]]] = {}
+        self._extras: dict[int, tuple[Tensor, dist.Work]] = {}
+        self._means: list[tuple[int, dist.Work]] = []
+        self.values = torch.zeros(contribution.numel, dtype=torch.float32)
+
+    def start(self) -> None:
+        """Make room for what is to come, and send what is mine.
+
+        Raises:
+            RuntimeError: if a link has ended.
+        """
+        codec, numel = self.contribution.codec, self.contribution.numel
+        mine = self._mine()
+        for member, link in self.links.items():
+            self._incoming[member] = [
+                self._receive(link, torch.empty(codec.payload_bytes(b - a), dtype=torch.uint8), piece)
+                for piece, (a, b) in enumerate(_stretches(*mine, codec, self._piece_bytes))
+            ]
+            room = torch.empty(self._extra_bytes(), dtype=torch.uint8)
+            if len(room):
+                self._extras[member] = self._receive(link, room, _EXTRAS)
+        if self.plan.pattern == "reduce-scatter":
+            for index, member in enumerate(self.members):
+                if member in self.links:
+                    for piece, (a, b) in enumerate(_floats(*self.plan.shards[index], self._piece_bytes)):
+                        _, work = self._receive(self.links[member], self.values[a:b], piece, second=True)
+                        self._means.append((member, work))
+        extras = _extras_of(self.contribution)
+        wanted = {member: self._wanted_by(index) for index, member in enumerate(self.members) if member in self.links}
+        plans = {
+            member: list(enumerate(_stretches(*bounds, codec, self._piece_bytes))) for member, bounds in wanted.items()
+        }
+        # Peers take turns, piece by piece, so that all of them can begin to sum; each piece is cut once.
+        for row in itertools.zip_longest(*plans.values()):
+            cut: dict[tuple[int, int], Tensor] = {}
+            for member, planned in zip(plans, row, strict=True):
+                if planned is not None:
+                    piece, (a, b) = planned
+                    if (a, b) not in cut:
+                        cut[a, b] = codec.cut(self.contribution.payload, numel, a, b)
+                    self._send(self.links[member], cut[a, b], piece)
+        if len(extras):
+            for link in self.links.values():
+                self._send(link, extras, _EXTRAS)
+
+    def reduce(self, parts: Mapping[int, Part], contributors: Sequence[int]) -> Mean:
+        """The mean over ``contributors``, whose weights and extras are in ``parts``.
+
+        Raises:
+            TransportError: if a link ended; it names the replica.
+            CodecError: if something came in that no encoder writes; it names the replica.
+        """
+        codec = self.contribution.codec
+        total = sum(parts[member].weight for member in contributors)
+        for piece, (a, b) in enumerate(_stretches(*self._mine(), codec, self._piece_bytes)):
+            for member in self.members:
+                payload = self._piece(member, piece, a, b)
+                if member in contributors:
+                    self._check(member, payload, b - a)
+                    codec.accumulate(payload, self.values[a:b], parts[member].weight)
+            self.values[a:b].div_(total)
+        if self.plan.pattern == "reduce-scatter":
+            for piece, (a, b) in enumerate(_floats(*self._mine(), self._piece_bytes)):
+                for link in self.links.values():
+                    self._send(link, self.values[a:b], piece, second=True)
+            for member, work in self._means:
+                self._wait(member, work)
+        buffers, integers = self._reduce_extras(parts, contributors, total)
+        return Mean(
+            values=self.values,
+            contributors=tuple(contributors),
+            weight=total,
+            buffers=buffers,
+            integers=integers,
+        )
+
+    def drain(self) -> None:
+        """Take in what the others send for a round that is void, so that the links stay clean.
+
+        The second half of a reduce-scatter is sent as well, since the peers have made room for it.
+        """
+        for member, pieces in self._incoming.items():
+            for _, work in pieces:
+                self._wait(member, work)
+        for member, (_, work) in self._extras.items():
+            self._wait(member, work)
+        if self.plan.pattern == "reduce-scatter":
+            for piece, (a, b) in enumerate(_floats(*self._mine(), self._piece_bytes)):
+                for link in self.links.values():
+                    self._send(link, self.values[a:b], piece, second=True)
+            for member, work in self._means:
+                self._wait(member, work)
+
+    def finish(self) -> None:
+        """Wait until everything of mine has been sent; its memory is free then."""
+        for future in self._sends:
+            future.result().wait(NEVER)
+
+    def _mine(self) -> tuple[int, int]:
+        """The values that I sum."""
+        return (0, self.contribution.numel) if self.plan.pattern == "all-gather" else self.plan.shards[self.me]
+
+    def _wanted_by(self, index: int) -> tuple[int, int]:
+        return (0, self.contribution.numel) if self.plan.pattern == "all-gather" else self.plan.shards[index]
+
+    def _piece(self, member: int, piece: int, start: int, stop: int) -> Tensor:
+        if member == self.contribution.replica:
+            return self.contribution.codec.cut(self.contribution.payload, self.contribution.numel, start, stop)
+        payload, work = self._incoming[member][piece]
+        self._wait(member, work)
+        self._incoming[member][piece] = (payload[:0], work)
+        return payload
+
+    def _check(self, member: int, payload: Tensor, numel: int) -> None:
+        try:
+            self.contribution.codec.validate(payload, numel)
+        except CodecError as error:
+            raise CodecError(f"the contribution of replica {member} was refused: {error}") from error
+
+    def _reduce_extras(
+        self, parts: Mapping[int, Part], contributors: Sequence[int], total: float
+    ) -> tuple[Tensor | None, Tensor | None]:
+        mine = self.contribution
+        raw: dict[int, Tensor] = {mine.replica: _extras_of(mine)}
+        for member, (room, work) in self._extras.items():
+            self._wait(member, work)
+            raw[member] = room
+        buffers = integers = None
+        if mine.buffers is not None:
+            size = 4 * mine.buffers.numel()
+            buffers = torch.zeros_like(mine.buffers, device="cpu")
+            for member in contributors:
+                values = raw[member][:size].clone().view(torch.float32)
+                if not bool(torch.isfinite(values).all()):
+                    raise CodecError(f"the contribution of replica {member} was refused: buffers that are not finite")
+                buffers.add_(values * parts[member].weight)
+            buffers.div_(total)
+        if mine.integers is not None:
+            first = raw[contributors[0]]
+            integers = first[len(first) - mine.integers.numel() :].clone()
+        return buffers, integers
+
+    def _extra_bytes(self) -> int:
+        return len(_extras_of(self.contribution))
+
+    def _receive(self, link: DataLink, room: Tensor, piece: int, *, second: bool = False) -> tuple[Tensor, dist.Work]:
+        return room, link.receive(room, piece, _tag(self.contribution.round, piece, second))
+
+    def _send(self, link: DataLink, values: Tensor, piece: int, *, second: bool = False) -> None:
+        tag = _tag(self.contribution.round, piece, second)
+        self._sends.append(self._postman.post(values.nbytes, lambda: link.send(values, piece, tag)))
+
+    def _wait(self, member: int, work: dist.Work) -> None:
+        try:
+            work.wait(NEVER)
+        except RuntimeError as error:
+            raise TransportError(
+                f"the payload connection to replica {member} ended: {str(error).splitlines()[0]}", replicas=[member]
+            ) from error
+
+
+def _extras_of(contribution: Contribution) -> Tensor:
+    """Model buffers as bytes: the floating ones, then the integer ones."""
+    parts = [
+        part.detach().cpu().contiguous().view(torch.uint8)
+        for part in (contribution.buffers, contribution.integers)
+        if part is not None
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def _stretches(start: int, stop: int, codec: Codec, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """Stretches of values whose payloads have about ``piece_bytes``, cut at blocks."""
+    step = max(1, piece_bytes // codec.payload_bytes(codec.block_size)) * codec.block_size
+    return ((low, min(low + step, stop)) for low in range(start, stop, step))
+
+
+def _floats(start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    step = max(1, piece_bytes // 4)
+    return ((low, min(low + step, stop)) for low in range(start, stop, step))
+
+
+def _tag(round_id: RoundId, piece: int, second: bool) -> int:
+    """31 bits: fragment 11, outer step 2 (no two rounds of a fragment are further apart), half 1, piece 17.
+
+    Two messages of one tag would still arrive in the order sent.
+    """
+    return ((((round_id.fragment + 1) % 2048) * 4 + round_id.outer_step % 4) << 18) | (int(second) << 17) | piece

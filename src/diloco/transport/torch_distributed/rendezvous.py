@@ -1,0 +1,177 @@
+"""How the ranks of a run find each other: one address that all know, needed only until they have.
+
+Any member answers at its own control port as well, once the run is going: who comes back after the first address has
+died asks one of those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from diloco.errors import RendezvousError, TransportError
+from diloco.transport.torch_distributed.address import Address, parse_address
+from diloco.transport.torch_distributed.frames import pack, read_frame
+from diloco.transport.torch_distributed.registry import Entry, Registry
+from diloco.transport.torch_distributed.switchboard import Switchboard
+
+__all__ = ["Table", "ask", "exchange_address", "serve"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Everybody's entries.
+
+    Attributes:
+        entries: rank -> entry, my own included.
+        running: whether the run was going on already when I asked.
+    """
+
+    entries: dict[int, Entry]
+    running: bool
+
+
+def serve(board: Switchboard, registry: Registry) -> None:
+    """Answer those who register at ``board``; the table goes to all as soon as all are in."""
+    waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    def tell_all(answer: dict[str, Any]) -> None:
+        for future in list(waiting.values()):
+            if not future.done():
+                future.set_result(answer)
+
+    async def register(
+        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        entry = Entry.from_message(message)
+        was_running = registry.running
+        try:
+            registry.register(entry)
+        except RendezvousError as error:
+            refusal = {"kind": "refused", "reason": str(error)}
+            if not was_running:  # nobody waits for a run that can't begin
+                tell_all(refusal)
+            writer.write(pack(refusal))
+            await writer.drain()
+            return
+        if not was_running and not registry.complete:
+            future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            waiting[entry.rank] = future
+            leaving = asyncio.ensure_future(reader.read(1))
+            leaving.add_done_callback(lambda _: future.done() or future.cancel())
+            await asyncio.wait([future])
+            waiting.pop(entry.rank, None)
+            if future.cancelled():
+                registry.withdraw(entry.rank)
+                return
+            answer = future.result()
+            leaving.cancel()
+        else:
+            answer = _table(registry, was_running)
+            if not was_running:
+                tell_all(answer)
+        with contextlib.suppress(OSError):
+            writer.write(pack(answer))
+            await writer.drain()
+
+    board.services["register"] = register
+
+
+def ask(board: Switchboard, address: Address, entry: Entry, timeout_s: float) -> Table:
+    """Register ``entry`` at ``address`` and wait for the others.
+
+    Raises:
+        RendezvousError: if nobody answers, the run is refused, or not everybody came in time; it says which.
+    """
+    return board.call(_ask(address, entry, timeout_s))
+
+
+async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    attempts, reached, why = 0, False, ""
+    while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+        attempts += 1
+        try:
+            answer = await asyncio.wait_for(_register(address, entry), left_s)
+            if answer["kind"] == "refused":
+                raise RendezvousError(str(answer["reason"]))
+            entries = [Entry.from_message(each) for each in answer["entries"]]
+            return Table({each.rank: each for each in entries}, bool(answer["running"]))
+        except socket.gaierror as error:
+            why = f"its name does not resolve ({error.strerror or error})"
+        except ConnectionRefusedError:
+            why = "nothing listens there (connection refused)"
+        except TimeoutError:
+            reached, why = True, "not all replicas have come"
+        except (OSError, EOFError) as error:
+            why = str(error) or type(error).__name__
+        except TransportError as error:
+            if isinstance(error, RendezvousError):
+                raise
+            why = str(error)
+        await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
+    raise RendezvousError(
+        f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
+        + (
+            "Starting the missing ones, or a longer transport.rendezvous_timeout_s, would work. "
+            if reached
+            else "Starting replica 0 there, opening that port, or, for a run that is going on, the address of any of "
+            "its replicas (--rendezvous) would work. "
+        )
+        + "Nothing was started."
+    )
+
+
+async def _register(address: Address, entry: Entry) -> dict[str, Any]:
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        writer.write(pack({"kind": "register", **entry.to_message()}))
+        await writer.drain()
+        answer, _ = await read_frame(reader)
+        return answer
+    finally:
+        writer.close()
+
+
+def _table(registry: Registry, running: bool) -> dict[str, Any]:
+    entries = [registry.entries[rank].to_message() for rank in sorted(registry.entries)]
+    return {"kind": "table", "entries": entries, "running": running}
+
+
+def exchange_address(master: Address, mine: Address | None, timeout_s: float, key: str) -> Address:
+    """Under ``torchrun``: rank 0 (``mine`` given) leaves its address in the agent's store, the others read it there.
+
+    The store is used for this one word. A store whose host is frozen blocks past every time-out of its own, so the call
+    runs in a thread that is left behind.
+
+    Raises:
+        RendezvousError: if the store does not answer in time.
+    """
+    result: list[Address | Exception] = []
+
+    def talk() -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
+
+        try:
+            store = TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+            if mine is not None:
+                store.set(key, str(mine))
+            result.append(parse_address(store.get(key).decode(), key="the address of rank 0"))
+        except Exception as error:
+            result.append(error)
+
+    thread = threading.Thread(target=talk, name="diloco-torchrun-store", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if result and isinstance(result[0], Address):
+        return result[0]
+    why = str(result[0]).splitlines()[0] if result else "no answer"
+    raise RendezvousError(
+        f"the store of torchrun at {master} gave no address of rank 0 within {timeout_s:g} s: {why}. "
+        "A reachable --master-addr and --master-port (or --rdzv-endpoint) would work. Nothing was started."
+    )

@@ -1,0 +1,300 @@
+"""This rank's connections to all others, for small messages: they never wait behind payloads, and tell who is there.
+
+One thread runs an event loop; everything that is told to the owner is told in that thread, one thing at a time. Each
+pair of ranks shares one connection, on which both send a beat every ``heartbeat_s``. A rank is lost when its connection
+ends, or when nothing came from it for ``silence_s``. No clock is compared with another machine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from diloco.errors import TransportError
+from diloco.transport.torch_distributed.address import Address
+from diloco.transport.torch_distributed.frames import pack, read_frame
+
+__all__ = ["Loss", "Service", "Switchboard", "Timing"]
+
+T = TypeVar("T")
+Message = Mapping[str, Any]
+Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Takes over a connection whose first message asked for it; the connection is closed when it returns."""
+
+_FIRST_MESSAGE_S = 10.0
+_LOW_DELAY = 0x10  # of the type-of-service byte: routers that know it let these packets pass payloads
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How soon a silent rank is noticed.
+
+    Attributes:
+        heartbeat_s: between two beats.
+        silence_s: without any word from a rank it counts as lost.
+        latency_s: emulated: every message is delivered this much later.
+    """
+
+    heartbeat_s: float = 2.0
+    silence_s: float = 15.0
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a rank is lost.
+
+    Attributes:
+        kind: ``gone``: its process has ended; ``cut``: the connection ended and the process can't be asked;
+            ``silent``: the connection stands and nothing comes.
+        text: in words.
+    """
+
+    kind: Literal["gone", "cut", "silent"]
+    text: str
+
+
+@dataclass(eq=False)
+class _Line:
+    rank: int
+    address: Address
+    writer: asyncio.StreamWriter
+    heard_s: float
+    task: asyncio.Task[None] | None = None
+
+
+class Switchboard:
+    """Connections by rank.
+
+    Args:
+        rank: mine; -1 for somebody who is no member (a launcher).
+        timing: of heartbeats.
+        deliver: called with the sender's rank, the message and its blob.
+        lost: called once for a rank whose connection is given up.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        timing: Timing,
+        deliver: Callable[[int, dict[str, Any], bytes], None],
+        lost: Callable[[int, Loss], None],
+    ) -> None:
+        self.rank = rank
+        self.timing = timing
+        self.address = Address("", 0)
+        self.services: dict[str, Service] = {}
+        self.arrived = asyncio.Event()
+        self._deliver = deliver
+        self._lost = lost
+        self._lines: dict[int, _Line] = {}
+        self._server: asyncio.Server | None = None
+        self._closing = False
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="diloco-control", daemon=True)
+        self._thread.start()
+
+    # From any thread.
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run ``coroutine`` in the loop's thread and wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call ``function`` in the loop's thread, soon; after `close`, not at all."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def listen(self, host: str, ports: range, advertised: str) -> Address:
+        """Accept connections on the first free port of ``ports``.
+
+        Raises:
+            TransportError: if none is free, or the host is not one of this machine's.
+        """
+        return self.call(self._listen(host, ports, advertised))
+
+    def close(self) -> None:
+        """End all connections and the thread. Nobody is told of a loss."""
+        if self.loop.is_closed():
+            return
+        self.call(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    # In the loop's thread.
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """Ranks with a standing connection."""
+        return frozenset(self._lines)
+
+    def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
+        """Send a message, if there is a connection; else it is dropped, as its receiver is lost."""
+        line = self._lines.get(rank)
+        if line is not None:
+            line.writer.write(pack(message, blob))
+
+    async def connect(self, rank: int, address: Address) -> None:
+        """Open the connection to ``rank``, which listens at ``address``.
+
+        Raises:
+            OSError: if nobody answers there.
+            TransportError: if somebody else does.
+        """
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        try:
+            _tune(writer, self.timing.silence_s)
+            writer.write(pack({"kind": "hello", "rank": self.rank, "address": str(self.address)}))
+            answer, _ = await read_frame(reader)
+            if answer.get("kind") != "hello" or answer.get("rank") != rank:
+                raise TransportError(
+                    f"{address} was to be rank {rank} and answered {answer}; another diloco may be using that port."
+                )
+        except BaseException:
+            writer.close()
+            raise
+        self._register(rank, address, reader, writer)
+
+    def hang_up(self, rank: int) -> None:
+        """End the connection to ``rank``; nobody is told of a loss."""
+        line = self._lines.pop(rank, None)
+        if line is not None:
+            if line.task is not None:
+                line.task.cancel()
+            line.writer.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    async def _listen(self, host: str, ports: range, advertised: str) -> Address:
+        for port in ports:
+            try:
+                self._server = await asyncio.start_server(self._accept, host or None, port)
+                break
+            except OSError as error:
+                if port == ports[-1]:
+                    tried = f"port {port}" if len(ports) == 1 else f"any port from {ports[0]} to {port}"
+                    raise TransportError(
+                        f"{host or 'this machine'} can't be listened on at {tried}: {error}. Another port "
+                        "(transport.ports), or an address of this machine (transport.host), would work. "
+                        "Nothing was started."
+                    ) from error
+        assert self._server is not None
+        self.address = Address(advertised, self._server.sockets[0].getsockname()[1])
+        self._watch = asyncio.get_running_loop().create_task(self._beat())
+        return self.address
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            message, blob = await asyncio.wait_for(read_frame(reader), _FIRST_MESSAGE_S)
+            if message["kind"] == "hello":
+                _tune(writer, self.timing.silence_s)
+                writer.write(pack({"kind": "hello", "rank": self.rank}))
+                host, _, port = str(message["address"]).rpartition(":")
+                address = Address(host.strip("[]"), int(port))
+                self._register(int(message["rank"]), address, reader, writer)
+                return
+            service = self.services.get(message["kind"])
+            if service is not None:
+                await service(message, blob, reader, writer)
+        except (OSError, EOFError, TransportError, TimeoutError, KeyError, ValueError, TypeError):
+            pass  # whoever that was, it is not one of us, or has left
+        finally:
+            if not any(line.writer is writer for line in self._lines.values()):
+                writer.close()
+
+    def _register(
+        self, rank: int, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.hang_up(rank)
+        line = _Line(rank, address, writer, self.loop.time())
+        self._lines[rank] = line
+        line.task = self.loop.create_task(self._listen_to(line, reader))
+        self.arrived.set()
+
+    async def _listen_to(self, line: _Line, reader: asyncio.StreamReader) -> None:
+        latency_s = self.timing.latency_s
+        try:
+            while True:
+                message, blob = await read_frame(reader)
+                line.heard_s = self.loop.time()
+                if message["kind"] != "beat":
+                    if latency_s:
+                        self.loop.call_later(latency_s, self._deliver, line.rank, message, blob)
+                    else:
+                        self._deliver(line.rank, message, blob)
+        except (OSError, EOFError, TransportError) as error:
+            reason = str(error) or type(error).__name__
+        if self._lines.get(line.rank) is line:
+            self.hang_up_quietly(line)
+            self._lost(line.rank, await self._inquire(line, reason))
+
+    def hang_up_quietly(self, line: _Line) -> None:
+        """Forget a line whose own task is running."""
+        self._lines.pop(line.rank, None)
+        line.writer.close()
+
+    async def _inquire(self, line: _Line, reason: str) -> Loss:
+        """Whether the process behind a connection that ended is still there: a port that refuses says no."""
+        try:
+            opening = asyncio.open_connection(line.address.host, line.address.port)
+            _, writer = await asyncio.wait_for(opening, min(2.0, self.timing.silence_s))
+        except ConnectionRefusedError:
+            return Loss("gone", f"its process at {line.address} has ended")
+        except (OSError, TimeoutError) as error:
+            return Loss("cut", f"the connection to {line.address} ended ({reason}) and can't be made again ({error})")
+        writer.close()
+        return Loss("cut", f"the connection to {line.address} ended ({reason}), though somebody listens there")
+
+    async def _beat(self) -> None:
+        period_s, beat = self.timing.heartbeat_s, pack({"kind": "beat"})
+        last_s = self.loop.time()
+        while True:
+            await asyncio.sleep(period_s)
+            now_s = self.loop.time()
+            if now_s - last_s > 2 * period_s + 1:  # it was this process that stood still: the others get their chance
+                for line in self._lines.values():
+                    line.heard_s = now_s
+            last_s = now_s
+            for line in list(self._lines.values()):
+                if now_s - line.heard_s > self.timing.silence_s:
+                    self.hang_up(line.rank)
+                    text = f"nothing came from {line.address} for {self.timing.silence_s:g} s"
+                    self._lost(line.rank, Loss("silent", text))
+                else:
+                    line.writer.write(beat)
+
+    async def _close(self) -> None:
+        self._closing = True
+        if self._server is not None:
+            self._watch.cancel()
+            self._server.close()
+        for rank in list(self._lines):
+            line = self._lines[rank]
+            with contextlib.suppress(OSError, TimeoutError):
+                await asyncio.wait_for(line.writer.drain(), 1.0)
+            self.hang_up(rank)
+        await asyncio.sleep(0)
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _tune(writer: asyncio.StreamWriter, silence_s: float) -> None:
+    """Small packets at once, and a dead way noticed by the kernel too."""
+    connection = writer.get_extra_info("socket")
+    if connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
+    elif connection.family == socket.AF_INET6:
+        connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))

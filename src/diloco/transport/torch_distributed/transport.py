@@ -1,0 +1,313 @@
+"""`TorchTransport`: one rank's way to the others, as the training thread sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
+from diloco.membership.change import NextView
+from diloco.membership.view import View
+from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from diloco.transport.links import Link
+from diloco.transport.shaping import Pacer
+from diloco.transport.torch_distributed.address import Address, parse_address
+from diloco.transport.torch_distributed.data_link import Mailbox
+from diloco.transport.torch_distributed.payloads import Postman
+from diloco.transport.torch_distributed.pending import TorchPending
+from diloco.transport.torch_distributed.registry import Entry, Registry
+from diloco.transport.torch_distributed.rendezvous import serve
+from diloco.transport.torch_distributed.rounds import Rules
+from diloco.transport.torch_distributed.state_service import fetch_state, serve_state
+from diloco.transport.torch_distributed.switchboard import Loss, Switchboard, Timing
+from diloco.transport.torch_distributed.view_messages import next_view
+from diloco.transport.torch_distributed.views import Policies, ViewKeeper
+
+__all__ = ["TorchTransport"]
+
+
+class TorchTransport(Transport):
+    """Replicas in processes of their own. Made by `diloco.transport.torch_distributed.connect.connect`.
+
+    Contributions leave in the background as soon as they are handed in; `Pending.wait` waits for what is left. All
+    methods are for the training thread.
+
+    Args:
+        rules: who I am, and how rounds go.
+        policies: what happens when replicas are lost.
+        timing: of heartbeats.
+        link: emulated, at this end; None: none.
+
+    Attributes:
+        address: of this rank's control port.
+        step: inner steps that this rank has begun to synchronise; see `tick`.
+        on_change: called with every next view, in the control thread.
+    """
+
+    def __init__(self, rules: Rules, policies: Policies, timing: Timing, link: Link | None = None) -> None:
+        self.rules = rules
+        self.policies = policies
+        self.replica = rules.replica
+        self.step = 0
+        self.on_change: Callable[[NextView], None] = lambda following: None
+        self.transfers: list[tuple[RoundId, int, float]] = []
+        self._mailbox = Mailbox()
+        self._postman = Postman(Pacer(link) if link else None)
+        self._timing = replace(timing, latency_s=link.latency_s if link else 0.0)
+        self.board = Switchboard(rules.rank, self._timing, self._deliver, self._lost)
+        self._publication = serve_state(self.board)
+        self._keeper: ViewKeeper | None = None
+        self._entries: dict[int, Entry] = {}
+        self._early: list[tuple[int, dict[str, Any], bytes]] = []
+        self._sent: dict[int, TorchPending] = {}
+        self._meetings: dict[str, dict[int, int]] = {}
+        self._met = threading.Condition()
+        self._stop_asked = threading.Event()
+        self._welcomed: list[Mapping[str, Any]] = []
+        self._copies: torch.cuda.Stream | None = None
+
+    @property
+    def address(self) -> Address:
+        return self.board.address
+
+    @property
+    def failure(self) -> TransportError | None:
+        """Why no round takes place any more, or None."""
+        return self._keeper.failure if self._keeper else None
+
+    # Rounds.
+
+    def average(self, contribution: Contribution) -> Pending:
+        replica, round_id = contribution.replica, contribution.round
+        if replica != self.replica:
+            raise TransportError(
+                f"replica {self.replica} handed in a contribution in the name of replica {replica}; each replica "
+                "contributes for itself. It was not taken."
+            )
+        before = self._sent.get(round_id.fragment)
+        if before is not None and before.round == round_id and not isinstance(before.outcome, RoundVoidError):
+            raise TransportError(
+                f"replica {replica} has contributed to {round_id} already; one contribution a round is taken. "
+                "The first one stands.",
+                round=str(round_id),
+                replicas=[replica],
+            )
+        keeper = self._keeper
+        assert keeper is not None, "connect comes first"
+        pending = TorchPending(round_id, contribution.payload.numel(), self._guard_s(), self._missing, self._taken)
+        self._sent[round_id.fragment] = pending
+        self.board.post(keeper.begin, self._on_host(contribution), pending, self.step)
+        return pending
+
+    def tick(self) -> None:
+        """One inner step is done; rounds sent from now on belong to the next."""
+        self.step += 1
+
+    def publish(self, source: SnapshotSource) -> None:
+        self._publication.source = source
+
+    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
+        rank = donor * self.rules.ranks_per_replica + self.rules.rank % self.rules.ranks_per_replica
+        if rank not in self._entries or (donor not in self.view.members):
+            raise TransportError(
+                f"replica {donor} was asked for fragment {fragment}, but it is no member of the view "
+                f"{self.view.members}.",
+                replicas=[donor],
+            )
+        sent = self._sent.get(fragment)
+        after = sent.round.outer_step + 1 if sent is not None and sent.outcome is not None else 0
+        address = parse_address(self._entries[rank].address)
+        return self.board.call(fetch_state(address, fragment, after, donor, self.rules.round_timeout_s))
+
+    # Stopping and meeting.
+
+    def ask_to_stop(self) -> None:
+        """Let `stop_step` of every rank agree on a step soon."""
+        self._stop_asked.set()
+
+    def stop_step(self, step: int) -> int | None:
+        """At which step all ranks stop, once anybody has asked to; None until then.
+
+        Blocks for a moment when somebody has: the ranks tell each other their steps and stop at the greatest.
+        """
+        if not self._stop_asked.is_set() and self.failure is None:
+            return None
+        return max(self.meet("stop", step).values())
+
+    def meet(self, name: str, value: int) -> dict[int, int]:
+        """Wait until every rank that can be reached has said its ``value`` under ``name``; once for each name.
+
+        A rank that is lost meanwhile is not waited for.
+        """
+        self.board.post(self._say, name, value)
+        with self._met:
+            self._meetings.setdefault(name, {})[self.rules.rank] = value
+            self._met.wait_for(lambda: not self._awaited(name), self._guard_s())
+            return dict(self._meetings[name])
+
+    def close(self) -> None:
+        """Leave: all connections end. The others notice, so `meet` them first where they shall not mind."""
+        keeper = self._keeper
+        if keeper is not None:
+            left = TransportError(f"replica {self.replica} has closed its transport")
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self.board.call(self._leave(keeper, left), 5.0)
+        self._mailbox.close("the transport was closed")
+        self.board.close()
+        self._postman.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Traffic and steps; contributions in flight are kept by who sent them."""
+        return {"traffic": [self.sent_bytes, self.received_bytes], "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.sent_bytes, self.received_bytes = map(int, state["traffic"])
+        self.step = int(state["step"])
+
+    # Called by `connect`.
+
+    def begin(self, view: View, entries: Mapping[int, Entry], device: object, *, member: bool) -> None:
+        """The control connections stand: open ``view``, or, for one who is no member yet, only look at it."""
+        self.view = view
+        self._entries = dict(entries)
+        self.board.call(self._begin(view, device, member))
+
+    def enter(self, answer: Mapping[str, Any]) -> None:
+        """Take part in the view that a welcome names."""
+        self.board.call(self._enter(answer))
+
+    def ask_to_join(self, entry: Entry) -> None:
+        """Tell all that this rank is connected to that it wants to be a member."""
+        message = {"kind": "join", **entry.to_message()}
+        for rank in self.board.connected:
+            self.board.post(self.board.send, rank, message)
+
+    def welcome(self, timeout_s: float) -> Mapping[str, Any] | None:
+        """What a member answered to my wish to join, or None."""
+        with self._met:
+            self._met.wait_for(lambda: bool(self._welcomed), timeout_s)
+            return self._welcomed[0] if self._welcomed else None
+
+    # In the control thread.
+
+    async def _begin(self, view: View, device: object, member: bool) -> None:
+        keeper = ViewKeeper(
+            view,
+            self.rules,
+            self.policies,
+            self.board,
+            self._postman,
+            device,
+            self._mailbox,
+            lambda: self.step,
+            self._changed,
+        )
+        serve(self.board, Registry(len(self._entries), self.rules.ranks_per_replica, list(self._entries.values())))
+        self._keeper = keeper
+        if member:
+            keeper.open(view, 0)
+        early, self._early = self._early, []
+        for sender, message, blob in early:
+            self._deliver(sender, message, blob)
+
+    async def _enter(self, answer: Mapping[str, Any]) -> None:
+        following = next_view(answer, self.view)
+        assert self._keeper is not None
+        assert following.view is not None
+        self.step = following.from_step - 1
+        self.view = following.view
+        self._keeper.joined = True
+        self._keeper.open(following.view, following.from_step)
+
+    def _deliver(self, sender: int, message: dict[str, Any], blob: bytes) -> None:
+        kind, keeper = message["kind"], self._keeper
+        if kind == "store":
+            self._mailbox.put(str(message["key"]), blob)
+        elif kind == "meet":
+            with self._met:
+                self._meetings.setdefault(str(message["name"]), {})[sender] = int(message["value"])
+                self._met.notify_all()
+            if message["name"] == "stop":
+                self._stop_asked.set()
+        elif kind in ("welcome", "refused"):
+            with self._met:
+                self._welcomed.append(message)
+                self._met.notify_all()
+        elif keeper is None:
+            self._early.append((sender, message, blob))
+        elif kind == "join":
+            self._entries[sender] = Entry.from_message(message)
+            keeper.join(sender)
+        elif kind == "excluded":
+            if int(message["view"]) >= keeper.view.id:
+                keeper.exclude(str(message["reason"]))
+        else:
+            keeper.heard(sender, message)
+
+    def _lost(self, rank: int, loss: Loss) -> None:
+        if self._keeper is not None:
+            self._keeper.lose(rank, loss)
+        with self._met:
+            self._met.notify_all()
+
+    def _changed(self, following: NextView) -> None:
+        if following.view is not None:
+            self.view = following.view
+        with self._met:
+            self._met.notify_all()
+        self.on_change(following)
+
+    def _say(self, name: str, value: int) -> None:
+        if self._keeper is not None:
+            self._keeper.tell({"kind": "meet", "name": name, "value": value})
+
+    def _awaited(self, name: str) -> set[int]:
+        size, said = self.rules.ranks_per_replica, self._meetings.get(name, {})
+        ranks = {rank for m in self.view.members for rank in range(m * size, (m + 1) * size)}
+        return {rank for rank in ranks if rank not in said and rank in self.board.connected}
+
+    async def _leave(self, keeper: ViewKeeper, left: TransportError) -> None:
+        keeper.close(left)
+
+    # In the training thread.
+
+    def _guard_s(self) -> float:
+        """A round is decided sooner than this, or something is wrong that nothing here foresees."""
+        return 3 * self.rules.round_timeout_s + 3 * self._timing.silence_s
+
+    def _missing(self, round_id: RoundId) -> tuple[int, ...]:
+        book = self._keeper.book if self._keeper else None
+        return book.missing(round_id) if book else ()
+
+    def _taken(self, pending: TorchPending, outcome: Average | TransportError) -> None:
+        if isinstance(outcome, Average):
+            self.sent_bytes += outcome.sent_bytes
+            self.received_bytes += outcome.received_bytes
+            if pending.decided_s is not None:
+                self.transfers.append((pending.round, pending.payload_bytes, pending.decided_s - pending.sent_s))
+        elif not isinstance(outcome, ReplicaLostError):
+            others = len(self.view.members) - 1
+            self.sent_bytes += others * pending.payload_bytes
+            self.received_bytes += others * pending.payload_bytes
+
+    def _on_host(self, contribution: Contribution) -> Contribution:
+        """The contribution with its payload in (pinned) host memory; the copy does not hold up the training stream."""
+        payload = contribution.payload
+        if not payload.is_cuda:
+            return contribution
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(payload.device)  # type: ignore[no-untyped-call]  # torch's stub
+        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
+        self._copies.wait_stream(torch.cuda.current_stream(payload.device))
+        with torch.cuda.stream(self._copies):
+            host.copy_(payload, non_blocking=True)
+            payload.record_stream(self._copies)
+        self._copies.synchronize()
+        return replace(contribution, payload=host)

@@ -1,0 +1,83 @@
+"""Ranks of a torch transport, each with its own threads and connections, in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from diloco.transport.torch_distributed.address import Address
+from diloco.transport.torch_distributed.connect import Connected, Place, Wire, connect
+from diloco.transport.torch_distributed.registry import Registry
+from diloco.transport.torch_distributed.rendezvous import serve
+from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.transport import TorchTransport
+
+QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s": 20.0, "rendezvous_timeout_s": 20.0}
+
+
+@contextmanager
+def rendezvous(num_ranks: int, ranks_per_replica: int = 1) -> Iterator[Address]:
+    """An address to meet at, which is no rank's."""
+    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None)
+    try:
+        address = board.listen("127.0.0.1", range(1), "127.0.0.1")
+        serve(board, Registry(num_ranks, ranks_per_replica))
+        yield address
+    finally:
+        board.close()
+
+
+def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call all of them in threads; their results or the exceptions they raised."""
+    results: list[Any] = [None] * len(functions)
+
+    def call(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+class Wires:
+    """Makes and closes transports of ranks that meet at one address."""
+
+    def __init__(self) -> None:
+        self._open: list[TorchTransport] = []
+        self._exits: list[Any] = []
+
+    def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **wire: Any) -> list[TorchTransport]:
+        context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica)
+        self.address = context.__enter__()
+        self._exits.append(context)
+
+        def one(rank: int) -> Connected:
+            place = Place(
+                replica=rank // ranks_per_replica,
+                num_replicas=num_replicas,
+                position=rank % ranks_per_replica,
+                ranks_per_replica=ranks_per_replica,
+                rendezvous=self.address,
+            )
+            return connect(place, Wire(**(QUICK | wire)))
+
+        found = at_once([lambda rank=rank: one(rank) for rank in range(num_replicas * ranks_per_replica)])
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
+        transports = [each.transport for each in found]
+        self._open += transports
+        return transports
+
+    def close(self) -> None:
+        at_once([transport.close for transport in self._open])
+        for context in self._exits:
+            context.__exit__(None, None, None)
