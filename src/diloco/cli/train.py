@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -10,15 +11,19 @@ from itertools import count
 from pathlib import Path
 
 from diloco.config.configuration import Configuration, parse_arguments
+from diloco.config.flags import CommandLine
+from diloco.config.keys import Values
 from diloco.config.run_plan import CONFIG_FILE, RunPlan, plan_run
 from diloco.errors import ConfigurationError
+from diloco.train.roles import TorchRun, read_torchrun, role_of
 
-__all__ = ["run"]
+__all__ = ["claim_numbered", "continue_record", "run"]
 
 
 def run(arguments: Sequence[str]) -> int:
     """Train; returns 130 when a signal stopped the run and its state was saved."""
-    line = parse_arguments(arguments)
+    torchrun = read_torchrun(os.environ)
+    line = _fitted(parse_arguments(arguments), torchrun)
     plan = plan_run(line)
     if line.print_config:
         for note in plan.notes:
@@ -26,8 +31,17 @@ def run(arguments: Sequence[str]) -> int:
         print(plan.record)
         print("\n".join(f"# {name}: {fact}" for name, fact in _facts(plan.configuration).items()))
         return 0
+    role = role_of(plan.configuration.transport, torchrun)
+    if role.kind == "rank":
+        from diloco.cli.rank import train_rank
+
+        return train_rank(plan, role, quiet="monitor.console" not in line.values)
     folder = _claim_folder(plan)
     try:
+        if role.kind == "launcher":
+            from diloco.cli.rank import launch_ranks
+
+            return launch_ranks(plan, folder, arguments, has_out="out" in line.values)
         return _train(plan, folder)
     finally:
         # Nothing of a run that never began stays behind to stand in the way of the next attempt.
@@ -35,12 +49,23 @@ def run(arguments: Sequence[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _fitted(line: CommandLine, torchrun: TorchRun | None) -> CommandLine:
+    """Under ``torchrun``, replicas in processes, as many as it started, where nothing else was said."""
+    if torchrun is None or line.file is not None or "checkpoint.resume" in line.values:
+        return line
+    values: Values = {"transport.name": "torch"} | line.values
+    size = int(values.get("transport.replica_size", 1))
+    if values["transport.name"] == "torch" and torchrun.world_size % size == 0:
+        values = {"transport.replicas": torchrun.world_size // size} | values
+    return dataclasses.replace(line, values=values)
+
+
 def _train(plan: RunPlan, folder: Path) -> int:
     from diloco.monitor.sinks import make_sinks
     from diloco.train.run import run_training
 
     if plan.source is not None:
-        _continue_record(plan, plan.source, folder)
+        continue_record(plan, plan.source, folder)
     sink = make_sinks(plan.configuration.monitor, folder, is_terminal=sys.stdout.isatty())
     try:
         summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes)
@@ -59,7 +84,7 @@ def _claim_folder(plan: RunPlan) -> Path:
     if source is not None and (out is None or out.resolve() == source.resolve()):
         return source
     if out is None:
-        return _claim_numbered(Path("runs") / f"{plan.configuration.algorithm}-{plan.configuration.preset}")
+        return claim_numbered(Path("runs") / f"{plan.configuration.algorithm}-{plan.configuration.preset}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is no folder" if not out.is_dir() else "is not empty"
         works = "another --out" if source is not None else f"--resume {out} to go on with a run there, or another --out"
@@ -68,7 +93,7 @@ def _claim_folder(plan: RunPlan) -> Path:
     return out
 
 
-def _claim_numbered(first: Path) -> Path:
+def claim_numbered(first: Path) -> Path:
     """``first``, or with the lowest number behind it that nobody has taken; two runs started at once get two."""
     first.parent.mkdir(parents=True, exist_ok=True)
     for number in count(2):
@@ -81,7 +106,7 @@ def _claim_numbered(first: Path) -> Path:
     raise AssertionError("the numbers do not end")
 
 
-def _continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
+def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
     """Keep the record true when a run goes on with changes, or in another folder."""
     from diloco.data.tokens import load_tokenizer
 
@@ -94,8 +119,6 @@ def _continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
 
 def _facts(configuration: Configuration) -> dict[str, str]:
     """What follows from the settings, from a model without memory."""
-    import dataclasses
-
     from diloco.data.tokens import ByteTokenizer, load_tokenizer
     from diloco.model.transformer import build_model
     from diloco.train.describe import describe

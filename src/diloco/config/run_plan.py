@@ -20,7 +20,20 @@ __all__ = ["RunPlan", "plan_run"]
 
 CONFIG_FILE = "config.toml"
 
-CHANGEABLE = ("train.steps", "train.stop_after", "out", "evaluation", "checkpoint", "monitor")
+PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous")
+"""Which of the processes this one is: in no record."""
+
+WIRE_KEYS = (
+    *(f"transport.{name}" for name in ("on_failure", "min_replicas", "restarts", "host", "ports", "interface")),
+    *(f"transport.{name}" for name in ("streams", "piece_bytes", "heartbeat_s", "silence_s")),
+    *(f"transport.{name}" for name in ("rendezvous_timeout_s", "round_timeout_s")),
+)
+
+CHANGEABLE = (
+    *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
+    *PROCESS_KEYS,
+    *WIRE_KEYS,
+)
 """Keys and sections that may differ when a run goes on: none of them changes what a step computes, but `train.steps`
 stretches the learning-rate schedule, and that is told."""
 
@@ -74,8 +87,8 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
             f"{line.file} was given together with --resume {resume}; the settings come from {resume} then, and either "
             "of the two alone would work. Nothing was started."
         )
-    source = _run_folder(resume)
-    saved = flatten(build(Configuration, read_toml(source / CONFIG_FILE, Configuration)))
+    source, record = _run_folder(resume)
+    saved = flatten(build(Configuration, read_toml(record, Configuration)))
     wanted = flatten(_absolute(build(Configuration, saved | line.values)))
     changed = {name: wanted[name] for name in line.values if wanted[name] != saved[name]}
     fixed = [name for name in changed if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE]
@@ -109,12 +122,17 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     )
 
 
-def _run_folder(resume: Path) -> Path:
-    """The run folder for a run folder, its checkpoints, or one of them."""
+def _run_folder(resume: Path) -> tuple[Path, Path]:
+    """The run folder for a run folder, its checkpoints, or one of them; and where its settings are.
+
+    On a machine that had only some of a run's replicas, their own folders hold the settings.
+    """
     parents = Path(os.path.abspath(resume)).parents
     for folder in (resume, *parents[:2]):
         if (folder / CONFIG_FILE).is_file():
-            return folder
+            return folder, folder / CONFIG_FILE
+    for record in sorted(resume.glob(f"replica-*/{CONFIG_FILE}")):
+        return resume, record
     raise ConfigurationError(
         f"--resume {resume} was given, and there is no {CONFIG_FILE} in it; a run folder such as runs/streaming-tiny, "
         "or a checkpoint in one, would work. Nothing was started."
@@ -128,6 +146,7 @@ def _record(configuration: Configuration, *, given: Values | None = None) -> str
         out=None,
         train=dataclasses.replace(configuration.train, stop_after=None),
         checkpoint=dataclasses.replace(configuration.checkpoint, resume=None),
+        transport=dataclasses.replace(configuration.transport, replica=None, position=0, rendezvous=None),
     )
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."

@@ -80,14 +80,33 @@ def check_device(key: str, device: str) -> None:
         raise refuse(f"{key}={device!r}", "auto, cpu, cuda, or cuda:N such as cuda:0 would work")
 
 
+def _check_wires(settings: RunSettings) -> None:
+    """What only emulation can do, and what only processes can."""
+    transport = settings.transport
+    for name, value in (("faults", transport.faults), ("step_time_s", transport.step_time_s)):
+        if value:
+            raise refuse(
+                f"transport.{name} with transport.name='torch'",
+                "it is for the emulated links of --transport in-process; without it this would work",
+            )
+    if settings.algorithm == "none":
+        raise refuse(
+            "algorithm='none' with transport.name='torch'",
+            "independent replicas have nothing to say to each other; --transport in-process would work",
+        )
+
+
 def check_places(settings: RunSettings) -> None:
     """Where the run happens and what it begins from."""
     train = settings.train
-    if settings.transport.name != "in-process":
+    if settings.transport.name == "hivemind":
         raise refuse(
             f"transport.name={settings.transport.name!r}",
-            "it is not part of this version; --transport in-process, where all replicas share one process, would work",
+            "it is not part of this version; --transport torch, with a process for each replica, or --transport "
+            "in-process, where all share one, would work",
         )
+    if settings.transport.name == "torch":
+        _check_wires(settings)
     check_device("train.device", train.device)
     if train.threads is not None and train.threads < 1:
         raise refuse(f"train.threads={train.threads}", "at least 1 would work")

@@ -25,6 +25,7 @@ __all__ = [
     "choose_device",
     "make_configured_codec",
     "make_fragments",
+    "make_links",
     "make_merge_rule",
     "make_outer_optimizer",
     "make_schedule",
@@ -105,13 +106,18 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
     return Nesterov(learning_rate=learning_rate, momentum=momentum)
 
 
+def make_links(settings: TransportSettings) -> list[Link]:
+    """The emulated link of each replica; one that nothing was said about is ideal."""
+    bandwidths = _each(settings.bandwidth_bits_per_s or (math.inf,), settings.replicas)
+    latencies = _each(settings.latency_s or (0.0,), settings.replicas)
+    return [Link(bandwidth, latency) for bandwidth, latency in zip(bandwidths, latencies, strict=True)]
+
+
 def make_transport(settings: TransportSettings) -> InProcessTransport:
     """The in-process transport with its emulated links and faults."""
     network = None
     if settings.step_time_s:
-        bandwidths = _each(settings.bandwidth_bits_per_s or (math.inf,), settings.replicas)
-        latencies = _each(settings.latency_s or (0.0,), settings.replicas)
-        links = [Link(bandwidth, latency) for bandwidth, latency in zip(bandwidths, latencies, strict=True)]
+        links = make_links(settings)
         network = VirtualNetwork(links, _each(settings.step_time_s, settings.replicas))
     return InProcessTransport(
         settings.replicas,

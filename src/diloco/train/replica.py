@@ -24,9 +24,10 @@ from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Send, SyncSchedule
-from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError
+from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
 from diloco.events import Event, RoundCommitted, RoundSent, RoundVoid
 from diloco.train.in_flight import InFlight, restore_contribution
+from diloco.train.shared_state import SharedState
 from diloco.transport.base import Average, Transport
 from diloco.transport.in_process import InProcessTransport
 
@@ -110,7 +111,8 @@ class DiLoCo:
         ]
         self._on_event = on_event or (lambda event: None)
         self._in_flight: dict[int, InFlight] = {}
-        self.transport.publish(self.outer_loop.fragment_state)
+        self._shared = SharedState(self.outer_loop)
+        self.transport.publish(self._shared.snapshot)
 
     def step(self) -> None:
         """An inner step is done: send and merge what the schedule says. Blocks only in a merge."""
@@ -130,6 +132,18 @@ class DiLoCo:
         for action in self.schedule.actions(self.steps):
             if not isinstance(action, Send) and action.fragment in self._in_flight:
                 self._merge(action.fragment)
+
+    def take_over(self, donor: int) -> None:
+        """Take the global parameters and outer state of ``donor`` for global and local ones; nothing of mine remains.
+
+        Raises:
+            TransportError: if the donor does not answer.
+        """
+        for fragment in self.fragments:
+            state = self.transport.fetch(fragment.index, donor)
+            with self._shared.changing():
+                self.outer_loop.load_fragment_state(fragment.index, state)
+                self.outer_loop.merge(fragment.index, AlphaMerge(), None)
 
     def drain(self) -> None:
         """Merge every fragment in flight at once, in the order sent; for the end of a run."""
@@ -183,11 +197,10 @@ class DiLoCo:
         try:
             averaged = self._apply(entry.pending.wait(), entry.sent)
         except DivergedError as error:
-            with self.outer_loop.carrying_over(index):
-                self.outer_loop.load_fragment_state(index, self.transport.fetch(index, error.donor))
-            self._void(entry, f"{error} Replica {self.transport.replica} took over the state of replica {error.donor}.")
+            self._void(entry, f"{error} {self._follow(index, error.donor)}")
         except RoundVoidError as error:
             self._void(entry, str(error))
+        self._shared.finished_rounds[index] = entry.contribution.round.outer_step + 1
         codec = self._codecs[index]
         if isinstance(codec, ErrorFeedback):
             if averaged:
@@ -200,12 +213,13 @@ class DiLoCo:
         """Outer step and merge; False if this replica's own work is not in the average and stays to be sent."""
         index = average.round.fragment
         averaged = self.transport.replica in average.contributors
-        if averaged:
-            self.outer_loop.outer_step(index, average.values)
-            self.outer_loop.merge(index, self.merge_rule, sent)
-        else:
-            with self.outer_loop.carrying_over(index):
+        with self._shared.changing():
+            if averaged:
                 self.outer_loop.outer_step(index, average.values)
+                self.outer_loop.merge(index, self.merge_rule, sent)
+            else:
+                with self.outer_loop.carrying_over(index):
+                    self.outer_loop.outer_step(index, average.values)
         if average.buffers is not None or average.integers is not None:
             restore_buffers_(self.model, average.buffers, average.integers)
         self.rounds_committed += 1
@@ -222,6 +236,16 @@ class DiLoCo:
             )
         )
         return averaged
+
+    def _follow(self, index: int, donor: int) -> str:
+        """Take over a fragment's state; the work that is not shared yet stays in the local parameters."""
+        try:
+            state = self.transport.fetch(index, donor)
+        except TransportError as error:  # the next round of this fragment finds out again
+            return f"Taking over the state of replica {donor} failed: {error}"
+        with self._shared.changing(), self.outer_loop.carrying_over(index):
+            self.outer_loop.load_fragment_state(index, state)
+        return f"Replica {self.transport.replica} took over the state of replica {donor}."
 
     def _void(self, entry: InFlight, reason: str) -> None:
         self.rounds_void += 1
@@ -250,6 +274,7 @@ class DiLoCo:
             "fragments": [self.outer_loop.fragment_state(fragment.index) for fragment in self.fragments],
             "codecs": [codec.state_dict() if isinstance(codec, ErrorFeedback) else None for codec in self._codecs],
             "in_flight": [entry.state_dict() for entry in self._in_flight.values()],
+            "finished_rounds": list(self._shared.finished_rounds),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,6 +298,7 @@ class DiLoCo:
         for codec, saved in zip(self._codecs, state["codecs"], strict=True):
             if isinstance(codec, ErrorFeedback):
                 codec.load_state_dict(saved)
+        self._shared.finished_rounds = [int(count) for count in state["finished_rounds"]]
         self._in_flight.clear()
         device = self.outer_loop.device
         for entry in state["in_flight"]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,15 @@ from diloco.events import (
     Sink,
     StepFinished,
 )
-from diloco.train.checkpoint import open_checkpoint, save_checkpoint
-from diloco.train.components import choose_device
+from diloco.model.transformer import build_model
+from diloco.train.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
+from diloco.train.components import choose_device, make_transport
 from diloco.train.describe import describe
 from diloco.train.environment import describe_environment
 from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
+from diloco.train.fleet import Fleet, InProcessFleet, TorchFleet
 from diloco.train.generate import generate
+from diloco.train.handshake import handshake_facts
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
@@ -43,8 +46,18 @@ from diloco.units import format_bytes
 __all__ = ["run_training"]
 
 
+Meet = Callable[[Mapping[str, str], int], TorchFleet]
+"""What the ranks must agree on, and the newest step that this one could resume from (-1: none) -> its fleet."""
+
+
 def run_training(
-    settings: RunSettings, *, folder: Path, sink: Sink, config_toml: str, notes: Sequence[str] = ()
+    settings: RunSettings,
+    *,
+    folder: Path,
+    sink: Sink,
+    config_toml: str,
+    notes: Sequence[str] = (),
+    meet: Meet | None = None,
 ) -> Mapping[str, Any]:
     """Train as ``settings`` say, and leave everything in ``folder``.
 
@@ -54,6 +67,7 @@ def run_training(
         sink: told of everything that happens.
         config_toml: the settings as text, written to ``config.toml`` when the run is new.
         notes: sentences that the sink is told at the start.
+        meet: finds the processes of the other replicas; None: all replicas train in this one.
 
     Returns:
         The summary, also written to ``summary.json``; ``interrupted`` names the signal that stopped the run, or is
@@ -69,17 +83,29 @@ def run_training(
     vocab_size = settings.model.vocab_size or corpus.tokenizer.vocab_size
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab_size=vocab_size))
     initial = read_weights(settings.train.init_from) if settings.train.init_from else None
-    session = Session(settings, corpus, device, sink.handle, initial)
-    run = _Run(settings, folder, sink, session, corpus, device)
-    if settings.checkpoint.resume is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(config_toml, encoding="utf-8")
-        corpus.tokenizer.save(folder)
+    resume = settings.checkpoint.resume
+    fleet: Fleet
+    if meet is None:
+        fleet = InProcessFleet(make_transport(settings.transport))
     else:
-        run.resume(settings.checkpoint.resume)
-    environment = json.dumps(describe_environment(device), indent=2)
-    (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
-    return run.train(notes)
+        facts = handshake_facts(settings, build_model(settings.model, seed=0, device="meta"), corpus.fingerprint)
+        fleet = meet(facts, newest_step(folder) if resume else -1)
+    try:
+        session = Session(settings, corpus, fleet, device, sink.handle, initial)
+        run = _Run(settings, folder, sink, session, corpus, device)
+        if isinstance(fleet, TorchFleet):
+            run.find_place(fleet)
+        elif resume is not None:
+            run.resume(resume)
+        if run.resumed_from is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(config_toml, encoding="utf-8")
+            corpus.tokenizer.save(folder)
+        environment = json.dumps(describe_environment(device), indent=2)
+        (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
+        return run.train(notes)
+    finally:
+        fleet.close()
 
 
 class _Run:
@@ -115,6 +141,23 @@ class _Run:
         self.session.load_state_parts(lambda part: checkpoint.load(part))
         self.resumed_from = str(checkpoint.path)
 
+    def find_place(self, fleet: TorchFleet) -> None:
+        """Begin where the other processes are: with them at step 0, at a checkpoint that all have, or as a joiner."""
+        if fleet.joining:
+            self.session.take_over(fleet, self.settings.transport.rendezvous_timeout_s)
+            self.resumed_from = "the other replicas"
+            return
+        if self.settings.checkpoint.resume is None:
+            return
+        held = {rank: entry.held_step for rank, entry in fleet.connected.table.entries.items()}
+        if min(held.values()) < 0:
+            lacking = ", ".join(str(rank) for rank, step in held.items() if step < 0)
+            raise CheckpointError(
+                f"--resume was given, and rank {lacking} has no checkpoint in its folder; its checkpoints in place, or "
+                "a new run with --init-from the global parameters of another one, would work. Nothing was started."
+            )
+        self.resume(self.folder / "checkpoints" / f"step-{min(held.values()):08d}")
+
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         settings, totals = self.settings, self.session.totals
         last = min(settings.train.steps, settings.train.stop_after or settings.train.steps)
@@ -135,11 +178,18 @@ class _Run:
         wall_before_s, started_s = totals.wall_s, time.perf_counter()
         evaluate_every, save_every = settings.evaluation.every_steps or 0, settings.checkpoint.every_steps or 0
         saved_at = self.step if self.resumed_from else -1
+        fleet = self.session.fleet
+        agreed: int | None = None
         with StopRequest() as stop:
-            while self.step < last and not stop.signal:
+            while self.step < last:
+                if agreed is None:
+                    agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
+                    if agreed is not None:
+                        last = min(last, agreed)
+                        continue
                 self._train_step()
                 totals.wall_s = wall_before_s + time.perf_counter() - started_s
-                if evaluate_every and self.step % evaluate_every == 0 and self.step < last:
+                if evaluate_every and self.step % evaluate_every == 0 and self.step < last and fleet.leads:
                     self._evaluate(final=False)
                 if save_every and self.step % save_every == 0 and self.step < last:
                     self._save()
@@ -149,13 +199,18 @@ class _Run:
                 self.session.drain()
             if saved_at != self.step or finished:
                 self._save()
-            if stop.signal:
-                self._emit(Interrupted(step=self.step, signal=stop.signal))
-            evaluation = None if stop.signal else self._evaluate(final=True)
-            if finished and settings.evaluation.sample_tokens:
+            if fleet.failure is not None:
+                self._emit(Note(step=self.step, text=f"{fleet.failure} The state at step {self.step} is saved."))
+                raise fleet.failure
+            interrupted = stop.signal or ("another replica" if agreed is not None and not finished else None)
+            if interrupted:
+                self._emit(Interrupted(step=self.step, signal=interrupted))
+            evaluation = None if interrupted or not fleet.leads else self._evaluate(final=True)
+            if finished and fleet.leads and settings.evaluation.sample_tokens:
                 self._sample()
+            fleet.finish()
         totals.wall_s = wall_before_s + time.perf_counter() - started_s
-        summary = self._summary(evaluation, stop.signal)
+        summary = self._summary(evaluation, interrupted)
         _write_json(self.folder / "summary.json", summary)
         self._emit(RunFinished(step=self.step, summary=summary))
         return summary
@@ -300,6 +355,12 @@ class _Run:
 
     def _emit(self, event: Event) -> None:
         self.sink.handle(event)
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest complete checkpoint of a run folder; -1 for none."""
+    found = list_checkpoints(folder / "checkpoints")
+    return open_checkpoint(found[-1]).step if found else -1
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

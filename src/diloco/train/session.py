@@ -16,7 +16,7 @@ from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.data.corpus import Corpus
 from diloco.data.sampler import Sampler
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.components import (
@@ -25,9 +25,9 @@ from diloco.train.components import (
     make_merge_rule,
     make_outer_optimizer,
     make_schedule,
-    make_transport,
 )
 from diloco.train.data_parallel import GradientAverager
+from diloco.train.fleet import Fleet, TorchFleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.random_state import RandomState
 from diloco.train.replica import DiLoCo
@@ -75,6 +75,7 @@ class Session:
     Args:
         settings: resolved.
         corpus: tokens and tokeniser.
+        fleet: the replicas of this process and their ways to the others.
         device: to train on.
         on_event: called with the replicas' events.
         initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
@@ -84,18 +85,19 @@ class Session:
         self,
         settings: RunSettings,
         corpus: Corpus,
+        fleet: Fleet,
         device: torch.device,
         on_event: Callable[[Event], None],
         initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.settings = settings
         self.corpus = corpus
+        self.fleet = fleet
         self.device = device
         self.on_event = on_event
         self.totals = Totals()
-        self.transport = make_transport(settings.transport)
         self.schedule = make_schedule(settings)
-        self.replicas = [self._make_replica(number, initial) for number in self.transport.view.members]
+        self.replicas = [self._make_replica(number, initial) for number in fleet.local]
         self._begin_diloco_if_due()
 
     @property
@@ -166,22 +168,22 @@ class Session:
         On emulated links the times are virtual; without links they are this process's own, and what is not compute is
         encoding, averaging and merging.
         """
-        network = self.transport.network
+        network = self.fleet.network
         if network is not None:
-            return sum(map(network.compute_utilization, self.transport.view.members)) / len(self.replicas)
+            return sum(map(network.compute_utilization, self.fleet.local)) / len(self.replicas)
         total_s = self.totals.compute_s + self.totals.exchange_s
         return self.totals.compute_s / total_s if total_s else 1.0
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far, mean over replicas."""
-        endpoints = [self.transport.endpoint(number) for number in self.transport.view.members]
+        endpoints = [self.fleet.endpoint(number) for number in self.fleet.local]
         sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
         return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
 
     def state_parts(self) -> dict[str, Any]:
         """What a checkpoint holds, part by part; tensors are not copied."""
         parts: dict[str, Any] = {
-            "run": {"totals": vars(self.totals), "transport": self.transport.state_dict()},
+            "run": {"totals": vars(self.totals), "transport": self.fleet.state_dict()},
             "global": dict(self.global_params()),
         }
         for replica in self.replicas:
@@ -202,7 +204,7 @@ class Session:
         """
         run = load("run")
         self.totals = Totals(**run["totals"])
-        self.transport.load_state_dict(run["transport"])
+        self.fleet.load_state_dict(run["transport"])
         for replica in self.replicas:
             state = load(f"replica-{replica.number}")
             try:
@@ -215,6 +217,28 @@ class Session:
             if state["diloco"] is not None:
                 replica.diloco = replica.diloco or self._make_diloco(replica)
                 replica.diloco.load_state_dict(state["diloco"])
+
+    def take_over(self, fleet: TorchFleet, timeout_s: float) -> None:
+        """Take over what the others have, and become one of them: their global parameters, step and place in the data.
+
+        The global parameters and outer state are fetched while the others train on; what changes meanwhile is taken
+        over fragment by fragment afterwards. The inner optimizer starts fresh.
+
+        Raises:
+            TransportError: if there is nobody to take over from, or the others refuse.
+        """
+        (replica,) = self.replicas
+        if self.settings.algorithm not in ("streaming", "diloco"):
+            raise ConfigurationError(
+                f"replica {replica.number} came to a run of algorithm={self.settings.algorithm!r} that is going on; "
+                "only DiLoCo and Streaming DiLoCo can be joined. Starting all replicas again would work. "
+                "Nothing was started."
+            )
+        diloco = replica.diloco = replica.diloco or self._make_diloco(replica)
+        diloco.take_over(fleet.transport.view.members[0])
+        self.totals.steps = fleet.join(timeout_s)
+        diloco.steps = self.totals.steps - self.settings.train.data_parallel_steps
+        replica.sampler.load_state_dict({**replica.sampler.state_dict(), "drawn": self.totals.steps})
 
     def _accumulate(self, replica: _Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()
@@ -243,7 +267,7 @@ class Session:
         return DiLoCo(
             replica.model,
             replica.inner.optimizer,
-            transport=self.transport.endpoint(replica.number),
+            transport=self.fleet.endpoint(replica.number),
             schedule=self.schedule,
             fragments=make_fragments(settings.fragments, replica.model),
             outer_optimizer=make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
@@ -279,7 +303,7 @@ class Session:
             sharding=settings.data.sharding,
         )
         codec = make_codec((settings.codec.name or "float32") if settings.algorithm == "data-parallel" else "float32")
-        gradients = GradientAverager(model, self.transport.endpoint(number), codec)
+        gradients = GradientAverager(model, self.fleet.endpoint(number), codec)
         return _Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
 
     def _emit(self, event: Event) -> None:

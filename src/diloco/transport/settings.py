@@ -24,15 +24,53 @@ class TransportSettings:
     """A round with fewer contributions than this is void. Default: all replicas."""
     round_timeout_s: float = 600.0
     """A round that takes longer from its first contribution to its last commit is void."""
+    replica_size: Annotated[int, arg(aliases=["--replica-size"])] = 1
+    """torch: processes (ranks) of one replica."""
+    on_failure: Annotated[Literal["stop", "continue"], arg(aliases=["--on-failure"])] = "stop"
+    """torch: when a replica is lost: stop: all save and stop; continue: the others go on in a smaller view, and the
+    lost one may be started again and joins them."""
+    min_replicas: int = 1
+    """torch: fewer replicas than this never go on."""
+    restarts: int = 0
+    """torch: how often a replica that ended is started again by the command that started it."""
+    replica: Annotated[int | None, arg(aliases=["--replica"])] = None
+    """torch: start only this replica here; the others are started elsewhere with the same --rendezvous."""
+    position: int = 0
+    """torch: with --replica: which of its processes this is."""
+    rendezvous: Annotated[str | None, arg(aliases=["--rendezvous"])] = None
+    """torch: HOST:PORT that all replicas meet at: replica 0 listens there; for a replica that joins a run, the address
+    of any other."""
+    host: str | None = None
+    """torch: address of this machine to listen at. Default: the one that the way to the rendezvous begins at."""
+    ports: str = "0"
+    """torch: ports for control connections: 0 for any, or FIRST-LAST."""
+    interface: str | None = None
+    """torch: network interface of the payload connections. Default: the one that has `host`."""
+    streams: int | None = None
+    """torch: payload connections to each other replica. Default: about four in all."""
+    piece_bytes: int = 524_288
+    """torch: payloads travel in pieces of about this size."""
+    heartbeat_s: float = 2.0
+    """torch: replicas tell each other that they are there, this often."""
+    silence_s: float = 15.0
+    """torch: a replica that was not heard of for so long counts as lost."""
+    rendezvous_timeout_s: float = 300.0
+    """torch: the longest that replicas wait for each other at the start."""
     bandwidth_bits_per_s: tuple[float, ...] = ()
-    """in-process: emulated bandwidth each way, one value for all replicas or one for each. Empty: unlimited."""
+    """Emulated bandwidth each way, one value for all replicas or one for each. Empty: unlimited. in-process: on a
+    virtual clock; torch: sending is held back."""
     latency_s: tuple[float, ...] = ()
-    """in-process: emulated one-way latency, one value for all replicas or one for each. Empty: none."""
+    """Emulated one-way latency, one value for all replicas or one for each. Empty: none."""
     step_time_s: tuple[float, ...] = ()
     """in-process: compute time of one inner step on the virtual clock, one value for all replicas or one for each."""
     faults: tuple[str, ...] = ()
     """in-process: faults to inject, each "KIND replica=R fragment=P outer_step=K [seconds=S]"; KIND is one of
     drop, late, truncate, non-finite, miss-commit."""
+
+    @property
+    def num_ranks(self) -> int:
+        """M x S."""
+        return self.replicas * self.replica_size
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -45,9 +83,31 @@ class TransportSettings:
                 f"transport.min_contributors={least} was given with {self.replicas} replicas; "
                 f"1 to {self.replicas} would work. Nothing was started."
             )
-        if not self.round_timeout_s > 0:
+        for name, value, low, high in (
+            ("replica_size", self.replica_size, 1, None),
+            ("min_replicas", self.min_replicas, 1, self.replicas),
+            ("restarts", self.restarts, 0, None),
+            ("replica", self.replica or 0, 0, self.replicas - 1),
+            ("position", self.position, 0, self.replica_size - 1),
+            ("streams", 1 if self.streams is None else self.streams, 1, 64),
+            ("piece_bytes", self.piece_bytes, 4096, None),
+        ):
+            if value < low or (high is not None and value > high):
+                works = f"at least {low}" if high is None else f"{low} to {high}"
+                raise ConfigurationError(
+                    f"transport.{name}={value} was given; {works} would work. Nothing was started."
+                )
+        in_order = 0 < self.heartbeat_s < self.silence_s / 2 and self.silence_s < self.round_timeout_s
+        if self.name == "torch" and not in_order:
             raise ConfigurationError(
-                f"transport.round_timeout_s={self.round_timeout_s} was given; it must be positive. Nothing was started."
+                f"transport.heartbeat_s={self.heartbeat_s}, silence_s={self.silence_s} and round_timeout_s="
+                f"{self.round_timeout_s} were given; each must be shorter than the next, and two heartbeats must fit "
+                "into a silence. Nothing was started."
+            )
+        if not self.rendezvous_timeout_s > 0:
+            raise ConfigurationError(
+                f"transport.rendezvous_timeout_s={self.rendezvous_timeout_s} was given; it must be positive. "
+                "Nothing was started."
             )
         for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s"):
             values = getattr(self, name)
@@ -60,7 +120,7 @@ class TransportSettings:
                 raise ConfigurationError(
                     f"transport.{name}={values} holds a value that is no time or rate. Nothing was started."
                 )
-        if (self.bandwidth_bits_per_s or self.latency_s) and not self.step_time_s:
+        if self.name == "in-process" and (self.bandwidth_bits_per_s or self.latency_s) and not self.step_time_s:
             raise ConfigurationError(
                 "transport.bandwidth_bits_per_s or latency_s was given without transport.step_time_s; an emulated link "
                 "runs on a virtual clock, which needs the compute time of one inner step. Nothing was started."

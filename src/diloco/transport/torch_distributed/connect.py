@@ -13,7 +13,7 @@ from diloco.transport.links import Link
 from diloco.transport.torch_distributed.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.torch_distributed.data_link import make_device
 from diloco.transport.torch_distributed.registry import Entry, Registry
-from diloco.transport.torch_distributed.rendezvous import Table, ask, exchange_address, serve
+from diloco.transport.torch_distributed.rendezvous import Table, ask, exchange_word, serve
 from diloco.transport.torch_distributed.rounds import Rules
 from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
 from diloco.transport.torch_distributed.transport import TorchTransport
@@ -31,9 +31,8 @@ class Place:
         num_replicas: M.
         position: of this rank inside its replica.
         ranks_per_replica: S.
-        rendezvous: an address that all ranks are given: of replica 0, of a launcher, or of any replica of a run that is
-            going on.
-        host_rendezvous: whether to listen there myself.
+        rendezvous: an address that all ranks are given: of rank 0, which listens there unless somebody else does, of a
+            launcher, or of any replica of a run that is going on.
         torchrun: instead of ``rendezvous``: the address of ``torchrun``'s own store, through which rank 0 tells its.
         attempt: of ``torchrun``, which restarts a group of workers together.
     """
@@ -43,7 +42,6 @@ class Place:
     position: int = 0
     ranks_per_replica: int = 1
     rendezvous: Address | None = None
-    host_rendezvous: bool = False
     torchrun: Address | None = None
     attempt: str = "0"
 
@@ -144,19 +142,19 @@ def connect(place: Place, wire: Wire, *, held_step: int = -1) -> Connected:
 def _connect(transport: TorchTransport, place: Place, wire: Wire, held_step: int) -> Connected:
     board, size = transport.board, place.ranks_per_replica
     host = wire.host or _my_host(place)
-    hosting = place.host_rendezvous or (place.torchrun is not None and place.rank == 0) or place.num_replicas == 1
-    if place.host_rendezvous and place.rendezvous is not None:
-        board.listen(place.rendezvous.host, range(place.rendezvous.port, place.rendezvous.port + 1), host)
-    else:
-        board.listen(host, parse_ports(wire.ports, key="transport.ports"), host)
+    ports = parse_ports(wire.ports, key="transport.ports")
+    hosting = place.torchrun is not None and place.rank == 0
+    if place.rank == 0 and place.rendezvous is not None:
+        hosting = _host_rendezvous(board, place.rendezvous, host)
+    if board.address.port == 0:
+        board.listen(host, ports, host)
     if hosting:
         serve(board, Registry(place.num_replicas * size, size))
     meeting = board.address if hosting else place.rendezvous
     if place.torchrun is not None:
-        mine = board.address if place.rank == 0 else None
-        meeting = exchange_address(
-            place.torchrun, mine, wire.rendezvous_timeout_s, f"diloco/rendezvous/{place.attempt}"
-        )
+        mine = str(board.address) if place.rank == 0 else None
+        word = exchange_word(place.torchrun, mine, wire.rendezvous_timeout_s, f"address (attempt {place.attempt})")
+        meeting = parse_address(word, key="the address of rank 0")
     if meeting is None:
         raise RendezvousError(
             f"replica {place.replica} was given no rendezvous; --rendezvous HOST:PORT of replica 0, or of any replica "
@@ -251,6 +249,15 @@ async def _arrived(board: Switchboard, place: Place, timeout_s: float, table: Ta
                 f"rank {place.rank} at {board.address} was not reached by rank {named} within {timeout_s:g} s. "
                 "Opening that port would work; `diloco doctor` checks the way. Nothing was started."
             ) from None
+
+
+def _host_rendezvous(board: Switchboard, address: Address, host: str) -> bool:
+    """Listen at the rendezvous as rank 0 does, unless it is elsewhere: a launcher's, or another replica's."""
+    try:
+        board.listen(address.host, range(address.port, address.port + 1), host)
+    except TransportError:
+        return False
+    return True
 
 
 def _my_host(place: Place) -> str:

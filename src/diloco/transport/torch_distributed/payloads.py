@@ -1,7 +1,8 @@
 """Moving the payloads of one round and summing them as they come in: the same mean on every replica, to the bit.
 
 Payloads travel in pieces that are cut at block boundaries, so that each can be decoded and added on its own. Pieces
-take turns on the streams of a link. The sum of every value is taken in ascending order of replicas, whatever arrives first.
+take turns on the streams of a link. The sum of every value is taken in ascending order of replicas, whatever arrives
+first.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from datetime import timedelta
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.transport.torch_distributed.address import Address, parse_address
+from diloco.transport.torch_distributed.address import Address
 from diloco.transport.torch_distributed.frames import pack, read_frame
 from diloco.transport.torch_distributed.registry import Entry, Registry
 from diloco.transport.torch_distributed.switchboard import Switchboard
 
-__all__ = ["Table", "ask", "exchange_address", "serve"]
+__all__ = ["Table", "ask", "exchange_word", "serve"]
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,16 @@ def _table(registry: Registry, running: bool) -> dict[str, Any]:
     return {"kind": "table", "entries": entries, "running": running}
 
 
-def exchange_address(master: Address, mine: Address | None, timeout_s: float, key: str) -> Address:
-    """Under ``torchrun``: rank 0 (``mine`` given) leaves its address in the agent's store, the others read it there.
+def exchange_word(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
+    """Under ``torchrun``: rank 0 (``mine`` given) leaves a word in the agent's store, the others read it there.
 
-    The store is used for this one word. A store whose host is frozen blocks past every time-out of its own, so the call
+    The store is used for nothing else. A store whose host is frozen blocks past every time-out of its own, so the call
     runs in a thread that is left behind.
 
     Raises:
         RendezvousError: if the store does not answer in time.
     """
-    result: list[Address | Exception] = []
+    result: list[str | Exception] = []
 
     def talk() -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -160,18 +160,18 @@ def exchange_address(master: Address, mine: Address | None, timeout_s: float, ke
         try:
             store = TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=timeout_s))
             if mine is not None:
-                store.set(key, str(mine))
-            result.append(parse_address(store.get(key).decode(), key="the address of rank 0"))
+                store.set(key, mine)
+            result.append(store.get(key).decode())
         except Exception as error:
             result.append(error)
 
     thread = threading.Thread(target=talk, name="diloco-torchrun-store", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if result and isinstance(result[0], Address):
+    if result and isinstance(result[0], str):
         return result[0]
     why = str(result[0]).splitlines()[0] if result else "no answer"
     raise RendezvousError(
-        f"the store of torchrun at {master} gave no address of rank 0 within {timeout_s:g} s: {why}. "
+        f"the store of torchrun at {master} gave no {key} of rank 0 within {timeout_s:g} s: {why}. "
         "A reachable --master-addr and --master-port (or --rdzv-endpoint) would work. Nothing was started."
     )

@@ -242,15 +242,22 @@ class Switchboard:
         line.writer.close()
 
     async def _inquire(self, line: _Line, reason: str) -> Loss:
-        """Whether the process behind a connection that ended is still there: a port that refuses says no."""
-        try:
-            opening = asyncio.open_connection(line.address.host, line.address.port)
-            _, writer = await asyncio.wait_for(opening, min(2.0, self.timing.silence_s))
-        except ConnectionRefusedError:
-            return Loss("gone", f"its process at {line.address} has ended")
-        except (OSError, TimeoutError) as error:
-            return Loss("cut", f"the connection to {line.address} ended ({reason}) and can't be made again ({error})")
-        writer.close()
+        """Whether the process behind a connection that ended is still there: a port that refuses says no.
+
+        A process that is being ended may still have its port for a moment.
+        """
+        for _ in range(10):
+            try:
+                opening = asyncio.open_connection(line.address.host, line.address.port)
+                _, writer = await asyncio.wait_for(opening, min(2.0, self.timing.silence_s))
+            except ConnectionRefusedError:
+                return Loss("gone", f"its process at {line.address} has ended")
+            except (OSError, TimeoutError) as error:
+                return Loss(
+                    "cut", f"the connection to {line.address} ended ({reason}) and can't be made anew ({error})"
+                )
+            writer.close()
+            await asyncio.sleep(0.1)
         return Loss("cut", f"the connection to {line.address} ended ({reason}), though somebody listens there")
 
     async def _beat(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -70,6 +69,7 @@ class TorchTransport(Transport):
         self._met = threading.Condition()
         self._stop_asked = threading.Event()
         self._welcomed: list[Mapping[str, Any]] = []
+        self._closed = False
         self._copies: torch.cuda.Stream | None = None
 
     @property
@@ -129,16 +129,21 @@ class TorchTransport(Transport):
 
     def ask_to_stop(self) -> None:
         """Let `stop_step` of every rank agree on a step soon."""
-        self._stop_asked.set()
+        self.board.post(self._tell_stop)
+        self._stop_asked.wait(self._timing.silence_s)
 
-    def stop_step(self, step: int) -> int | None:
-        """At which step all ranks stop, once anybody has asked to; None until then.
+    def stop_step(self) -> int | None:
+        """After which inner step all ranks stop, once anybody has asked to; None until then.
 
-        Blocks for a moment when somebody has: the ranks tell each other their steps and stop at the greatest.
+        The ranks' control threads have told each other how many steps they have begun to synchronise, whatever their
+        training threads were waiting for. One more than the greatest is where all can stop.
         """
-        if not self._stop_asked.is_set() and self.failure is None:
+        if not self._stop_asked.is_set():
             return None
-        return max(self.meet("stop", step).values())
+        with self._met:
+            said = self._meetings.setdefault("stop", {})
+            self._met.wait_for(lambda: self.rules.rank in said and not self._awaited("stop"), self._guard_s())
+            return max(said.values()) + 1
 
     def meet(self, name: str, value: int) -> dict[int, int]:
         """Wait until every rank that can be reached has said its ``value`` under ``name``; once for each name.
@@ -153,11 +158,13 @@ class TorchTransport(Transport):
 
     def close(self) -> None:
         """Leave: all connections end. The others notice, so `meet` them first where they shall not mind."""
+        if self._closed:
+            return
+        self._closed = True
         keeper = self._keeper
         if keeper is not None:
             left = TransportError(f"replica {self.replica} has closed its transport")
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                self.board.call(self._leave(keeper, left), 5.0)
+            self.board.call(self._leave(keeper, left))
         self._mailbox.close("the transport was closed")
         self.board.close()
         self._postman.close()
@@ -235,7 +242,7 @@ class TorchTransport(Transport):
                 self._meetings.setdefault(str(message["name"]), {})[sender] = int(message["value"])
                 self._met.notify_all()
             if message["name"] == "stop":
-                self._stop_asked.set()
+                self._tell_stop()
         elif kind in ("welcome", "refused"):
             with self._met:
                 self._welcomed.append(message)
@@ -260,9 +267,19 @@ class TorchTransport(Transport):
     def _changed(self, following: NextView) -> None:
         if following.view is not None:
             self.view = following.view
+        if self.failure is not None and not self.policies.raise_on_loss:
+            self._tell_stop()
         with self._met:
             self._met.notify_all()
         self.on_change(following)
+
+    def _tell_stop(self) -> None:
+        if not self._stop_asked.is_set():
+            self._stop_asked.set()  # before the step is read: the training thread begins no second one unaware of it
+            with self._met:
+                step = self._meetings.setdefault("stop", {})[self.rules.rank] = self.step
+                self._met.notify_all()
+            self._say("stop", step)
 
     def _say(self, name: str, value: int) -> None:
         if self._keeper is not None:

@@ -1,0 +1,105 @@
+"""``diloco train`` in several processes: the one that starts them, and one rank of many."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from diloco.config.run_plan import CONFIG_FILE, RunPlan
+from diloco.errors import ConfigurationError
+from diloco.train.roles import Role
+from diloco.transport.torch_distributed.address import Address
+
+__all__ = ["launch_ranks", "train_rank"]
+
+
+def launch_ranks(plan: RunPlan, folder: Path, arguments: Sequence[str], *, has_out: bool) -> int:
+    """Start every rank on this machine with the arguments of this command, and wait for them."""
+    from diloco.train.launcher import launch
+
+    def command(replica: int, position: int, address: Address, again: bool) -> list[str]:
+        added = ["--replica", str(replica), "--transport.position", str(position), "--rendezvous", str(address)]
+        if not has_out and plan.source is None:
+            added += ["--out", str(folder)]
+        return ["train", *arguments, *added]
+
+    def say(words: str) -> None:
+        print(f"diloco: {words}", file=sys.stderr, flush=True)
+
+    return launch(plan.configuration.transport, command, say)
+
+
+def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
+    """Be one rank; only rank 0 shows its progress, where nothing else was asked for.
+
+    Raises:
+        ConfigurationError: if its folder holds something of another run.
+    """
+    from diloco.cli.train import continue_record
+    from diloco.monitor.sinks import make_sinks
+    from diloco.train.fleet import TorchFleet
+    from diloco.train.run import run_training
+    from diloco.train.wires import connect_rank
+
+    settings = plan.configuration
+    folder = _folder(plan, role)
+    occupied = (
+        plan.source is None and folder.is_dir() and any(not _of_another_rank(entry) for entry in folder.iterdir())
+    )
+    if plan.source is not None and (folder / CONFIG_FILE).exists():
+        continue_record(plan, folder, folder)
+    if quiet and not role.is_first:
+        settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
+
+    def meet(facts: Mapping[str, str], held_step: int) -> TorchFleet:
+        fleet = connect_rank(settings.transport, role, facts, held_step)
+        if occupied and not fleet.joining:
+            fleet.close()
+            raise ConfigurationError(
+                f"--out {folder} is not empty; --resume {folder} to go on with a run there, or another --out, would "
+                "work. Nothing was started."
+            )
+        return fleet
+
+    sink = make_sinks(settings.monitor, folder, is_terminal=sys.stdout.isatty())
+    try:
+        summary = run_training(
+            settings,
+            folder=folder,
+            sink=sink,
+            config_toml=plan.record,
+            notes=plan.notes if role.is_first else (),
+            meet=meet,
+        )
+    finally:
+        sink.close()
+    return 130 if summary["interrupted"] else 0
+
+
+def _folder(plan: RunPlan, role: Role) -> Path:
+    """The run's folder for rank 0, one inside it for every other."""
+    from diloco.cli.train import claim_numbered
+    from diloco.transport.torch_distributed.rendezvous import exchange_word
+
+    settings = plan.configuration
+    base = settings.out or plan.source
+    if base is None and role.torchrun is not None:
+        mine = None
+        if role.is_first:
+            mine = str(claim_numbered(Path("runs") / f"{settings.algorithm}-{settings.preset}"))
+        timeout_s = settings.transport.rendezvous_timeout_s
+        base = Path(exchange_word(role.torchrun.master, mine, timeout_s, f"folder (attempt {role.torchrun.attempt})"))
+    if base is None:
+        raise ConfigurationError(
+            f"--replica {role.replica} was given without --out; a folder that all replicas are given, such as --out "
+            "runs/my-run, would work. Nothing was started."
+        )
+    if role.is_first:
+        return base
+    return base / (f"replica-{role.replica}" + (f"-rank-{role.position}" if role.position else ""))
+
+
+def _of_another_rank(entry: Path) -> bool:
+    return entry.is_dir() and entry.name.startswith("replica-")

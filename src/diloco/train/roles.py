@@ -1,0 +1,118 @@
+"""Which process does what: one that trains all replicas, one that starts the others, or one rank of many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco.errors import ConfigurationError
+from diloco.transport.settings import TransportSettings
+from diloco.transport.torch_distributed.address import Address, parse_address
+
+__all__ = ["Role", "TorchRun", "read_torchrun", "role_of"]
+
+
+@dataclass(frozen=True)
+class TorchRun:
+    """What ``torchrun`` tells the processes it starts.
+
+    Attributes:
+        rank, world_size: of all processes it started, on all machines.
+        local_rank: on this machine.
+        master: address of its store.
+        attempt: how often it has started this group of processes anew.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master: Address
+    attempt: str
+
+
+def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
+    """What ``torchrun`` says, or None where it did not start this process.
+
+    >>> read_torchrun({}) is None
+    True
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    try:
+        return TorchRun(
+            int(environment["RANK"]),
+            int(environment["WORLD_SIZE"]),
+            int(environment["LOCAL_RANK"]),
+            Address(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
+            environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(
+            f"torchrun started this process without a usable {error}; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            "MASTER_PORT are needed. Nothing was started."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Role:
+    """What this process is to do.
+
+    Attributes:
+        kind: ``alone``: train all replicas here; ``launcher``: start a process for every rank; ``rank``: be one.
+        replica, position: of a rank.
+        rendezvous: where the ranks meet; None under ``torchrun``.
+        torchrun: what it said.
+    """
+
+    kind: Literal["alone", "launcher", "rank"]
+    replica: int = 0
+    position: int = 0
+    rendezvous: Address | None = None
+    torchrun: TorchRun | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the run."""
+        return self.replica == 0 and self.position == 0
+
+
+def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
+    """The role of a process with these settings.
+
+    Raises:
+        ConfigurationError: if they don't fit what started it.
+
+    >>> role_of(TransportSettings(name="torch", replicas=2), None).kind
+    'launcher'
+    """
+    if settings.name == "in-process":
+        if torchrun is not None and torchrun.world_size > 1:
+            raise ConfigurationError(
+                f"torchrun started {torchrun.world_size} processes with transport.name='in-process', which trains all "
+                "replicas in one; --transport torch would work. Nothing was started."
+            )
+        return Role("alone")
+    if torchrun is not None:
+        if torchrun.world_size != settings.num_ranks:
+            raise ConfigurationError(
+                f"torchrun started {torchrun.world_size} processes for transport.replicas={settings.replicas} of "
+                f"transport.replica_size={settings.replica_size}, which are {settings.num_ranks}; leaving --replicas "
+                "out, or as many processes, would work. Nothing was started."
+            )
+        replica, position = divmod(torchrun.rank, settings.replica_size)
+        return Role("rank", replica, position, torchrun=torchrun)
+    if settings.replica is None:
+        if settings.rendezvous is not None:
+            raise ConfigurationError(
+                f"transport.rendezvous={settings.rendezvous!r} was given without transport.replica; --replica 0, 1, "
+                "... on each machine would work, or neither, to start all replicas here. Nothing was started."
+            )
+        return Role("launcher")
+    if settings.rendezvous is None:
+        raise ConfigurationError(
+            f"transport.replica={settings.replica} was given without transport.rendezvous; --rendezvous HOST:PORT, an "
+            "address of the machine of replica 0, would work. Nothing was started."
+        )
+    rendezvous = parse_address(settings.rendezvous, key="transport.rendezvous")
+    return Role("rank", settings.replica, settings.position, rendezvous)

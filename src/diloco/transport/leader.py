@@ -1,0 +1,165 @@
+"""A replica whose ranks all hold everything: position 0 talks to the other replicas, and its ranks hear what it hears.
+
+So every rank applies the same average, or none, at the same step (invariant 10), and each value crosses the link
+between replicas once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco import errors
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.errors import ConfigurationError, DiLoCoError, ReplicaLostError
+from diloco.membership.view import View
+from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from diloco.transport.replica_group import ReplicaGroup
+
+__all__ = ["LeaderTransport"]
+
+
+class LeaderTransport(Transport):
+    """The transport of one rank of a replica, around that of the replica's position 0.
+
+    `average`, `Pending.wait`, `fetch` and `shared` must be called on all ranks in the same order. What one of them
+    raises on position 0 is raised on every rank, of the same class and with the same words.
+
+    Args:
+        group: the replica's ranks.
+        transport: position 0's way to the other replicas; None on the other ranks.
+
+    Raises:
+        ConfigurationError: if a rank has a transport that should have none, or position 0 has none.
+    """
+
+    def __init__(self, group: ReplicaGroup, transport: Transport | None) -> None:
+        wrong = group.leads == (transport is None)
+        if group.any(wrong):
+            raise ConfigurationError(
+                f"position 0 of a replica needs a transport to the other replicas, and its other ranks have none; "
+                f"position {group.position} was given {'none' if transport is None else 'one'}"
+                f"{'' if wrong else ', as it should be, but another rank was not'}. Nothing was started."
+            )
+        self.group = group
+        self.transport = transport
+        self.replica = int(self.shared(lambda leader: leader.replica))
+
+    def average(self, contribution: Contribution) -> Pending:
+        kept: list[Pending] = []
+        self.shared(lambda leader: kept.append(leader.average(contribution)))
+        return _LeaderPending(self, contribution.round, kept[0] if kept else None)
+
+    def publish(self, source: SnapshotSource) -> None:
+        if self.transport is not None:
+            self.transport.publish(source)
+
+    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
+        tensors: list[Tensor] = []
+        outline = self.shared(lambda leader: _outline(leader.fetch(fragment, donor), tensors))
+        return _received(outline, tensors, self.group)
+
+    def tick(self) -> None:
+        if self.transport is not None:
+            self.transport.tick()
+
+    def shared(self, ask: Callable[[Transport], Any]) -> Any:
+        """What ``ask`` gives on position 0's transport, which JSON must be able to hold, or the error it raises there:
+        on every rank. View and traffic are then position 0's, too.
+        """
+        told: dict[str, Any] = {}
+        raised: Exception | None = None
+        if self.transport is not None:
+            try:
+                told["value"] = ask(self.transport)
+            except DiLoCoError as error:
+                raised, told["error"] = error, _described(error)
+            except Exception as error:  # nobody's plan, but the others shall not wait for ever
+                raised, told["error"] = error, _described(_failed(self.group, error))
+            told["view"] = [self.transport.view.id, *self.transport.view.members]
+            told["traffic"] = [self.transport.sent_bytes, self.transport.received_bytes]
+        told = self.group.share(told)
+        identity, *members = told["view"]
+        self.view = View(identity, tuple(members))
+        self.sent_bytes, self.received_bytes = told["traffic"]
+        if "error" in told:
+            raise raised or _rebuilt(told["error"])
+        return told["value"]
+
+
+class _LeaderPending:
+    """An average on its way to position 0, and from there to this rank."""
+
+    def __init__(self, transport: LeaderTransport, round_id: RoundId, pending: Pending | None) -> None:
+        self._transport = transport
+        self._round = round_id
+        self._pending = pending
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        tensors: list[Tensor] = []
+
+        def taken(_: Transport) -> dict[str, Any]:
+            assert self._pending is not None, "position 0 has the pending average"
+            average = self._pending.wait(timeout_s)
+            view = [average.view.id, *average.view.members]
+            fields = vars(average) | {"round": None, "view": view, "contributors": list(average.contributors)}
+            return _outline(fields, tensors)
+
+        fields = _received(self._transport.shared(taken), tensors, self._transport.group)
+        identity, *members = fields["view"]
+        known = {
+            "round": self._round,
+            "view": View(identity, tuple(members)),
+            "contributors": tuple(fields["contributors"]),
+        }
+        return Average(**(fields | known))
+
+
+def _outline(tree: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+    """``tree`` with every tensor replaced by its type, shape and device; the tensors in the order met."""
+    outline: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Tensor):
+            tensors.append(value.detach().contiguous())
+            outline[name] = {"tensor": [str(value.dtype), list(value.shape), value.device.type]}
+        elif isinstance(value, Mapping):
+            outline[name] = {"tree": _outline(value, tensors)}
+        else:
+            outline[name] = {"value": value}
+    return outline
+
+
+def _received(outline: Mapping[str, Any], tensors: list[Tensor], group: ReplicaGroup) -> dict[str, Any]:
+    """What position 0 has outlined, with the values of its ``tensors``, which are taken from the list."""
+    tree: dict[str, Any] = {}
+    for name, ((kind, content),) in ((name, node.items()) for name, node in outline.items()):
+        if kind == "tensor":
+            dtype, shape, device = content
+            room = tensors.pop(0) if group.leads else torch.empty(shape, dtype=getattr(torch, dtype[6:]), device=device)
+            tree[name] = group.share_(room)
+        else:
+            tree[name] = _received(content, tensors, group) if kind == "tree" else content
+    return tree
+
+
+def _described(error: DiLoCoError) -> dict[str, Any]:
+    """All there is to an error, as JSON."""
+    fields = {name: value for name, value in vars(error).items() if name in ("round", "replicas", "donor")}
+    return {"class": type(error).__name__, "message": str(error), "fields": fields}
+
+
+def _rebuilt(described: Mapping[str, Any]) -> DiLoCoError:
+    """The error that `_described` was given."""
+    kind: type[DiLoCoError] = getattr(errors, described["class"])
+    return kind(described["message"], **described["fields"])
+
+
+def _failed(group: ReplicaGroup, error: Exception) -> ReplicaLostError:
+    return ReplicaLostError(
+        f"position 0 of replica {group.replica}, which speaks with the other replicas, has failed: {error!r}. This "
+        "rank can't go on without it.",
+        replicas=[group.replica],
+    )
