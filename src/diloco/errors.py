@@ -9,6 +9,7 @@
     ├── NonFiniteError                NaN or infinity where numbers were due; nothing was sent
     ├── TransportError                carries the round, and the replicas concerned where known
     │   ├── RoundVoidError            the round is void for every replica of its view; nobody applied it
+    │   │   └── ViewChangedError      because the view changed before it was decided
     │   ├── RoundTimeoutError         an average did not arrive in the time allowed
     │   ├── DivergedError             this replica's global parameters differ from the majority's
     │   ├── RendezvousError           the replicas did not find each other; nothing was started
@@ -38,6 +39,7 @@ __all__ = [
     "RoundTimeoutError",
     "RoundVoidError",
     "TransportError",
+    "ViewChangedError",
     "nearest",
 ]
 
@@ -78,6 +80,13 @@ class TransportError(DiLoCoError):
 
 class RoundVoidError(TransportError):
     """The round is void for every replica of its view: global parameters did not move anywhere."""
+
+
+class ViewChangedError(RoundVoidError):
+    """The round is void because the view changed before it was decided.
+
+    The gradients of a data-parallel step may be handed in again, to the next view.
+    """
 
 
 class RoundTimeoutError(TransportError):

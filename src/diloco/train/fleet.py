@@ -44,6 +44,9 @@ class Fleet(Protocol):
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         """After which step all replicas stop, once this or another process wants to; None until then."""
 
+    def close_to_joiners(self, reason: str) -> None:
+        """Let no replica join for now, for ``reason``; "" opens again."""
+
     def finish(self) -> None:
         """All is done and saved here: wait for the others to be as far, and part."""
 
@@ -80,6 +83,9 @@ class InProcessFleet:
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         return step if wanted else None
+
+    def close_to_joiners(self, reason: str) -> None:
+        pass
 
     def finish(self) -> None:
         pass
@@ -129,6 +135,9 @@ class TorchFleet:
         if wanted:
             self.transport.ask_to_stop()
         return self.transport.stop_step()
+
+    def close_to_joiners(self, reason: str) -> None:
+        self.transport.close_to_joiners(reason)
 
     def finish(self) -> None:
         self.transport.meet("finished", 0)

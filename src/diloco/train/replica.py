@@ -133,17 +133,25 @@ class DiLoCo:
             if not isinstance(action, Send) and action.fragment in self._in_flight:
                 self._merge(action.fragment)
 
-    def take_over(self, donor: int) -> None:
-        """Take the global parameters and outer state of ``donor`` for global and local ones; nothing of mine remains.
+    def take_over(self, donors: Sequence[int]) -> None:
+        """Take global parameters and outer state of others for global and local ones; nothing of mine remains.
 
         Raises:
-            TransportError: if the donor does not answer.
+            TransportError: if none of ``donors`` answers.
         """
         for fragment in self.fragments:
-            state = self.transport.fetch(fragment.index, donor)
+            state = self._fetched(fragment.index, donors)
             with self._shared.changing():
                 self.outer_loop.load_fragment_state(fragment.index, state)
                 self.outer_loop.merge(fragment.index, AlphaMerge(), None)
+
+    def _fetched(self, index: int, donors: Sequence[int]) -> Mapping[str, Any]:
+        for donor in donors[:-1]:
+            try:
+                return self.transport.fetch(index, donor)
+            except TransportError:  # the next one may answer
+                continue
+        return self.transport.fetch(index, donors[-1])
 
     def drain(self) -> None:
         """Merge every fragment in flight at once, in the order sent; for the end of a run."""

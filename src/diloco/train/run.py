@@ -97,7 +97,7 @@ def run_training(
             run.find_place(fleet)
         elif resume is not None:
             run.resume(resume)
-        if run.resumed_from is None:
+        if run.resumed_from is None or not (folder / "config.toml").exists():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.toml").write_text(config_toml, encoding="utf-8")
             corpus.tokenizer.save(folder)

@@ -98,6 +98,8 @@ class Session:
         self.totals = Totals()
         self.schedule = make_schedule(settings)
         self.replicas = [self._make_replica(number, initial) for number in fleet.local]
+        if self.averages_gradients:
+            fleet.close_to_joiners("the replicas average gradients at every step")
         self._begin_diloco_if_due()
 
     @property
@@ -228,6 +230,7 @@ class Session:
             TransportError: if there is nobody to take over from, or the others refuse.
         """
         (replica,) = self.replicas
+        fleet.close_to_joiners("")
         if self.settings.algorithm not in ("streaming", "diloco"):
             raise ConfigurationError(
                 f"replica {replica.number} came to a run of algorithm={self.settings.algorithm!r} that is going on; "
@@ -235,7 +238,7 @@ class Session:
                 "Nothing was started."
             )
         diloco = replica.diloco = replica.diloco or self._make_diloco(replica)
-        diloco.take_over(fleet.transport.view.members[0])
+        diloco.take_over(fleet.transport.view.members)
         self.totals.steps = fleet.join(timeout_s)
         diloco.steps = self.totals.steps - self.settings.train.data_parallel_steps
         replica.sampler.load_state_dict({**replica.sampler.state_dict(), "drawn": self.totals.steps})
@@ -258,6 +261,7 @@ class Session:
         due = self.settings.algorithm in ("streaming", "diloco") and not self.averages_gradients
         if due and self.replicas[0].diloco is None:
             self.totals.shared_start_sent_bytes = self.traffic()[0]
+            self.fleet.close_to_joiners("")
             for replica in self.replicas:
                 replica.diloco = self._make_diloco(replica)
 

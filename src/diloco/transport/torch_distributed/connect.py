@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -188,11 +189,14 @@ def join(connected: Connected, timeout_s: float) -> int:
         RendezvousError: if the members refuse, or do not answer in time.
     """
     transport, entry = connected.transport, connected.table.entries[connected.transport.rules.rank]
+    deadline_s = time.monotonic() + timeout_s
     transport.ask_to_join(entry)
-    answer = transport.welcome(timeout_s)
-    if answer is None or answer["kind"] == "refused":
-        why = f"they refuse: {answer['reason']}" if answer else f"no answer within {timeout_s:g} s"
-        raise RendezvousError(f"replica {transport.replica} can't join the others: {why}. It stops here.")
+    while (answer := transport.welcome(deadline_s - time.monotonic())) is None or answer["kind"] == "refused":
+        if answer is None or answer["for_good"] or time.monotonic() > deadline_s:
+            why = f"they refuse: {answer['reason']}" if answer else f"no answer within {timeout_s:g} s"
+            raise RendezvousError(f"replica {transport.replica} can't join the others: {why}. It stops here.")
+        time.sleep(1.0)  # they are not ready for it yet
+        transport.ask_to_join(entry)
     transport.enter(answer)
     return transport.step
 

@@ -14,7 +14,7 @@ from typing import Any
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.exchange import Exchange, plan_exchange
-from diloco.errors import DiLoCoError, DivergedError, RoundVoidError, TransportError
+from diloco.errors import DiLoCoError, DivergedError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.ballot import Vote, tally
 from diloco.membership.view import View
 from diloco.transport.base import Average
@@ -145,14 +145,22 @@ class RoundBook:
         self._frozen = True
         return dict(self.commits)
 
-    def end(self, commits: Mapping[tuple[int, int], str], reason: str, failure: TransportError | None) -> None:
-        """The view has ended: a round is committed if any survivor committed it, and void otherwise."""
+    def end(
+        self, commits: Mapping[tuple[int, int], str], reason: str, failure: Callable[[RoundId], TransportError | None]
+    ) -> None:
+        """The view has ended: a round is committed if any survivor committed it, and void otherwise.
+
+        Args:
+            commits: what the survivors committed.
+            reason: why the rest is void.
+            failure: what who waits for a void round gets; None: `ViewChangedError`.
+        """
         for state in list(self._rounds.values()):
             if state.committed is None:
                 key = (state.id.fragment, state.id.outer_step)
                 mine = state.votes.get(self.rules.rank)
                 committed = key in commits and mine is not None and mine.ok
-                self._decide(state, committed, reason, failure)
+                self._decide(state, committed, reason, failure(state.id) or self._changed(state, reason))
             elif state.pending is not None:
                 self._conclude(state)
             if not state.judged.done():
@@ -297,6 +305,9 @@ class RoundBook:
         decision = tally(self.ranks, state.votes, groups=self._positions)
         if decision.committed is not None:
             self._decide(state, decision.committed, decision.reason)
+
+    def _changed(self, state: _Round, reason: str) -> TransportError:
+        return ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
 
     def _decide(self, state: _Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         state.committed, state.reason = committed, reason

@@ -125,6 +125,11 @@ class TorchTransport(Transport):
         address = parse_address(self._entries[rank].address)
         return self.board.call(fetch_state(address, fragment, after, donor, self.rules.round_timeout_s))
 
+    def close_to_joiners(self, reason: str) -> None:
+        """Let nobody join for now, for ``reason``; "" opens again."""
+        assert self._keeper is not None, "connect comes first"
+        self._keeper.closed_to_joiners = reason
+
     # Stopping and meeting.
 
     def ask_to_stop(self) -> None:
@@ -197,10 +202,11 @@ class TorchTransport(Transport):
             self.board.post(self.board.send, rank, message)
 
     def welcome(self, timeout_s: float) -> Mapping[str, Any] | None:
-        """What a member answered to my wish to join, or None."""
+        """What a member answered to my wish to join, or None; a welcome rather than anything else."""
         with self._met:
             self._met.wait_for(lambda: bool(self._welcomed), timeout_s)
-            return self._welcomed[0] if self._welcomed else None
+            answers, self._welcomed = self._welcomed, []
+            return next((each for each in answers if each["kind"] == "welcome"), answers[-1] if answers else None)
 
     # In the control thread.
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.algorithm.averaging import Contribution
-from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.errors import ReplicaLostError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.change import Change, NextView, Report
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
@@ -135,14 +135,15 @@ class ViewKeeper:
     def begin(self, contribution: Contribution, pending: TorchPending, step: int) -> None:
         """A contribution sent at inner step ``step``."""
         if self.failure is not None:
-            failed = self.failure
-            void = RoundVoidError(f"{pending.round} is void: {failed}", round=str(pending.round))
-            pending.resolve(failed if self._policies.raise_on_loss else void)
+            failed = self._failure_of(pending.round)
+            pending.resolve(
+                failed or RoundVoidError(f"{pending.round} is void: {self.failure}", round=str(pending.round))
+            )
         elif self._change is not None or self.book is None:
             self._waiting.append(_Waiting(contribution, pending, step))
-        elif step < self._from_step:
+        elif step < self._from_step and contribution.round.fragment >= 0:
             why = f"{pending.round} is void: the view changed before it was sent ({self._reason})."
-            pending.resolve(RoundVoidError(why, round=str(pending.round)))
+            pending.resolve(ViewChangedError(why, round=str(pending.round)))
         else:
             fragment = contribution.round.fragment
             taking_over = self.joined and fragment >= 0 and fragment not in self._has_state_of
@@ -186,7 +187,7 @@ class ViewKeeper:
         replica, size = rank // self._rules.ranks_per_replica, self._rules.ranks_per_replica
         if self.closed_to_joiners or self.failure is not None or self.book is None:
             why = self.closed_to_joiners or str(self.failure or "this replica is joining itself")
-            self._board.send(rank, {"kind": "refused", "reason": why})
+            self._board.send(rank, {"kind": "refused", "reason": why, "for_good": self.failure is not None})
             return
         asked = self._joiners.setdefault(replica, set())
         asked.add(rank)
@@ -221,13 +222,17 @@ class ViewKeeper:
         self._change = None
         if self.book is not None:
             self.book.freeze()
-            self.book.end({}, str(failure), failure if self._policies.raise_on_loss else None)
+            self.book.end({}, str(failure), self._failure_of)
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             self.begin(each.contribution, each.pending, each.step)
         self._close_links()
 
     # What follows from it.
+
+    def _failure_of(self, round_id: RoundId) -> TransportError | None:
+        """What a round that can't take place raises; without gradients no step can be finished, so theirs always do."""
+        return self.failure if self._policies.raise_on_loss or round_id.fragment < 0 else None
 
     def _ranks(self, members: tuple[int, ...]) -> list[int]:
         size = self._rules.ranks_per_replica
@@ -284,7 +289,7 @@ class ViewKeeper:
                 replicas=lost,
             )
         if self.book is not None:
-            self.book.end(following.commits, self._reason, self.failure if self._policies.raise_on_loss else None)
+            self.book.end(following.commits, self._reason, self._failure_of)
         self._close_links()
         excluded = {"kind": "excluded", "view": following.previous.id, "reason": self._reason}
         for rank in self._ranks(tuple(m for m in lost if m not in self._joiners)):
