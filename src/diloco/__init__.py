@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from diloco.train.replica import DiLoCo
     from diloco.transport.in_process import InProcessTransport
     from diloco.transport.links import Link, VirtualNetwork
+    from diloco.transport.torch_distributed.library import connect_replica
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _HOMES = {
     "SyncSchedule": "diloco.algorithm.schedule",
     "ValueSchedule": "diloco.algorithm.value_schedule",
     "VirtualNetwork": "diloco.transport.links",
+    "connect_replica": "diloco.transport.torch_distributed.library",
     "make_codec": "diloco.algorithm.codec",
     "partition": "diloco.algorithm.fragments",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "ValueSchedule",
     "VirtualNetwork",
     "__version__",
+    "connect_replica",
     "make_codec",
     "partition",
 ]

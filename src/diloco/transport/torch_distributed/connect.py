@@ -103,6 +103,13 @@ class Connected:
     table: Table
     joining: bool
 
+    def already_running(self) -> RendezvousError:
+        """For who came to begin a run, and finds one that is going on."""
+        return RendezvousError(
+            f"replica {self.transport.replica} came to begin a run, and the others are in the middle of one; another "
+            "rendezvous, or joining them, would work. Nothing was started."
+        )
+
 
 def connect(place: Place, wire: Wire, *, held_step: int = -1) -> Connected:
     """Find the others and connect to all of them.

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.membership.change import NextView
@@ -18,6 +16,7 @@ from diloco.transport.links import Link
 from diloco.transport.shaping import Pacer
 from diloco.transport.torch_distributed.address import Address, parse_address
 from diloco.transport.torch_distributed.data_link import Mailbox
+from diloco.transport.torch_distributed.host_copies import HostCopies
 from diloco.transport.torch_distributed.payloads import Postman
 from diloco.transport.torch_distributed.pending import TorchPending
 from diloco.transport.torch_distributed.registry import Entry, Registry
@@ -70,7 +69,7 @@ class TorchTransport(Transport):
         self._stop_asked = threading.Event()
         self._welcomed: list[Mapping[str, Any]] = []
         self._closed = False
-        self._copies: torch.cuda.Stream | None = None
+        self._copies = HostCopies()
 
     @property
     def address(self) -> Address:
@@ -102,7 +101,12 @@ class TorchTransport(Transport):
         assert keeper is not None, "connect comes first"
         pending = TorchPending(round_id, contribution.payload.numel(), self._guard_s(), self._missing, self._taken)
         self._sent[round_id.fragment] = pending
-        self.board.post(keeper.begin, self._on_host(contribution), pending, self.step)
+        if contribution.payload.is_cuda:
+            host, copied = self._copies.start(contribution)
+            step = self.step
+            self._copies.after(copied, lambda: self.board.post(keeper.begin, host, pending, step))
+        else:
+            self.board.post(keeper.begin, contribution, pending, self.step)
         return pending
 
     def tick(self) -> None:
@@ -173,6 +177,7 @@ class TorchTransport(Transport):
         self._mailbox.close("the transport was closed")
         self.board.close()
         self._postman.close()
+        self._copies.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Traffic and steps; contributions in flight are kept by who sent them."""
@@ -319,18 +324,3 @@ class TorchTransport(Transport):
             others = len(self.view.members) - 1
             self.sent_bytes += others * pending.payload_bytes
             self.received_bytes += others * pending.payload_bytes
-
-    def _on_host(self, contribution: Contribution) -> Contribution:
-        """The contribution with its payload in (pinned) host memory; the copy does not hold up the training stream."""
-        payload = contribution.payload
-        if not payload.is_cuda:
-            return contribution
-        if self._copies is None:
-            self._copies = torch.cuda.Stream(payload.device)  # type: ignore[no-untyped-call]  # torch's stub
-        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
-        self._copies.wait_stream(torch.cuda.current_stream(payload.device))
-        with torch.cuda.stream(self._copies):
-            host.copy_(payload, non_blocking=True)
-            payload.record_stream(self._copies)
-        self._copies.synchronize()
-        return replace(contribution, payload=host)
