@@ -3,6 +3,9 @@
 A `Fragment` is a value: names, shapes and sizes. `partition` decides from names and sizes alone; `bind` looks the
 parameters up in a model; `flatten` and `unflatten_` move between a fragment's tensors and one flat float32 vector.
 Tied weights count once, under the first of their names; frozen parameters are in no fragment.
+
+Where the ranks of a replica share its parameters out (DTensors), what is decided is decided from whole parameters,
+alike on all ranks, and what is moved is this rank's shard; it may be empty.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ __all__ = [
     "check_coverage",
     "flatten",
     "holding",
+    "local_shard",
     "partition",
     "trainable_parameters",
     "unflatten_",
@@ -42,7 +46,7 @@ class Fragment:
     Attributes:
         index: p, counted from 0.
         names: the parameters' names, in the order in which they are flattened.
-        shapes: their shapes.
+        shapes: the shapes of what this rank holds of them: all of each parameter, or its shard.
     """
 
     index: int
@@ -51,8 +55,25 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Values in the flat vector."""
+        """Values in this rank's flat vector; 0 where its shards are all empty."""
         return sum(math.prod(shape) for shape in self.shapes)
+
+    def named(self, values: Tensor) -> dict[str, Tensor]:
+        """Name -> its part of the flat vector ``values``, ``(numel,)``, as a view in its shape.
+
+        >>> Fragment(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
+        {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
+        """
+        pieces = torch.split(values, [math.prod(shape) for shape in self.shapes])
+        return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``, detached and on the same memory: its shard of a DTensor, else all of it."""
+    # asked by its method, so that the algorithm needs to know nothing of process groups
+    to_local = getattr(tensor.detach(), "to_local", None)
+    shard: Tensor = tensor.detach() if to_local is None else to_local()
+    return shard
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -64,9 +85,10 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     owners: dict[tuple[str, int], str] = {}
     for name, parameter in parameters.items():
-        if parameter.is_meta or parameter.numel() == 0:
+        shard = local_shard(parameter)
+        if shard.is_meta or shard.numel() == 0:
             continue
-        place = (str(parameter.device), parameter.data_ptr())
+        place = (str(shard.device), shard.data_ptr())
         if place in owners:
             raise FragmentError(
                 f"the parameters {owners[place]!r} and {name!r} are two objects on the same memory; tie them by "
@@ -117,7 +139,7 @@ def partition(
             f"fragment strategy {strategy!r} was given; strided, sequential, balanced or patterns would work."
         )
     fragments = tuple(
-        Fragment(index, tuple(names), tuple(tuple(parameters[name].shape) for name in names))
+        Fragment(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
     )
     check_coverage(model, fragments)
@@ -129,9 +151,11 @@ def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
     parameters = trainable_parameters(model)
     seen: dict[str, int] = {}
     for position, fragment in enumerate(fragments):
-        if fragment.index != position or fragment.numel == 0:
+        # of the whole parameters: what this rank holds of them may well be empty
+        numel = sum(parameters[name].numel() for name in fragment.names if name in parameters)
+        if fragment.index != position or (numel == 0 and fragment.numel == 0):
             raise FragmentError(
-                f"fragment {fragment.index} at position {position} holds {fragment.numel} values; fragments "
+                f"fragment {fragment.index} at position {position} holds {numel} values; fragments "
                 "are numbered from 0 and none is empty. Fewer fragments would work. Nothing was started."
             )
         for name, shape in zip(fragment.names, fragment.shapes, strict=True):
@@ -140,7 +164,7 @@ def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
                     f"the parameter {name!r} is in fragments {seen[name]} and {position}; it must be in exactly one. "
                     "Nothing was started."
                 )
-            if name not in parameters or tuple(parameters[name].shape) != shape:
+            if name not in parameters or tuple(local_shard(parameters[name]).shape) != shape:
                 raise FragmentError(
                     f"fragment {position} names {name!r} of shape {shape}, which is no trainable parameter of this "
                     "model. Nothing was started."
@@ -162,9 +186,9 @@ def bind(model: nn.Module, fragment: Fragment) -> list[nn.Parameter]:
 def flatten(tensors: Sequence[Tensor], out: Tensor) -> Tensor:
     """Copy ``tensors``, of any dtype and device, into ``out``: ``(numel,)`` float32; returns ``out``."""
     start = 0
-    for tensor in tensors:
-        stop = start + tensor.numel()
-        out[start:stop].view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+    for shard in map(local_shard, tensors):
+        stop = start + shard.numel()
+        out[start:stop].view(shard.shape).copy_(shard, non_blocking=True)
         start = stop
     if out.device.type == "cpu" and any(tensor.is_cuda for tensor in tensors):
         torch.cuda.current_stream().synchronize()  # the host must not read a copy that is still on its way
@@ -174,15 +198,17 @@ def flatten(tensors: Sequence[Tensor], out: Tensor) -> Tensor:
 def unflatten_(values: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy ``values``, ``(numel,)`` float32, into ``tensors`` in place, in their own dtype and on their own device."""
     start = 0
-    for tensor in tensors:
-        stop = start + tensor.numel()
-        tensor.detach().copy_(values[start:stop].view(tensor.shape))
+    for shard in map(local_shard, tensors):
+        stop = start + shard.numel()
+        shard.copy_(values[start:stop].view(shard.shape))
         start = stop
 
 
 @contextmanager
 def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
     """Inside, the parameters named in ``values`` hold them; afterwards they hold what they held before.
+
+    Of a parameter that is a DTensor, ``values`` has this rank's shard.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> before = model.weight.item()
@@ -192,7 +218,7 @@ def holding(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Modul
     >>> model.weight.item() == before
     True
     """
-    parameters = {name: parameter.detach() for name, parameter in trainable_parameters(model).items() if name in values}
+    parameters = {name: local_shard(p) for name, p in trainable_parameters(model).items() if name in values}
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():

@@ -7,7 +7,8 @@ The outer loop of Streaming DiLoCo, Algorithm 2, for one fragment p::
     local_p  <- merge(local_p, global_p)               line 12  merge
 
 Lasting memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum. While a fragment is in
-flight its payload stays, and under the rebase rule 4 bytes per value of that fragment.
+flight its payload stays, and under the rebase rule 4 bytes per value of that fragment. Where the ranks of a replica
+share its parameters out, each has this for its own shards, and never more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.digest import digest_state
-from diloco.algorithm.fragments import Fragment, bind, flatten, unflatten_
+from diloco.algorithm.fragments import Fragment, bind, flatten, local_shard, unflatten_
 from diloco.algorithm.merge import MergeRule, carry_over
 from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
 from diloco.errors import NonFiniteError
@@ -77,13 +78,13 @@ class OuterLoop:
         """
         local = self.local(index)
         delta = self.global_params[index] - local if keep_local else local.neg_().add_(self.global_params[index])
-        largest = float(torch.linalg.vector_norm(delta, math.inf))
+        largest = float(torch.linalg.vector_norm(delta, math.inf)) if delta.numel() else 0.0  # of nothing: an error
         if not math.isfinite(largest):
             fragment = self.fragments[index]
             bad = [
                 name
                 for name, parameter in zip(fragment.names, self.parameters[index], strict=True)
-                if not bool(torch.isfinite(parameter).all())
+                if not bool(torch.isfinite(local_shard(parameter)).all())
             ]
             raise NonFiniteError(
                 f"the pseudo-gradient of fragment {index} is not finite; the local values of "
@@ -117,12 +118,11 @@ class OuterLoop:
         return digest_state(self.global_params[index], self.outer_states[index])
 
     def named_global_params(self) -> dict[str, Tensor]:
-        """Parameter name -> global value in the parameter's shape, float32: views that must not be changed."""
+        """Parameter name -> global value, float32, in the shape of what this rank holds of the parameter: views that
+        must not be changed."""
         named: dict[str, Tensor] = {}
         for fragment, values in zip(self.fragments, self.global_params, strict=True):
-            pieces = torch.split(values, [math.prod(shape) for shape in fragment.shapes])
-            for name, shape, piece in zip(fragment.names, fragment.shapes, pieces, strict=True):
-                named[name] = piece.view(shape)
+            named |= fragment.named(values)
         return named
 
     def fragment_state(self, index: int) -> dict[str, Any]:

@@ -6,11 +6,17 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diloco.config.run_plan import CONFIG_FILE, RunPlan
 from diloco.errors import ConfigurationError
 from diloco.train.roles import Role
+from diloco.train.settings import TrainSettings
 from diloco.transport.torch_distributed.address import Address
+
+if TYPE_CHECKING:
+    from diloco.train.fleet import TorchFleet
+    from diloco.train.leader_fleet import LeaderFleet
 
 __all__ = ["launch_ranks", "train_rank"]
 
@@ -19,8 +25,10 @@ def launch_ranks(plan: RunPlan, folder: Path, arguments: Sequence[str], *, has_o
     """Start every rank on this machine with the arguments of this command, and wait for them."""
     from diloco.train.launcher import launch
 
-    def command(replica: int, position: int, address: Address, again: bool) -> list[str]:
+    def command(replica: int, position: int, address: Address, inner: Address | None) -> list[str]:
         added = ["--replica", str(replica), "--transport.position", str(position), "--rendezvous", str(address)]
+        if inner is not None:
+            added += ["--transport.inner-store", str(inner)]
         if not has_out and plan.source is None:
             added += ["--out", str(folder)]
         return ["train", *arguments, *added]
@@ -28,7 +36,9 @@ def launch_ranks(plan: RunPlan, folder: Path, arguments: Sequence[str], *, has_o
     def say(words: str) -> None:
         print(f"diloco: {words}", file=sys.stderr, flush=True)
 
-    return launch(plan.configuration.transport, command, say)
+    settings = plan.configuration
+    speakers = settings.transport.replica_size if settings.train.parallelism == "fsdp" else 1
+    return launch(settings.transport, command, say, speakers=speakers)
 
 
 def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
@@ -39,8 +49,8 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     """
     from diloco.cli.train import continue_record
     from diloco.monitor.sinks import make_sinks
-    from diloco.train.fleet import TorchFleet
-    from diloco.train.run import run_training
+    from diloco.train.components import choose_device
+    from diloco.train.run import held_step, run_training
     from diloco.train.wires import connect_rank
 
     settings = plan.configuration
@@ -53,8 +63,10 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     if quiet and not role.is_first:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
 
-    def meet(facts: Mapping[str, str], held_step: int) -> TorchFleet:
-        fleet = connect_rank(settings.transport, role, facts, held_step)
+    def meet(facts: Mapping[str, str], own: Path) -> TorchFleet | LeaderFleet:
+        home = own.parent if role.position else own
+        held = held_step(home, settings.checkpoint.resume) if settings.checkpoint.resume else -1
+        fleet = connect_rank(settings, role, facts, held, choose_device(settings.train))
         if occupied and not fleet.joining:
             fleet.close()
             raise ConfigurationError(
@@ -63,6 +75,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
             )
         return fleet
 
+    settings = dataclasses.replace(settings, train=_on_own_device(settings.train, role))
     sink = make_sinks(settings.monitor, folder, is_terminal=sys.stdout.isatty())
     try:
         summary = run_training(
@@ -76,6 +89,18 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     finally:
         sink.close()
     return 130 if summary["interrupted"] else 0
+
+
+def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
+    """Processes of one machine take a CUDA device each, in turn."""
+    import torch
+
+    if settings.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return settings
+    local = role.torchrun.local_rank if role.torchrun else role.local_rank
+    device = f"cuda:{local % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)
+    return dataclasses.replace(settings, device=device)
 
 
 def _folder(plan: RunPlan, role: Role) -> Path:
@@ -96,10 +121,9 @@ def _folder(plan: RunPlan, role: Role) -> Path:
             f"--replica {role.replica} was given without --out; a folder that all replicas are given, such as --out "
             "runs/my-run, would work. Nothing was started."
         )
-    if role.is_first:
-        return base
-    return base / (f"replica-{role.replica}" + (f"-rank-{role.position}" if role.position else ""))
+    home = base / f"replica-{role.replica}" if role.replica else base
+    return home / f"rank-{role.position}" if role.position else home
 
 
 def _of_another_rank(entry: Path) -> bool:
-    return entry.is_dir() and entry.name.startswith("replica-")
+    return entry.is_dir() and entry.name.startswith(("replica-", "rank-"))

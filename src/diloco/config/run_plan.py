@@ -20,7 +20,7 @@ __all__ = ["RunPlan", "plan_run"]
 
 CONFIG_FILE = "config.toml"
 
-PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous")
+PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
 """Which of the processes this one is: in no record."""
 
 WIRE_KEYS = (
@@ -31,6 +31,7 @@ WIRE_KEYS = (
 
 CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
+    *("train.parallelism", "transport.replica_size"),
     *PROCESS_KEYS,
     *WIRE_KEYS,
 )
@@ -146,7 +147,9 @@ def _record(configuration: Configuration, *, given: Values | None = None) -> str
         out=None,
         train=dataclasses.replace(configuration.train, stop_after=None),
         checkpoint=dataclasses.replace(configuration.checkpoint, resume=None),
-        transport=dataclasses.replace(configuration.transport, replica=None, position=0, rendezvous=None),
+        transport=dataclasses.replace(
+            configuration.transport, replica=None, position=0, rendezvous=None, inner_store=None
+        ),
     )
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."

@@ -34,9 +34,10 @@ def decide(
 ) -> Decision:
     """The next view's members.
 
-    Replicas whose process is known to have ended (``gone``) take part in nothing any more. Of the others, a side that
-    merely lost sight of the rest may go on only with more than half of them, or with half of them and the
-    lowest-numbered one: so a network that falls apart never makes two histories.
+    Where every lost replica is known to have ended (``gone``), the survivors are all there are, and go on. A side that
+    merely lost sight of some may go on only with more than half of the view, or with half of it and the lowest-numbered
+    member: so a network that falls apart never makes two histories. Replicas that have ended count for that as well, as
+    they may have gone on with the silent ones before they did.
 
     Args:
         view: the present one.
@@ -53,10 +54,10 @@ def decide(
     (2,)
     """
     survivors = [member for member in view.members if member not in lost]
-    possible = [member for member in view.members if member not in gone]
-    silent = [member for member in possible if member in lost]
+    silent = [member for member in view.members if member in lost and member not in gone]
     members = tuple(sorted({*survivors, *joining}))
-    if 2 * len(survivors) < len(possible) or (2 * len(survivors) == len(possible) and possible[0] in lost):
+    half = len(view.members) / 2
+    if silent and (len(survivors) < half or (len(survivors) == half and view.members[0] in lost)):
         return Decision(
             None,
             f"{_named(silent)} can't be reached and may be going on without {_named(survivors)}, which "

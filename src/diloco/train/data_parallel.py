@@ -6,10 +6,11 @@ import torch
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import Codec
-from diloco.algorithm.fragments import flatten, trainable_parameters, unflatten_
-from diloco.errors import NonFiniteError, RoundVoidError
+from diloco.algorithm.fragments import flatten, local_shard, trainable_parameters, unflatten_
+from diloco.errors import NonFiniteError, RoundVoidError, ViewChangedError
 from diloco.model.transformer import Transformer
-from diloco.transport.base import Pending, Transport
+from diloco.transport.base import Average, Pending, Transport
+from diloco.transport.replica_group import ReplicaGroup
 
 __all__ = ["GradientAverager"]
 
@@ -21,33 +22,38 @@ class GradientAverager:
         model: whose gradients.
         transport: this replica's way to the others.
         codec: how gradients travel; float32 is plain data-parallel training.
+        group: the replica's ranks, each of which averages what it holds; None: this one alone.
     """
 
-    def __init__(self, model: Transformer, transport: Transport, codec: Codec) -> None:
+    def __init__(
+        self, model: Transformer, transport: Transport, codec: Codec, group: ReplicaGroup | None = None
+    ) -> None:
         self.parameters = list(trainable_parameters(model).values())
         self.transport = transport
         self.codec = codec
+        self.group = group or ReplicaGroup()
         self._pending: Pending | None = None
+        self._contribution: Contribution | None = None
 
     def begin(self, step: int) -> None:
         """Send the gradients of inner step ``step`` (counted from 0); absent ones count as zero."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        numel = sum(parameter.numel() for parameter in self.parameters)
+        numel = sum(local_shard(parameter).numel() for parameter in self.parameters)
         values = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
         flatten([parameter.grad for parameter in self.parameters if parameter.grad is not None], values)
-        finite = bool(torch.isfinite(values).all())  # a saturating codec would hide it
-        self._pending = self.transport.average(
-            Contribution(
-                round=RoundId(-1, step),
-                replica=self.transport.replica,
-                codec=self.codec,
-                numel=numel,
-                payload=self.codec.encode(values),
-                withdrawn="" if finite else "gradients that are not finite",
-            )
+        # looked at here, since a saturating codec would hide it; a replica's ranks withdraw together
+        finite = self.group.all(bool(torch.isfinite(values).all()))
+        self._contribution = Contribution(
+            round=RoundId(-1, step),
+            replica=self.transport.replica,
+            codec=self.codec,
+            numel=numel,
+            payload=self.codec.encode(values),
+            withdrawn="" if finite else "gradients that are not finite",
         )
+        self._pending = self.transport.average(self._contribution)
         self.transport.tick()
 
     def finish(self, *, may_skip: bool) -> bool:
@@ -62,9 +68,8 @@ class GradientAverager:
         Raises:
             NonFiniteError: if the round is void and ``may_skip`` is false; it says which replica's gradients failed.
         """
-        assert self._pending is not None, "begin comes first"
         try:
-            average = self._pending.wait()
+            average = self._wait()
         except RoundVoidError as error:
             if may_skip:
                 return False
@@ -74,3 +79,13 @@ class GradientAverager:
             ) from error
         unflatten_(average.values, [parameter.grad for parameter in self.parameters if parameter.grad is not None])
         return True
+
+    def _wait(self) -> Average:
+        """The mean, from the view that can give it: the next one, if the present one ends."""
+        while True:
+            assert self._pending is not None, "begin comes first"
+            assert self._contribution is not None
+            try:
+                return self._pending.wait()
+            except ViewChangedError:
+                self._pending = self.transport.average(self._contribution)

@@ -9,6 +9,7 @@ from diloco.errors import TransportError
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 from diloco.transport.links import VirtualNetwork
+from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.torch_distributed.connect import Connected, join
 from diloco.transport.torch_distributed.transport import TorchTransport
 
@@ -38,6 +39,10 @@ class Fleet(Protocol):
     def joining(self) -> bool:
         """Whether the others were at work already when this process came."""
 
+    @property
+    def group(self) -> ReplicaGroup:
+        """The ranks of the local replica."""
+
     def endpoint(self, replica: int) -> Transport:
         """The transport of a local replica."""
 
@@ -46,6 +51,9 @@ class Fleet(Protocol):
 
     def close_to_joiners(self, reason: str) -> None:
         """Let no replica join for now, for ``reason``; "" opens again."""
+
+    def facts(self) -> dict[str, str]:
+        """What is worth printing about the way to the others, by name."""
 
     def finish(self) -> None:
         """All is done and saved here: wait for the others to be as far, and part."""
@@ -65,6 +73,7 @@ class InProcessFleet:
 
     joining = False
     leads = True
+    group = ReplicaGroup()
     failure: TransportError | None = None
 
     def __init__(self, hub: InProcessTransport) -> None:
@@ -87,6 +96,9 @@ class InProcessFleet:
     def close_to_joiners(self, reason: str) -> None:
         pass
 
+    def facts(self) -> dict[str, str]:
+        return {}
+
     def finish(self) -> None:
         pass
 
@@ -101,14 +113,20 @@ class InProcessFleet:
 
 
 class TorchFleet:
-    """One replica, or one rank of it, in this process."""
+    """One replica in this process, or one rank of it that speaks for its own shard.
+
+    Args:
+        connected: the way to the others.
+        group: the replica's ranks.
+    """
 
     network: VirtualNetwork | None = None
 
-    def __init__(self, connected: Connected) -> None:
+    def __init__(self, connected: Connected, group: ReplicaGroup | None = None) -> None:
         self.connected = connected
         self.transport: TorchTransport = connected.transport
         self.joining = connected.joining
+        self.group = group or ReplicaGroup()
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -116,8 +134,7 @@ class TorchFleet:
 
     @property
     def leads(self) -> bool:
-        first = self.transport.view.members[0] * self.transport.rules.ranks_per_replica
-        return self.transport.rules.rank == first
+        return bool(self.group.share(self.transport.replica == self.transport.view.members[0]))
 
     @property
     def failure(self) -> TransportError | None:
@@ -125,6 +142,10 @@ class TorchFleet:
 
     def endpoint(self, replica: int) -> Transport:
         return self.transport
+
+    def held_steps(self) -> dict[int, int]:
+        """Rank -> the newest step that it could resume from; -1 for none."""
+        return {rank: entry.held_step for rank, entry in self.connected.table.entries.items()}
 
     def join(self, timeout_s: float) -> int:
         """Become a member; the inner steps that are done."""
@@ -139,12 +160,27 @@ class TorchFleet:
     def close_to_joiners(self, reason: str) -> None:
         self.transport.close_to_joiners(reason)
 
+    def facts(self) -> dict[str, str]:
+        rules, wire = self.transport.rules, self.transport.policies
+        entries = self.connected.table.entries
+        others = "go on in a smaller view" if wire.go_on else "save and stop"
+        return {
+            "replica": f"{rules.replica}, in a process of its own; {len(entries)} processes in all",
+            "control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items())),
+            "payload links": f"gloo, {wire.streams} streams to each replica, pieces of {rules.piece_bytes:,} bytes",
+            "lost replicas": (
+                f"noticed when their process ends, or after {self.transport.timing.silence_s:g} s of silence; the "
+                f"others {others}"
+            ),
+        }
+
     def finish(self) -> None:
         self.transport.meet("finished", 0)
-        self.transport.close()
+        self.close()
 
     def close(self) -> None:
         self.transport.close()
+        self.group.close()
 
     def state_dict(self) -> dict[str, Any]:
         return self.transport.state_dict()

@@ -1,4 +1,7 @@
-"""The inner optimizer of one replica: forward, backward, clip, step; autocast and gradient scaling."""
+"""The inner optimizer of one replica: forward, backward, clip, step; autocast and gradient scaling.
+
+Where a replica has several ranks, each of them has an `InnerLoop`, and all of them take the same steps.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from diloco.algorithm.fragments import local_shard
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model.transformer import Transformer
+from diloco.train.parallel import ParallelModel, WholeModel
 from diloco.train.settings import InnerSettings
 
 __all__ = ["InnerLoop", "InnerStep", "inner_learning_rate", "make_inner_optimizer"]
@@ -24,6 +29,12 @@ AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
 """Classes of torch.optim that no step of one forward and one dense backward can drive, and why."""
+
+UNFIT_ON_SHARDS = ("Adafactor", "Rprop")
+"""Classes of torch.optim whose step torch does not have for DTensors."""
+
+FUSED_ON_SHARDS = ("Adam", "AdamW")
+"""Classes of torch.optim whose fused kernel torch has for DTensors."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,9 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
 
     Raises:
         ConfigurationError: for an unknown class or argument; it names the nearest. For a class that needs more than one
-            dense gradient a step.
+            dense gradient a step, or whole parameters where the model is sharded.
     """
+    sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
     known = {
         name
         for name, value in vars(torch.optim).items()
@@ -82,6 +94,11 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
         raise ConfigurationError(
             f"inner.name={settings.name!r} is no optimizer of torch.optim; {nearest(settings.name, known)} "
             "Nothing was started."
+        )
+    if sharded and settings.name in UNFIT_ON_SHARDS:
+        raise ConfigurationError(
+            f"inner.name={settings.name!r} can't step parameters that are sharded over ranks; AdamW or SGD, or ranks "
+            "that hold all of them (ddp), would work. Nothing was started."
         )
     kind = getattr(torch.optim, settings.name)
     signature = inspect.signature(kind).parameters
@@ -98,7 +115,13 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
                 f"inner.arguments.{name} is no argument of {settings.name}; {nearest(name, accepted)} "
                 "Nothing was started."
             )
-    if "fused" in accepted and not {"fused", "foreach"} & arguments.keys():
+    may_fuse = "fused" in accepted and (settings.name in FUSED_ON_SHARDS or not sharded)
+    if arguments.get("fused") and not may_fuse:
+        raise ConfigurationError(
+            f"inner.arguments.fused was given to {settings.name}, whose fused kernel takes no parameters that are "
+            "sharded over ranks; without it would work. Nothing was started."
+        )
+    if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": parameters}]
@@ -115,20 +138,21 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
 
 
 class InnerLoop:
-    """Forward, backward and step of one replica.
+    """Forward, backward and step of one replica, or of one of its ranks.
 
     Args:
-        model: its ``loss(tokens, targets)`` gives training loss and cross-entropy.
+        model: its ``loss(tokens, targets)`` gives training loss and cross-entropy. Made by `parallelise` where the
+            replica has several ranks.
         optimizer: over its trainable parameters.
         learning_rate: of the global step.
         clip_norm: largest global gradient norm, or None.
         precision: autocast type of the forward pass; float16 scales the loss, for the inner optimizer only.
-        accumulation: pieces a batch is computed in, as even as its size allows.
+        accumulation: pieces a batch is computed in, as even as its size allows; fewer where a rank has fewer sequences.
     """
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | ParallelModel,
         optimizer: torch.optim.Optimizer,
         *,
         learning_rate: ValueSchedule,
@@ -136,39 +160,51 @@ class InnerLoop:
         precision: Literal["float32", "bfloat16", "float16"] = "float32",
         accumulation: int = 1,
     ) -> None:
-        self.model = model
+        self.parallel = model if isinstance(model, ParallelModel) else WholeModel(model)
+        self.model = self.parallel.model
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.clip_norm = clip_norm
         self.accumulation = accumulation
-        self.device = next(model.parameters()).device
+        self.device = next(self.model.parameters()).device
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
 
     def accumulate_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Add the gradients of a batch, ``(batch, sequence)`` int64 each, to ``.grad``.
+        """Add the gradients of the replica's batch, ``(batch, sequence)`` int64 each, to ``.grad``.
+
+        Every rank is given the whole batch and computes its rows of it.
 
         Returns:
-            Mean cross-entropy of the batch in nats per token, ``()`` float32 on the device.
+            Mean cross-entropy of the whole batch in nats per token, ``()`` float32 on the device.
+
+        Raises:
+            ConfigurationError: if the batch has fewer sequences than the replica has ranks.
+            ReplicaLostError: if another rank of the replica is gone.
         """
         self.model.train()
         total = torch.zeros((), device=self.device)
-        pieces = zip(tokens.tensor_split(self.accumulation), targets.tensor_split(self.accumulation), strict=True)
-        for piece_tokens, piece_targets in pieces:
-            if not len(piece_tokens):
-                continue
-            divisor = len(tokens) / len(piece_tokens)
-            with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
-                loss, cross_entropy = self.model.loss(
-                    piece_tokens.to(self.device, non_blocking=True), piece_targets.to(self.device, non_blocking=True)
-                )
-            torch.autograd.backward(self.scaler.scale(loss / divisor))
+        group, batch_size = self.parallel.group, len(tokens)
+        rows = group.rows(batch_size)
+        pieces = self.parallel.pieces(batch_size, self.accumulation)
+        shares = zip(tokens[rows].tensor_split(pieces), targets[rows].tensor_split(pieces), strict=True)
+        for number, (piece_tokens, piece_targets) in enumerate(shares, 1):
+            # ranks take the mean of their gradients, whatever rows they are of
+            divisor = batch_size / (len(piece_tokens) * group.size)
+            with group.watched(), self.parallel.piece(last=number == pieces):
+                with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+                    loss, cross_entropy = self.parallel.loss(
+                        piece_tokens.to(self.device, non_blocking=True),
+                        piece_targets.to(self.device, non_blocking=True),
+                    )
+                torch.autograd.backward(self.scaler.scale(loss / divisor))
             total += cross_entropy.detach() / divisor
-        return total
+        return group.gather(total).mean()
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale; nothing to do but in float16. Once a step, before `apply`."""
-        self.scaler.unscale_(self.optimizer)
+        with self.parallel.group.watched():
+            self.scaler.unscale_(self.optimizer)
 
     def apply(self, step: int, *, skip: bool = False) -> InnerStep:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
@@ -183,8 +219,8 @@ class InnerLoop:
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        total_norm = get_total_norm(gradients)
+        gradients = [local_shard(p.grad) for p in self.model.parameters() if p.grad is not None]
+        total_norm = self.parallel.total_norm(get_total_norm(gradients))
         norm = float(total_norm)
         finite = math.isfinite(norm)
         if not finite and not self.scaler.is_enabled():

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from diloco.errors import ConfigurationError
 from diloco.transport.settings import TransportSettings
@@ -38,16 +39,19 @@ class Ended:
 
 def launch(
     settings: TransportSettings,
-    command: Callable[[int, int, Address, bool], Sequence[str]],
+    command: Callable[[int, int, Address, Address | None], Sequence[str]],
     say: Callable[[str], None],
+    *,
+    speakers: int = 1,
 ) -> int:
     """Start ``settings.num_ranks`` processes, wait for them, and start lost ones again as often as is allowed.
 
     Args:
         settings: of the transport.
-        command: the arguments of the process of (replica, position), which meets the others at an address; the last
-            argument is whether it comes back to a run that is going on.
+        command: the arguments of the process of (replica, position), which meets the others at an address, and, in a
+            replica of several ranks, those of its replica at another.
         say: is told in words what becomes of them.
+        speakers: ranks of each replica that speak with other replicas.
 
     Returns:
         The exit code of the whole, see `exit_code`.
@@ -56,9 +60,11 @@ def launch(
     try:
         host = settings.host or "127.0.0.1"
         address = board.listen(host, range(1), host)
-        registry = Registry(settings.num_ranks, settings.replica_size)
+        registry = Registry(settings.replicas * speakers, speakers)
         serve(board, registry)
-        return _watch(settings, registry, lambda m, s, again: list(command(m, s, address, again)), say)
+        store = _inner_store(host) if settings.replica_size > 1 else None
+        inner = None if store is None else Address(host, store.port)
+        return _watch(settings, registry, lambda m, s: list(command(m, s, address, inner)), say)
     finally:
         board.close()
 
@@ -66,7 +72,7 @@ def launch(
 def _watch(
     settings: TransportSettings,
     registry: Registry,
-    command: Callable[[int, int, bool], list[str]],
+    command: Callable[[int, int], list[str]],
     say: Callable[[str], None],
 ) -> int:
     running: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
@@ -84,7 +90,7 @@ def _watch(
     try:
         for replica in range(settings.replicas):
             for position in range(settings.replica_size):
-                running[replica, position] = _start(command(replica, position, False))
+                running[replica, position] = _start(command(replica, position))
         finished_s: float | None = None
         while running:
             time.sleep(0.05)
@@ -111,7 +117,7 @@ def _watch(
                 if position == 0:
                     left[replica] -= 1
                 say(f"{_words(replica, code)} It is started again.")
-                running[replica, position] = _start(command(replica, position, True))
+                running[replica, position] = _start(command(replica, position))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -138,6 +144,13 @@ def exit_code(ended: Sequence[Ended], *, go_on: bool, asked: bool) -> int:
     if codes == {0} or (go_on and 0 in codes):
         return 0
     return 1
+
+
+def _inner_store(host: str) -> Any:
+    """A store of torch's for the process groups inside replicas, on a port of its own."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
+
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 def _patience_s(settings: TransportSettings) -> float:

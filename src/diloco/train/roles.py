@@ -63,6 +63,8 @@ class Role:
         replica, position: of a rank.
         rendezvous: where the ranks meet; None under ``torchrun``.
         torchrun: what it said.
+        inner_store: where the ranks of one replica meet, if it has several.
+        local_rank: a number of this process among those of its machine, where that is known.
     """
 
     kind: Literal["alone", "launcher", "rank"]
@@ -70,6 +72,8 @@ class Role:
     position: int = 0
     rendezvous: Address | None = None
     torchrun: TorchRun | None = None
+    inner_store: Address | None = None
+    local_rank: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -101,7 +105,8 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
                 "out, or as many processes, would work. Nothing was started."
             )
         replica, position = divmod(torchrun.rank, settings.replica_size)
-        return Role("rank", replica, position, torchrun=torchrun)
+        inner = torchrun.master if settings.replica_size > 1 else None
+        return Role("rank", replica, position, torchrun=torchrun, inner_store=inner)
     if settings.replica is None:
         if settings.rendezvous is not None:
             raise ConfigurationError(
@@ -115,4 +120,14 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
             "address of the machine of replica 0, would work. Nothing was started."
         )
     rendezvous = parse_address(settings.rendezvous, key="transport.rendezvous")
-    return Role("rank", settings.replica, settings.position, rendezvous)
+    inner_store = None
+    if settings.replica_size > 1:
+        if settings.inner_store is None:
+            raise ConfigurationError(
+                f"transport.replica={settings.replica} of transport.replica_size={settings.replica_size} was given; "
+                "a replica of several processes is started by torchrun, or by one command that starts all replicas "
+                "here (without --replica). Nothing was started."
+            )
+        inner_store = parse_address(settings.inner_store, key="transport.inner_store")
+    local_rank = settings.replica * settings.replica_size + settings.position
+    return Role("rank", settings.replica, settings.position, rendezvous, None, inner_store, local_rank)

@@ -29,15 +29,17 @@ from diloco.events import (
     StepFinished,
 )
 from diloco.model.transformer import build_model
-from diloco.train.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
+from diloco.train.checkpoint import list_checkpoints, open_checkpoint
 from diloco.train.components import choose_device, make_transport
 from diloco.train.describe import describe
 from diloco.train.environment import describe_environment
 from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
-from diloco.train.fleet import Fleet, InProcessFleet, TorchFleet
+from diloco.train.fleet import InProcessFleet, TorchFleet
 from diloco.train.generate import generate
 from diloco.train.handshake import handshake_facts
+from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.session import Session
+from diloco.train.session_state import load_session, save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
 from diloco.train.trained import read_weights
@@ -46,8 +48,8 @@ from diloco.units import format_bytes
 __all__ = ["run_training"]
 
 
-Meet = Callable[[Mapping[str, str], int], TorchFleet]
-"""What the ranks must agree on, and the newest step that this one could resume from (-1: none) -> its fleet."""
+Meet = Callable[[Mapping[str, str], Path], TorchFleet | LeaderFleet]
+"""What the ranks must agree on, and the folder of this one -> its fleet."""
 
 
 def run_training(
@@ -84,16 +86,16 @@ def run_training(
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab_size=vocab_size))
     initial = read_weights(settings.train.init_from) if settings.train.init_from else None
     resume = settings.checkpoint.resume
-    fleet: Fleet
+    fleet: InProcessFleet | TorchFleet | LeaderFleet
     if meet is None:
         fleet = InProcessFleet(make_transport(settings.transport))
     else:
         facts = handshake_facts(settings, build_model(settings.model, seed=0, device="meta"), corpus.fingerprint)
-        fleet = meet(facts, newest_step(folder) if resume else -1)
+        fleet = meet(facts, folder)
     try:
         session = Session(settings, corpus, fleet, device, sink.handle, initial)
         run = _Run(settings, folder, sink, session, corpus, device)
-        if isinstance(fleet, TorchFleet):
+        if not isinstance(fleet, InProcessFleet):
             run.find_place(fleet)
         elif resume is not None:
             run.resume(resume)
@@ -116,6 +118,7 @@ class _Run:
     ) -> None:
         self.settings = settings
         self.folder = folder
+        self.home = folder.parent if session.fleet.group.position else folder
         self.sink = sink
         self.session = session
         self.corpus = corpus
@@ -138,10 +141,13 @@ class _Run:
                 f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
                 f"{self.corpus.fingerprint}; the same files and tokeniser would work. Nothing was started."
             )
-        self.session.load_state_parts(lambda part: checkpoint.load(part))
+        for void in load_session(self.session, checkpoint):
+            self._emit(
+                Note(step=self.step, text=f"{void} was in flight between another number of ranks, and counts as void.")
+            )
         self.resumed_from = str(checkpoint.path)
 
-    def find_place(self, fleet: TorchFleet) -> None:
+    def find_place(self, fleet: TorchFleet | LeaderFleet) -> None:
         """Begin where the other processes are: with them at step 0, at a checkpoint that all have, or as a joiner."""
         if fleet.joining:
             self.session.take_over(fleet, self.settings.transport.rendezvous_timeout_s)
@@ -149,14 +155,14 @@ class _Run:
             return
         if self.settings.checkpoint.resume is None:
             return
-        held = {rank: entry.held_step for rank, entry in fleet.connected.table.entries.items()}
+        held = fleet.held_steps()
         if min(held.values()) < 0:
             lacking = ", ".join(str(rank) for rank, step in held.items() if step < 0)
             raise CheckpointError(
                 f"--resume was given, and rank {lacking} has no checkpoint in its folder; its checkpoints in place, or "
                 "a new run with --init-from the global parameters of another one, would work. Nothing was started."
             )
-        self.resume(self.folder / "checkpoints" / f"step-{min(held.values()):08d}")
+        self.resume(self.home / "checkpoints" / f"step-{min(held.values()):08d}")
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         settings, totals = self.settings, self.session.totals
@@ -208,9 +214,9 @@ class _Run:
             evaluation = None if interrupted or not fleet.leads else self._evaluate(final=True)
             if finished and fleet.leads and settings.evaluation.sample_tokens:
                 self._sample()
-            fleet.finish()
         totals.wall_s = wall_before_s + time.perf_counter() - started_s
         summary = self._summary(evaluation, interrupted)
+        fleet.finish()
         _write_json(self.folder / "summary.json", summary)
         self._emit(RunFinished(step=self.step, summary=summary))
         return summary
@@ -284,13 +290,7 @@ class _Run:
             else [],
             "rounds_in_flight": [str(round_id) for round_id in diloco.in_flight] if diloco else [],
         }
-        path = save_checkpoint(
-            self.folder / "checkpoints",
-            self.step,
-            self.session.state_parts(),
-            about=about,
-            keep=self.settings.checkpoint.keep,
-        )
+        path = save_session(self.session, self.home / "checkpoints", about, self.settings.checkpoint.keep)
         size_bytes = open_checkpoint(path).size_bytes
         self._emit(
             CheckpointSaved(
@@ -349,6 +349,7 @@ class _Run:
             ),
             "device": f"{self.device}, {torch.get_num_threads()} threads",
             **describe(self.settings, model),
+            **self.session.fleet.facts(),
             "codec kernels": make_codec("fp4").implementation,
             "run folder": str(self.folder),
         }
@@ -357,9 +358,12 @@ class _Run:
         self.sink.handle(event)
 
 
-def newest_step(folder: Path) -> int:
-    """The step of the newest complete checkpoint of a run folder; -1 for none."""
+def held_step(folder: Path, resume: Path) -> int:
+    """The step that ``folder``'s own checkpoints could go on from: the one that ``resume`` names, or the newest; -1 for
+    none."""
     found = list_checkpoints(folder / "checkpoints")
+    if resume.name.startswith("step-"):
+        found = [path for path in found if path.name == resume.name]
     return open_checkpoint(found[-1]).step if found else -1
 
 

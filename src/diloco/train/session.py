@@ -6,17 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.fragments import trainable_parameters
 from diloco.data.corpus import Corpus
 from diloco.data.sampler import Sampler
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import ConfigurationError
 from diloco.events import Event
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.components import (
@@ -27,14 +25,18 @@ from diloco.train.components import (
     make_schedule,
 )
 from diloco.train.data_parallel import GradientAverager
-from diloco.train.fleet import Fleet, TorchFleet
+from diloco.train.fleet import Fleet, InProcessFleet, TorchFleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
+from diloco.train.leader_fleet import LeaderFleet
+from diloco.train.parallel import Strategy, parallelise
 from diloco.train.random_state import RandomState
 from diloco.train.replica import DiLoCo
+from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
+from diloco.train.sharded_checkpoint import Whole
 from diloco.train.trained import load_parameters
 
-__all__ = ["Session", "Totals"]
+__all__ = ["Replica", "Session", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Totals:
 
 
 @dataclass(eq=False)
-class _Replica:
+class Replica:
     """One replica's own things."""
 
     number: int
@@ -67,6 +69,11 @@ class _Replica:
     random_state: RandomState
     gradients: GradientAverager
     diloco: DiLoCo | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        """What of it the ranks of the replica share out."""
+        return ReplicaState(self.inner, self.diloco)
 
 
 class Session:
@@ -133,6 +140,17 @@ class Session:
         self.totals.exchange_s += (averaged_s - computed_s) + (finished_s - stepped_s)
         return StepResult(loss, inner)
 
+    @property
+    def in_one_process(self) -> bool:
+        """Whether all replicas train here."""
+        return isinstance(self.fleet, InProcessFleet)
+
+    def restore_diloco(self, replica: Replica, *, has_diloco: bool) -> None:
+        """Make the outer loop that a checkpoint has, before its state is loaded."""
+        if has_diloco and replica.diloco is None:
+            replica.diloco = self._make_diloco(replica)
+            self.fleet.close_to_joiners("")
+
     def drain(self) -> None:
         """Merge whatever is in flight; at the end of a run."""
         for replica in self.replicas:
@@ -140,16 +158,19 @@ class Session:
                 replica.diloco.drain()
 
     def global_params(self) -> dict[str, Tensor]:
-        """Parameter name -> what the replicas agree on; of replica 0 alone where nothing is exchanged."""
-        first = self.replicas[0]
-        if first.diloco:
-            return first.diloco.outer_loop.named_global_params()
-        return {name: parameter.detach() for name, parameter in trainable_parameters(first.model).items()}
+        """Parameter name -> what the replicas agree on; of the first replica alone where nothing is exchanged.
+
+        DTensors, where the ranks of a replica share the parameters out.
+        """
+        return self.replicas[0].state.global_params()
 
     def global_digest(self) -> str:
-        """Digest of the global parameters; of all replicas' parameters where they are independent."""
+        """Digest of the global parameters; of all replicas' parameters where they are independent.
+
+        To be called on all ranks of a replica.
+        """
         if self.settings.algorithm != "none":
-            return digest_tensors(self.global_params())
+            return digest_tensors(Whole(self.global_params()))
         replicas = enumerate(self.replicas)
         return digest_tensors({f"{m}.{name}": p for m, r in replicas for name, p in r.model.named_parameters()})
 
@@ -182,45 +203,7 @@ class Session:
         sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
         return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
 
-    def state_parts(self) -> dict[str, Any]:
-        """What a checkpoint holds, part by part; tensors are not copied."""
-        parts: dict[str, Any] = {
-            "run": {"totals": vars(self.totals), "transport": self.fleet.state_dict()},
-            "global": dict(self.global_params()),
-        }
-        for replica in self.replicas:
-            parts[f"replica-{replica.number}"] = {
-                "model": dict(replica.model.state_dict()),
-                "inner": replica.inner.state_dict(),
-                "sampler": replica.sampler.state_dict(),
-                "random": replica.random_state.state_dict(),
-                "diloco": replica.diloco.state_dict() if replica.diloco else None,
-            }
-        return parts
-
-    def load_state_parts(self, load: Callable[[str], Any]) -> None:
-        """Go on where `state_parts` was taken.
-
-        Args:
-            load: gives a part by name.
-        """
-        run = load("run")
-        self.totals = Totals(**run["totals"])
-        self.fleet.load_state_dict(run["transport"])
-        for replica in self.replicas:
-            state = load(f"replica-{replica.number}")
-            try:
-                replica.model.load_state_dict(state["model"])
-            except RuntimeError as error:
-                raise CheckpointError(f"the checkpoint is of another model: {error} Nothing was started.") from error
-            replica.inner.load_state_dict(state["inner"])
-            replica.sampler.load_state_dict(state["sampler"])
-            replica.random_state.load_state_dict(state["random"])
-            if state["diloco"] is not None:
-                replica.diloco = replica.diloco or self._make_diloco(replica)
-                replica.diloco.load_state_dict(state["diloco"])
-
-    def take_over(self, fleet: TorchFleet, timeout_s: float) -> None:
+    def take_over(self, fleet: TorchFleet | LeaderFleet, timeout_s: float) -> None:
         """Take over what the others have, and become one of them: their global parameters, step and place in the data.
 
         The global parameters and outer state are fetched while the others train on; what changes meanwhile is taken
@@ -238,12 +221,12 @@ class Session:
                 "Nothing was started."
             )
         diloco = replica.diloco = replica.diloco or self._make_diloco(replica)
-        diloco.take_over(fleet.transport.view.members)
+        diloco.take_over(fleet.endpoint(replica.number).view.members)
         self.totals.steps = fleet.join(timeout_s)
         diloco.steps = self.totals.steps - self.settings.train.data_parallel_steps
         replica.sampler.load_state_dict({**replica.sampler.state_dict(), "drawn": self.totals.steps})
 
-    def _accumulate(self, replica: _Replica) -> Tensor:
+    def _accumulate(self, replica: Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()
         with replica.random_state.active():
             loss = replica.inner.accumulate_gradients(tokens, targets)
@@ -265,7 +248,7 @@ class Session:
             for replica in self.replicas:
                 replica.diloco = self._make_diloco(replica)
 
-    def _make_diloco(self, replica: _Replica) -> DiLoCo:
+    def _make_diloco(self, replica: Replica) -> DiLoCo:
         settings = self.settings
         steps = settings.train.steps - settings.train.data_parallel_steps
         return DiLoCo(
@@ -282,15 +265,17 @@ class Session:
             on_event=self._emit,
         )
 
-    def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> _Replica:
-        settings = self.settings
-        model = build_model(settings.model, seed=settings.seed, device=self.device)
+    def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> Replica:
+        settings, group = self.settings, self.fleet.group
+        strategy: Strategy = settings.train.parallelism if group.size > 1 else "none"
+        model = build_model(settings.model, seed=settings.seed, device="cpu" if strategy == "fsdp" else self.device)
         if initial is not None:
             load_parameters(model, initial)
+        parallel = parallelise(model, strategy, group, self.device)
         if settings.train.compile:
             model.compile()
         inner = InnerLoop(
-            model,
+            parallel,
             make_inner_optimizer(settings.inner, model),
             learning_rate=inner_learning_rate(settings.inner, settings.train.steps),
             clip_norm=settings.inner.clip_norm,
@@ -307,8 +292,8 @@ class Session:
             sharding=settings.data.sharding,
         )
         codec = make_codec((settings.codec.name or "float32") if settings.algorithm == "data-parallel" else "float32")
-        gradients = GradientAverager(model, self.fleet.endpoint(number), codec)
-        return _Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
+        gradients = GradientAverager(model, self.fleet.endpoint(number), codec, group)
+        return Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
 
     def _emit(self, event: Event) -> None:
         self.on_event(replace(event, step=self.totals.steps))

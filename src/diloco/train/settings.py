@@ -40,6 +40,8 @@ class TrainSettings:
     """cpu, cuda, cuda:N, or auto (cuda where there is one)."""
     global_device: Literal["model", "cpu"] = "model"
     """Where global parameters and outer state live: beside the model, or in (pinned) host memory."""
+    parallelism: Literal["fsdp", "ddp"] = "fsdp"
+    """Inside a replica of several ranks: fsdp: each holds a shard of everything; ddp: each holds everything."""
     threads: int | None = None
     """CPU threads of torch. Default: torch's own choice."""
     compile: bool = False

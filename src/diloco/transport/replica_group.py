@@ -6,6 +6,7 @@ the other replicas, so a failure among them does not reach it, nor the other way
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
 
 __all__ = ["ReplicaGroup", "open_replica_group"]
+
+_ENDED: list[dist.ProcessGroup] = []
+"""Groups that are not in use any more. DistributedDataParallel, if it were the last to hold one, would free it without
+letting go of the interpreter, and wait for a thread of the group that may be waiting for the interpreter: for ever."""
+
+atexit.register(_ENDED.clear)
 
 
 class ReplicaGroup:
@@ -46,6 +53,7 @@ class ReplicaGroup:
         self.replica = replica
         self.position = 0 if process_group is None else process_group.rank()
         self.size = 1 if process_group is None else process_group.size()
+        self._meshes: dict[str, DeviceMesh] = {}
 
     @property
     def leads(self) -> bool:
@@ -148,7 +156,9 @@ class ReplicaGroup:
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """All ranks in one dimension, for tensors on ``device``."""
-        return DeviceMesh.from_group(self.required_process_group(), device.type)
+        if device.type not in self._meshes:
+            self._meshes[device.type] = DeviceMesh.from_group(self.required_process_group(), device.type)
+        return self._meshes[device.type]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -167,6 +177,7 @@ class ReplicaGroup:
     def close(self) -> None:
         """End the process group; alone there is none."""
         if self.process_group is not None:
+            _ENDED.append(self.process_group)
             dist.destroy_process_group(self.process_group)
             self.process_group = None
 

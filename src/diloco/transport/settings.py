@@ -37,6 +37,8 @@ class TransportSettings:
     """torch: start only this replica here; the others are started elsewhere with the same --rendezvous."""
     position: int = 0
     """torch: with --replica: which of its processes this is."""
+    inner_store: str | None = None
+    """torch: HOST:PORT of the store at which the processes of a replica meet; the command that starts them sets it."""
     rendezvous: Annotated[str | None, arg(aliases=["--rendezvous"])] = None
     """torch: HOST:PORT that all replicas meet at: replica 0 listens there; for a replica that joins a run, the address
     of any other."""

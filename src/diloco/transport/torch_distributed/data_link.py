@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from diloco.errors import TransportError
 
-__all__ = ["NEVER", "DataLink", "Mailbox", "make_device", "open_link"]
+__all__ = ["NEVER", "DataLink", "Mailbox", "gloo_words", "link_errors", "make_device", "open_link"]
 
 NEVER = timedelta(days=30)
 """For ``Work.wait``: our own watch ends a wait, by closing the link."""
@@ -87,6 +87,25 @@ class _PairStore(Store):
             self._mailbox.take(self._prefix + key, min(self._timeout_s, timeout.total_seconds()))
 
 
+@contextlib.contextmanager
+def link_errors() -> Iterator[None]:
+    """Around what uses a link: gloo's plain errors become a `TransportError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"a payload connection ended: {gloo_words(error)}") from error
+
+
+def gloo_words(error: RuntimeError) -> str:
+    """What happened, without gloo's own source file and advice.
+
+    >>> gloo_words(RuntimeError("[gloo/pair.cc:553] Connection closed by peer [::1]:5. This is typically caused by"))
+    'Connection closed by peer [::1]:5'
+    """
+    words = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return words.partition("] ")[2] if words.startswith("[") else words
+
+
 class DataLink:
     """Payload streams to one other rank.
 
@@ -104,12 +123,22 @@ class DataLink:
         return len(self._groups)
 
     def send(self, values: Tensor, stream: int, tag: int) -> dist.Work:
-        """Start sending a contiguous CPU tensor; it must stay as it is until the work is done."""
-        return self._groups[stream % len(self._groups)].send([values], self._peer, tag)
+        """Start sending a contiguous CPU tensor; it must stay as it is until the work is done.
+
+        Raises:
+            TransportError: if the connection has ended.
+        """
+        with link_errors():
+            return self._groups[stream % len(self._groups)].send([values], self._peer, tag)
 
     def receive(self, values: Tensor, stream: int, tag: int) -> dist.Work:
-        """Start receiving into a contiguous CPU tensor."""
-        return self._groups[stream % len(self._groups)].recv([values], self._peer, tag)
+        """Start receiving into a contiguous CPU tensor.
+
+        Raises:
+            TransportError: if the connection has ended.
+        """
+        with link_errors():
+            return self._groups[stream % len(self._groups)].recv([values], self._peer, tag)
 
     def close(self) -> None:
         """End the connections; whoever waits on them gets an error at once.

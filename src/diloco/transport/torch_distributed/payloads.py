@@ -24,7 +24,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import Exchange
 from diloco.errors import CodecError, TransportError
 from diloco.transport.shaping import Pacer
-from diloco.transport.torch_distributed.data_link import NEVER, DataLink
+from diloco.transport.torch_distributed.data_link import NEVER, DataLink, gloo_words, link_errors
 
 __all__ = ["Part", "PayloadExchange", "Postman"]
 
@@ -129,7 +129,7 @@ class PayloadExchange:
         """Make room for what is to come, and send what is mine.
 
         Raises:
-            RuntimeError: if a link has ended.
+            TransportError: if a link has ended.
         """
         codec, numel = self.contribution.codec, self.contribution.numel
         mine = self._mine()
@@ -214,9 +214,14 @@ class PayloadExchange:
                 self._wait(member, work)
 
     def finish(self) -> None:
-        """Wait until everything of mine has been sent; its memory is free then."""
-        for future in self._sends:
-            future.result().wait(NEVER)
+        """Wait until everything of mine has been sent; its memory is free then.
+
+        Raises:
+            TransportError: if a link ended.
+        """
+        with link_errors():
+            for future in self._sends:
+                future.result().wait(NEVER)
 
     def _mine(self) -> tuple[int, int]:
         """The values that I sum."""
@@ -277,7 +282,7 @@ class PayloadExchange:
             work.wait(NEVER)
         except RuntimeError as error:
             raise TransportError(
-                f"the payload connection to replica {member} ended: {str(error).splitlines()[0]}", replicas=[member]
+                f"the payload connection to replica {member} ended: {gloo_words(error)}", replicas=[member]
             ) from error
 
 

@@ -74,7 +74,7 @@ class RoundBook:
         tell: sends a message to all other ranks of the view.
         later: calls a function in the control thread after some seconds.
         post: calls a function in the control thread, from another one.
-        broken: told of a payload connection that ended: replica and words.
+        broken: told, in words, of a payload connection that ended.
         confirmed: told that this rank's state of a fragment is the majority's.
     """
 
@@ -88,7 +88,7 @@ class RoundBook:
         tell: Callable[[dict[str, Any]], None],
         later: Callable[[float, Callable[[], None]], object],
         post: Callable[..., None],
-        broken: Callable[[int, str], None],
+        broken: Callable[[str], None],
         confirmed: Callable[[int], None],
     ) -> None:
         self.view = view
@@ -256,8 +256,10 @@ class RoundBook:
         self._cast(state, Vote(True, digest))
 
     def _failed(self, state: _Round, error: Exception) -> None:
-        if isinstance(error, TransportError) and error.replicas and not self._frozen:
-            self._broken(error.replicas[0], str(error))
+        if self._frozen:
+            return
+        if isinstance(error, TransportError):
+            self._broken(f"replica {self.rules.replica} says: {error}")
         elif state.committed is None:
             self._cast(state, Vote(False, reason=str(error).splitlines()[0]))
 

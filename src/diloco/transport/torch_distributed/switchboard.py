@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -95,6 +96,8 @@ class Switchboard:
         self._lines: dict[int, _Line] = {}
         self._server: asyncio.Server | None = None
         self._closing = False
+        self._beat_s = math.inf  # of the last beat, once there are any
+        self._woke_s = -math.inf
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-control", daemon=True)
         self._thread.start()
@@ -206,6 +209,8 @@ class Switchboard:
                 await service(message, blob, reader, writer)
         except (OSError, EOFError, TransportError, TimeoutError, KeyError, ValueError, TypeError):
             pass  # whoever that was, it is not one of us, or has left
+        except asyncio.CancelledError:
+            pass  # this process is leaving; asyncio would print an error of the one who came
         finally:
             if not any(line.writer is writer for line in self._lines.values()):
                 writer.close()
@@ -221,20 +226,31 @@ class Switchboard:
 
     async def _listen_to(self, line: _Line, reader: asyncio.StreamReader) -> None:
         latency_s = self.timing.latency_s
+        reason, given_up = "", False
         try:
-            while True:
+            while not given_up:
                 message, blob = await read_frame(reader)
                 line.heard_s = self.loop.time()
-                if message["kind"] != "beat":
-                    if latency_s:
-                        self.loop.call_later(latency_s, self._deliver, line.rank, message, blob)
-                    else:
-                        self._deliver(line.rank, message, blob)
+                given_up = message["kind"] == "given-up"
+                if given_up or message["kind"] == "beat":
+                    continue
+                if latency_s:
+                    self.loop.call_later(latency_s, self._deliver, line.rank, message, blob)
+                else:
+                    self._deliver(line.rank, message, blob)
         except (OSError, EOFError, TransportError) as error:
             reason = str(error) or type(error).__name__
-        if self._lines.get(line.rank) is line:
-            self.hang_up_quietly(line)
-            self._lost(line.rank, await self._inquire(line, reason))
+        if self._lines.get(line.rank) is not line:
+            return
+        self.hang_up_quietly(line)
+        if given_up or self._stood_still():  # it may have gone on and ended since: its port has nothing to say
+            why = "gave it up" if given_up else f"ended the connection ({reason})"
+            text = f"{line.address} heard nothing of this process for too long and {why}"
+            self._lost(line.rank, Loss("cut", text))
+            return
+        loss = await self._inquire(line, reason)
+        if line.rank not in self._lines:  # else another process has come in its place, and says so itself
+            self._lost(line.rank, loss)
 
     def hang_up_quietly(self, line: _Line) -> None:
         """Forget a line whose own task is running."""
@@ -260,31 +276,49 @@ class Switchboard:
             await asyncio.sleep(0.1)
         return Loss("cut", f"the connection to {line.address} ended ({reason}), though somebody listens there")
 
+    def _stood_still(self) -> bool:
+        """Whether this process said nothing for so long, lately, that the others may have given it up."""
+        now_s, silence_s = self.loop.time(), self.timing.silence_s
+        return now_s - self._beat_s > silence_s - self.timing.heartbeat_s or now_s - self._woke_s < silence_s
+
     async def _beat(self) -> None:
         period_s, beat = self.timing.heartbeat_s, pack({"kind": "beat"})
-        last_s = self.loop.time()
+        self._beat_s = self.loop.time()
         while True:
             await asyncio.sleep(period_s)
             now_s = self.loop.time()
-            if now_s - last_s > 2 * period_s + 1:  # it was this process that stood still: the others get their chance
+            stood_s, self._beat_s = now_s - self._beat_s, now_s
+            if stood_s > self.timing.silence_s - period_s:
+                self._woke_s = now_s
+            if stood_s > 2 * period_s + 1:  # it was this process that stood still: the others get their chance
                 for line in self._lines.values():
                     line.heard_s = now_s
-            last_s = now_s
-            for line in list(self._lines.values()):
-                if now_s - line.heard_s > self.timing.silence_s:
-                    self.hang_up(line.rank)
-                    text = f"nothing came from {line.address} for {self.timing.silence_s:g} s"
-                    self._lost(line.rank, Loss("silent", text))
-                else:
-                    line.writer.write(beat)
+            self._give_up(now_s)
+            for line in self._lines.values():
+                line.writer.write(beat)
+
+    def _give_up(self, now_s: float) -> None:
+        """Give up who is silent; but while others have become so quiet that they may be next, wait for what they do.
+
+        So who is cut off from all the others accuses none of them to another one: what it says may still arrive.
+        """
+        quiet_s = {line: now_s - line.heard_s for line in self._lines.values()}
+        silent = [line for line in quiet_s if quiet_s[line] > self.timing.silence_s]
+        if any(2 * self.timing.heartbeat_s < quiet_s[line] <= self.timing.silence_s for line in quiet_s):
+            return
+        for line in silent:
+            line.writer.write(pack({"kind": "given-up"}))  # for one that only stood still
+            self.hang_up(line.rank)
+        for line in silent:
+            text = f"nothing came from {line.address} for {self.timing.silence_s:g} s"
+            self._lost(line.rank, Loss("silent", text))
 
     async def _close(self) -> None:
         self._closing = True
         if self._server is not None:
             self._watch.cancel()
             self._server.close()
-        for rank in list(self._lines):
-            line = self._lines[rank]
+        for rank, line in list(self._lines.items()):
             with contextlib.suppress(OSError, TimeoutError):
                 await asyncio.wait_for(line.writer.drain(), 1.0)
             self.hang_up(rank)

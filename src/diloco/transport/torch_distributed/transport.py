@@ -57,8 +57,8 @@ class TorchTransport(Transport):
         self.transfers: list[tuple[RoundId, int, float]] = []
         self._mailbox = Mailbox()
         self._postman = Postman(Pacer(link) if link else None)
-        self._timing = replace(timing, latency_s=link.latency_s if link else 0.0)
-        self.board = Switchboard(rules.rank, self._timing, self._deliver, self._lost)
+        self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
+        self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost)
         self._publication = serve_state(self.board)
         self._keeper: ViewKeeper | None = None
         self._entries: dict[int, Entry] = {}
@@ -139,7 +139,7 @@ class TorchTransport(Transport):
     def ask_to_stop(self) -> None:
         """Let `stop_step` of every rank agree on a step soon."""
         self.board.post(self._tell_stop)
-        self._stop_asked.wait(self._timing.silence_s)
+        self._stop_asked.wait(self.timing.silence_s)
 
     def stop_step(self) -> int | None:
         """After which inner step all ranks stop, once anybody has asked to; None until then.
@@ -268,21 +268,26 @@ class TorchTransport(Transport):
                 keeper.exclude(str(message["reason"]))
         else:
             keeper.heard(sender, message)
+        self._stop_if_failed()
 
     def _lost(self, rank: int, loss: Loss) -> None:
         if self._keeper is not None:
             self._keeper.lose(rank, loss)
+        self._stop_if_failed()
         with self._met:
             self._met.notify_all()
 
     def _changed(self, following: NextView) -> None:
         if following.view is not None:
             self.view = following.view
-        if self.failure is not None and not self.policies.raise_on_loss:
-            self._tell_stop()
+        self._stop_if_failed()
         with self._met:
             self._met.notify_all()
         self.on_change(following)
+
+    def _stop_if_failed(self) -> None:
+        if self.failure is not None and not self.policies.raise_on_loss:
+            self._tell_stop()
 
     def _tell_stop(self) -> None:
         if not self._stop_asked.is_set():
@@ -308,7 +313,7 @@ class TorchTransport(Transport):
 
     def _guard_s(self) -> float:
         """A round is decided sooner than this, or something is wrong that nothing here foresees."""
-        return 3 * self.rules.round_timeout_s + 3 * self._timing.silence_s
+        return 3 * self.rules.round_timeout_s + 3 * self.timing.silence_s
 
     def _missing(self, round_id: RoundId) -> tuple[int, ...]:
         book = self._keeper.book if self._keeper else None

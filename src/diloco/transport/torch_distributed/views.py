@@ -158,6 +158,8 @@ class ViewKeeper:
             if view_id == self.view.id and self.book is not None:
                 self.book.heard(sender, message)
         elif kind == "change" and view_id == self.view.id:
+            if self.failure is not None or self._has_lost(sender):
+                return  # who is lost for me has no say in who else is
             report = report_of(sender, message)
             if self._change is None:
                 self._start(str(message["why"]), lost=report.lost, gone=report.gone, joining=report.joining)
@@ -178,6 +180,11 @@ class ViewKeeper:
         self._joiners.pop(replica, None)
         known = replica in self.view.members or (self._change is not None and replica in self._change.mine.joining)
         if not known or self.failure is not None:
+            return
+        if replica == self._rules.replica:
+            self._leave(
+                f"rank {rank} of replica {replica} is lost: {loss.text}. Starting the replica again would work."
+            )
             return
         gone = frozenset({replica}) if loss.kind == "gone" else frozenset[int]()
         self._extend(f"replica {replica} is lost: {loss.text}", lost=frozenset({replica}), gone=gone)
@@ -207,14 +214,11 @@ class ViewKeeper:
                 self._board.send(rank, message)
 
     def exclude(self, reason: str) -> None:
-        """The others go on without this replica."""
-        self.close(
-            ReplicaLostError(
-                f"the others went on without replica {self._rules.replica}: {reason}. Starting it again, so that it "
-                "joins them, would work. It stops here; what it had not shared yet is lost.",
-                replicas=[self._rules.replica],
-            )
-        )
+        """The others go on, or stop, without this replica."""
+        went, works = "went on", "Starting it again, so that it joins them,"
+        if not self._policies.go_on:
+            went, works = "stopped", "Starting all replicas again with --resume"
+        self._leave(f"the others {went} without replica {self._rules.replica}: {reason}. {works} would work.")
 
     def close(self, failure: TransportError) -> None:
         """End everything; who waits gets ``failure``."""
@@ -265,6 +269,18 @@ class ViewKeeper:
             if rank != self._rules.rank:
                 self._board.send(rank, message)
 
+    def _leave(self, why: str) -> None:
+        self.close(
+            ReplicaLostError(
+                f"{why} It stops here; what it had not shared yet is lost.", replicas=[self._rules.replica]
+            )
+        )
+        for rank in self._ranks(self.view.members):
+            self._board.hang_up(rank)
+
+    def _has_lost(self, rank: int) -> bool:
+        return self._change is not None and rank // self._rules.ranks_per_replica in self._change.mine.lost
+
     def _settle(self) -> None:
         outcome = self._change.outcome() if self._change is not None else None
         if outcome is not None:
@@ -272,10 +288,15 @@ class ViewKeeper:
 
     def _adopt(self, following: NextView) -> None:
         assert self._change is not None
-        why, self._change = self._change.why, None
-        self._last, self._reason = following, f"{why}; {following.reason}"
-        lost = [m for m in following.previous.members if following.view is None or m not in following.view.members]
+        change, self._change = self._change, None
+        why = change.why
+        lost = [
+            m
+            for m in following.previous.members
+            if (m in change.mine.lost if following.view is None else m not in following.view.members)
+        ]
         stops = following.view is None or (bool(lost) and not self._policies.go_on)
+        self._last, self._reason = following, why if stops else f"{why}; {following.reason}"
         if stops:
             self.failure = ReplicaLostError(
                 f"{why}. "
@@ -293,17 +314,21 @@ class ViewKeeper:
         self._close_links()
         excluded = {"kind": "excluded", "view": following.previous.id, "reason": self._reason}
         for rank in self._ranks(tuple(m for m in lost if m not in self._joiners)):
-            self._board.send(rank, excluded)
+            if following.view is not None:  # the smaller side excludes nobody
+                self._board.send(rank, excluded)
             self._board.hang_up(rank)
         self._mailbox.forget(f"{following.previous.id}/")
         if following.view is not None:
             welcome = adopted(following) | {"kind": "welcome"}
             for rank in self._ranks(following.joined):
                 self._board.send(rank, welcome)
-            self.open(following.view, following.from_step)
-        else:
-            self.open(self.view, following.from_step)
-        self._on_change(following)
+            self.view = following.view
+        self._on_change(following)  # before `open`, which may adopt the view after this one
+        self.open(self.view, following.from_step)
+        still = change.mine.lost & frozenset(self.view.members)
+        if still and self.failure is None and self.view is following.view:
+            # the others agreed before they heard of it; no connection is left that would tell of it again
+            self._extend(why, lost=still, gone=change.mine.gone & still)
         for replica, asked in list(self._joiners.items()):
             if len(asked) == self._rules.ranks_per_replica and replica not in self.view.members:
                 del self._joiners[replica]
@@ -366,7 +391,7 @@ class ViewKeeper:
         else:
             links.set_result(made)
 
-    def _broken(self, replica: int, words: str) -> None:
+    def _broken(self, words: str) -> None:
         """A payload connection ended while the control connection stands: the same members connect anew."""
         if self._change is None and self.failure is None:
             self._board.loop.call_later(1.0, self._form_anew, self.view, words)

@@ -1,0 +1,169 @@
+"""One replica's model on several ranks: each computes its rows of the batch, and all end the step with one gradient.
+
+- ``none``: one rank.
+- ``ddp``: every rank holds everything (`torch.nn.parallel.DistributedDataParallel`).
+- ``fsdp``: every rank holds a shard of each parameter, of its gradient and of the optimizer's state
+  (`torch.distributed.fsdp.fully_shard`); a layer is whole only while it computes.
+
+S ranks do what one would do, but for the order of float32 sums.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.errors import ConfigurationError
+from diloco.model.transformer import LossParts, Transformer
+from diloco.transport.replica_group import ReplicaGroup
+
+__all__ = ["ParallelModel", "ShardedModel", "Strategy", "WholeModel", "parallelise"]
+
+Strategy = Literal["none", "ddp", "fsdp"]
+
+
+class ParallelModel(abc.ABC):
+    """What the inner loop needs of a model that the ranks of a replica train together.
+
+    Attributes:
+        model: its parameters and gradients are this rank's: whole ones, or DTensors.
+        group: the replica's ranks.
+        num_shards: of each parameter; 1 where every rank holds all of it.
+    """
+
+    num_shards = 1
+
+    def __init__(self, model: Transformer, group: ReplicaGroup) -> None:
+        self.model = model
+        self.group = group
+
+    @abc.abstractmethod
+    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
+        """`Transformer.loss` of this rank's rows; its backward pass adds to ``.grad`` the mean over ranks."""
+
+    @contextmanager
+    def piece(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward pass of a piece of this rank's rows: the ranks exchange gradients in the last."""
+        yield
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The norm of the whole gradient, ``()``, from the ``norm`` of what this rank holds of it."""
+        return norm
+
+    def pieces(self, batch_size: int, accumulation: int) -> int:
+        """In how many pieces every rank computes its rows: ``accumulation``, or as many as each has rows for."""
+        return min(accumulation, batch_size // self.group.size)
+
+
+class WholeModel(ParallelModel):
+    """A replica of one rank."""
+
+    def __init__(self, model: Transformer, group: ReplicaGroup | None = None) -> None:
+        super().__init__(model, group or ReplicaGroup())
+        if self.group.size != 1:
+            raise ConfigurationError(
+                f"strategy 'none' was given to a replica of {self.group.size} ranks, which would each train a model of "
+                "their own; ddp or fsdp, or one rank, would work. Nothing was started."
+            )
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
+        return self.model.loss(tokens, targets)
+
+
+class ReplicatedModel(ParallelModel):
+    """Every rank holds everything, and the same bits of it."""
+
+    def __init__(self, model: Transformer, group: ReplicaGroup) -> None:
+        super().__init__(model, group)
+        watched = _Loss(model)
+        # buffers of no state, as a rotary table, are derived and alike; broadcast, they would travel at every step
+        derived = [f"model.{name}" for name in dict(model.named_buffers()).keys() - model.state_dict().keys()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(watched, derived)  # type: ignore[no-untyped-call]  # torch's
+        self._wrapped = DistributedDataParallel(
+            watched, process_group=group.required_process_group(), gradient_as_bucket_view=True
+        )
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
+        parts: LossParts = self._wrapped(tokens, targets)
+        return parts
+
+    @contextmanager
+    def piece(self, *, last: bool) -> Iterator[None]:
+        with nullcontext() if last else self._wrapped.no_sync():
+            yield
+
+
+class ShardedModel(ParallelModel):
+    """Every rank holds a shard of each parameter; dimension 0 is divided as by ``torch.chunk``, so some may be empty.
+
+    A layer's parameters are gathered before its forward and before its backward pass, and dropped after each; what is
+    in no layer is one such unit of its own. Under autocast the cast copies of the weights stay from forward to
+    backward, 2 bytes per parameter.
+    """
+
+    def __init__(self, model: Transformer, group: ReplicaGroup, device: torch.device) -> None:
+        from torch.distributed.fsdp import fully_shard  # most of a second, for those who need it
+
+        super().__init__(model, group)
+        self.num_shards = group.size
+        mesh = group.mesh(device)
+        # the root, too, is dropped after its forward pass: what evaluation left gathered would miss the next merge
+        for layer in _blocks(model):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        self._sharded = fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
+        return self.model.loss(tokens, targets)  # it calls the model, whose hooks gather and drop
+
+    @contextmanager
+    def piece(self, *, last: bool) -> Iterator[None]:
+        self._sharded.set_requires_gradient_sync(last)
+        yield
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        # every value is in one shard; in float64, where the square of no float32 overflows
+        return self.group.gather(norm.double().square()).sum().sqrt().to(norm.dtype)
+
+
+def parallelise(model: Transformer, strategy: Strategy, group: ReplicaGroup, device: torch.device) -> ParallelModel:
+    """Bring ``model`` to ``device`` and to the ranks of its replica; before its optimizer is made, which must hold
+    what becomes of its parameters.
+
+    Args:
+        model: with its initial weights, the same on all ranks. With ``fsdp`` it may be larger than the device's memory:
+            it is taken from the host layer by layer.
+        strategy: how.
+        group: the replica's ranks.
+        device: to train on.
+
+    Raises:
+        ConfigurationError: if ``strategy`` does not fit the group.
+    """
+    if strategy == "fsdp":
+        return ShardedModel(model, group, device)
+    model.to(device)
+    return ReplicatedModel(model, group) if strategy == "ddp" else WholeModel(model, group)
+
+
+class _Loss(nn.Module):
+    """`Transformer.loss` as a forward pass, which is what DistributedDataParallel watches."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> LossParts:
+        return self.model.loss(tokens, targets)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers: the members of the list of modules that holds the most values, the outermost of equals."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(lists, key=lambda module: sum(p.numel() for p in module.parameters()), default=nn.ModuleList())
+    return list(largest)

@@ -1,0 +1,194 @@
+"""All that a rank of a replica must keep to go on, in three kinds.
+
+- values in the shape of a parameter, which the ranks share out as they do the parameter: ``model/NAME``,
+  ``inner/SLOT/NAME``, ``global/NAME``, ``outer/SLOT/NAME`` and ``residual/NAME`` (of error feedback)
+- what all ranks have alike: steps, learning rates, the gradient scaler, counters
+- what only this rank can go on with: rounds in flight, which were encoded shard by shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.fragments import trainable_parameters
+from diloco.errors import CheckpointError
+from diloco.train.inner import InnerLoop
+from diloco.train.pieces import SavedValues
+from diloco.train.replica import DiLoCo
+
+__all__ = ["ReplicaState"]
+
+
+class ReplicaState:
+    """The state of an inner loop and, once it is there, the `DiLoCo` around it.
+
+    Args:
+        inner: of this rank.
+        diloco: of this rank, or None.
+    """
+
+    def __init__(self, inner: InnerLoop, diloco: DiLoCo | None) -> None:
+        self.inner = inner
+        self.diloco = diloco
+        self.names = {id(parameter): name for name, parameter in inner.model.named_parameters()}
+        self.parameters = trainable_parameters(inner.model)
+
+    def values(self) -> dict[str, Tensor]:
+        """Name -> value in the shape of a parameter (or a buffer), DTensors where the model is sharded; not copied."""
+        values = {f"model/{name}": tensor.detach() for name, tensor in self.inner.model.state_dict().items()}
+        for parameter, slots in self.inner.optimizer.state.items():
+            for slot, value in slots.items():
+                if _is_shaped_as(value, parameter):
+                    values[f"inner/{slot}/{self.names[id(parameter)]}"] = value
+        return values | self._outer_values()
+
+    def global_params(self) -> dict[str, Tensor]:
+        """Parameter name -> what the replicas agree on, or the parameters where nothing is exchanged; not copied.
+
+        DTensors where the model is sharded.
+        """
+        if self.diloco is None:
+            return {name: parameter.detach() for name, parameter in self.parameters.items()}
+        named = self.diloco.outer_loop.named_global_params()
+        return {name: self._laid_out(values, name) for name, values in named.items()}
+
+    def common(self) -> dict[str, Any]:
+        """What all ranks have alike, as a nested state."""
+        rest: dict[str, dict[str, Any]] = {}
+        for parameter, slots in self.inner.optimizer.state.items():
+            kept = {slot: value for slot, value in slots.items() if not _is_shaped_as(value, parameter)}
+            rest[self.names[id(parameter)]] = kept
+        saved = self.inner.state_dict()
+        return {
+            "inner": {"groups": saved["optimizer"]["param_groups"], "rest": rest, "scaler": saved["scaler"]},
+            "diloco": None if self.diloco is None else self._common_of(self.diloco),
+        }
+
+    def own(self) -> dict[str, Any]:
+        """What only this rank can go on with, as a nested state."""
+        if self.diloco is None:
+            return {}
+        state = self.diloco.state_dict()
+        candidates = [None if codec is None else codec.get("candidate") for codec in state["codecs"]]
+        return {"in_flight": state["in_flight"], "candidates": candidates}
+
+    def load(self, saved: SavedValues, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[RoundId, ...]:
+        """Go on where the three were taken, on any number of ranks; the `DiLoCo` must be there if it was then.
+
+        Args:
+            saved: the values.
+            common: of `common`.
+            own: of `own`, at the same position among as many ranks; None: another number of ranks goes on, and the
+                rounds in flight, encoded for theirs, count as void.
+
+        Returns:
+            The rounds that are void for that reason. Global parameters did not move, so the next round has the work.
+
+        Raises:
+            CheckpointError: if it was taken of another model, optimizer or algorithm.
+        """
+        slots = self._make_slots(saved, common["inner"]["rest"])
+        values = self.values()
+        values |= {name: value for name, (_, _, value) in slots.items()}
+        if odd := sorted(values.keys() ^ saved.sizes.keys()):
+            raise CheckpointError(
+                f"{saved.checkpoint.path} is of another model, optimizer or algorithm: {', '.join(odd[:5])} is only "
+                "there, or only here. Nothing was started."
+            )
+        saved.load_into(values)
+        self._load_inner(slots, common["inner"])
+        return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own)
+
+    def _laid_out(self, local: Tensor, name: str) -> Tensor:
+        """``local``, of this rank's share of parameter ``name``, as the whole that it is a share of."""
+        parameter: Any = self.parameters[name]
+        if not hasattr(parameter, "to_local"):
+            return local
+        from torch.distributed.tensor import DTensor
+
+        # on a mesh of where it lies, which need not be where the parameter is: else it would be copied
+        mesh = self.inner.parallel.group.mesh(local.device)
+        shape, stride = parameter.shape, parameter.stride()
+        return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+    def _outer_values(self) -> dict[str, Tensor]:
+        if self.diloco is None:
+            return {}
+        values = {f"global/{name}": value for name, value in self.global_params().items()}
+        codecs = self.diloco.state_dict()["codecs"]
+        for fragment, codec in zip(self.diloco.fragments, codecs, strict=True):
+            flat = {f"outer/{slot}": v for slot, v in self.diloco.outer_loop.outer_states[fragment.index].slots.items()}
+            if codec is not None:
+                flat["residual"] = codec["residual"]
+            for kind, vector in flat.items():
+                for name, piece in fragment.named(vector).items():
+                    values[f"{kind}/{name}"] = self._laid_out(piece, name)
+        return values
+
+    def _common_of(self, diloco: DiLoCo) -> dict[str, Any]:
+        state = diloco.state_dict()
+        kept = {name: value for name, value in state.items() if name not in ("fragments", "codecs", "in_flight")}
+        kept["outer_steps"] = [fragment["outer_step"] for fragment in state["fragments"]]
+        kept["rounds_in_flight"] = [[round_id.fragment, round_id.outer_step] for round_id in diloco.in_flight]
+        return kept
+
+    def _make_slots(self, saved: SavedValues, rest: Mapping[str, Any]) -> dict[str, tuple[str, str, Tensor]]:
+        """Name of a saved value -> parameter, slot, and room for it."""
+        slots = {}
+        for name in saved.sizes:
+            kind, _, place = name.partition("/")
+            slot, _, parameter = place.partition("/")
+            if kind == "inner" and parameter in self.parameters:
+                room = torch.empty_like(self.parameters[parameter], dtype=saved.dtypes[name], requires_grad=False)
+                slots[name] = (parameter, slot, room)
+        return slots
+
+    def _load_inner(self, slots: Mapping[str, tuple[str, str, Tensor]], common: Mapping[str, Any]) -> None:
+        optimizer = self.inner.optimizer
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        index = {self.names[id(parameter)]: number for number, parameter in enumerate(held)}
+        state: dict[int, dict[str, Any]] = {index[name]: dict(kept) for name, kept in common["rest"].items()}
+        for parameter, slot, value in slots.values():
+            state.setdefault(index[parameter], {})[slot] = value
+        optimizer.load_state_dict({"state": state, "param_groups": common["groups"]})
+        self.inner.scaler.load_state_dict(dict(common["scaler"]))
+
+    def _load_diloco(
+        self, diloco: DiLoCo, common: Mapping[str, Any], own: Mapping[str, Any] | None
+    ) -> tuple[RoundId, ...]:
+        now = diloco.state_dict()
+        void = () if own is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
+        finished = list(common["finished_rounds"])
+        for round_id in void:
+            finished[round_id.fragment] = round_id.outer_step + 1
+        candidates = own["candidates"] if own is not None else [None] * len(diloco.fragments)
+        # values are loaded where they lie; loaded from there they stay as they are
+        state = {
+            **common,
+            "fragments": [
+                {**fragment, "outer_step": outer_step}
+                for fragment, outer_step in zip(now["fragments"], common["outer_steps"], strict=True)
+            ],
+            "codecs": [
+                None if codec is None else _with_candidate(codec["residual"], candidate)
+                for codec, candidate in zip(now["codecs"], candidates, strict=True)
+            ],
+            "in_flight": own["in_flight"] if own is not None else [],
+            "finished_rounds": finished,
+            "rounds_void": common["rounds_void"] + len(void),
+        }
+        diloco.load_state_dict(state)
+        return void
+
+
+def _is_shaped_as(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _with_candidate(residual: Tensor, candidate: Tensor | None) -> dict[str, Tensor]:
+    return {"residual": residual} | ({} if candidate is None else {"candidate": candidate})
