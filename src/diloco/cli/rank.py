@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,6 +89,8 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         )
     finally:
         sink.close()
+        if not occupied and not (folder / CONFIG_FILE).exists():
+            _clear(folder)
     return 130 if summary["interrupted"] else 0
 
 
@@ -123,6 +126,17 @@ def _folder(plan: RunPlan, role: Role) -> Path:
         )
     home = base / f"replica-{role.replica}" if role.replica else base
     return home / f"rank-{role.position}" if role.position else home
+
+
+def _clear(folder: Path) -> None:
+    """Nothing of a run that never began stays behind to stand in the way of the next attempt."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not _of_another_rank(entry):
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.is_file():
+            entry.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _of_another_rank(entry: Path) -> bool:
