@@ -17,7 +17,8 @@ class TransportSettings:
     """How replicas exchange their contributions."""
 
     name: Annotated[Literal["in-process", "torch", "hivemind"], arg(aliases=["--transport"])] = "in-process"
-    """in-process: all replicas take turns in this process; torch: torch.distributed; hivemind: the open internet."""
+    """in-process: all replicas take turns in this process; torch: each is a process of its own, over
+    torch.distributed; hivemind is not part of this version and is refused."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M)."""
     min_contributors: int | None = None
