@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": "held-out loss, perplexity and bits per byte of a trained model",
     "generate": "continue a text with a trained model",
     "inspect": "what a checkpoint holds",
+    "doctor": "does the way to other replicas work, and what does it carry",
     "presets": "the models to begin from, with their dimensions",
 }
 """Every command and what it does; the module of the same name has ``run(arguments) -> exit code``."""

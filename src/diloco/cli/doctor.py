@@ -1,0 +1,114 @@
+"""``diloco doctor``: does the way to each peer work, and what does it carry?"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional, arg
+
+from diloco.cli.tables import columns
+from diloco.errors import ConfigurationError
+from diloco.transport.torch_distributed.address import parse_address
+
+__all__ = ["run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Check names, ports, latency and bandwidth of the way to other replicas."""
+
+    peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...")]] = ()
+    """Control addresses of replicas (each prints its own at its start), or of listening doctors."""
+    listen: str | None = None
+    """Answer at this HOST:PORT until interrupted, on a machine where no replica runs yet."""
+    megabytes: float = 10.0
+    """How much to move each way, 0.1 to 64."""
+    timeout_s: float = 10.0
+    """The longest that each step may take."""
+    json: bool = False
+    """Print findings as JSON."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Examine or listen; returns 0 if all ways work, 1 if one does not."""
+    options = tyro.cli(Options, prog="diloco doctor", args=list(arguments))
+    if bool(options.peers) == bool(options.listen):
+        raise ConfigurationError(
+            "peers to examine, or --listen HOST:PORT, one of the two would work: `diloco doctor 10.0.0.1:29400`. "
+            "Nothing was done."
+        )
+    if not 0.1 <= options.megabytes <= 64 or not options.timeout_s > 0:
+        raise ConfigurationError(
+            f"--megabytes {options.megabytes} --timeout-s {options.timeout_s} was given; 0.1 to 64, and a positive "
+            "time, would work. Nothing was done."
+        )
+    return _listen(options.listen) if options.listen else _examine(options)
+
+
+def _examine(options: Options) -> int:
+    from diloco.transport.torch_distributed.doctor import examine
+
+    addresses = [parse_address(peer, key="the peer") for peer in options.peers]
+    num_bytes = int(options.megabytes * 1e6)
+    # one after the other: together they would share this machine's link
+    findings = [asyncio.run(examine(address, num_bytes, options.timeout_s)) for address in addresses]
+    if options.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        rows = [
+            [
+                finding.address,
+                ", ".join(finding.resolved) or "-",
+                "ok" if finding.ok else "FAILED",
+                "-" if finding.latency_s is None else f"{1000 * finding.latency_s:.1f} ms",
+                _rate(finding.up_bits_per_s),
+                _rate(finding.down_bits_per_s),
+            ]
+            for finding in findings
+        ]
+        print(columns(["peer", "address", "way", "round trip", "to it", "from it"], rows))
+    for finding in findings:
+        if not finding.ok:
+            print(f"diloco: {finding.address}: {finding.problem}; {finding.advice}.", file=sys.stderr)
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _listen(text: str) -> int:
+    from diloco.transport.torch_distributed.doctor import serve_probes
+    from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+
+    address, ends = parse_address(text, key="--listen"), {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which inherit it
+    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None)
+    try:
+        heard = board.listen(address.host, range(address.port, address.port + 1), address.host)
+        serve_probes(board)
+        print(
+            f"listening at {heard}; `diloco doctor {heard}` elsewhere examines the way here. Ctrl-C ends.", flush=True
+        )
+        signal.sigwait(ends)
+    finally:
+        board.close()
+    return 0
+
+
+def _rate(bits_per_s: float | None) -> str:
+    """Three digits and a unit.
+
+    >>> _rate(94.3e6), _rate(None)
+    ('94.3 Mbit/s', '-')
+    """
+    if bits_per_s is None:
+        return "-"
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits_per_s >= size:
+            return f"{bits_per_s / size:.3g} {unit}"
+    return f"{bits_per_s / 1e3:.3g} kbit/s"

@@ -1,0 +1,161 @@
+"""Whether the way to a peer works: name, port, protocol, latency, and what it carries each way.
+
+Every replica answers probes at its control port, and `diloco doctor --listen` does where nothing runs yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.errors import TransportError
+from diloco.transport.torch_distributed.address import Address
+from diloco.transport.torch_distributed.frames import pack, read_frame
+from diloco.transport.torch_distributed.switchboard import Switchboard
+
+__all__ = ["Finding", "examine", "serve_probes"]
+
+MOST_BYTES = 64_000_000
+"""More than this is not moved for one question."""
+
+_CHUNK_BYTES = 1 << 20
+_PINGS = 10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found out about one peer.
+
+    Attributes:
+        address: as it was given.
+        resolved: the addresses its name stands for.
+        ok: whether everything works.
+        latency_s: median of the round trips, or None.
+        up_bits_per_s, down_bits_per_s: to the peer and from it, or None.
+        problem: what does not work, or "".
+        advice: what would help, or "".
+    """
+
+    address: str
+    resolved: tuple[str, ...] = ()
+    ok: bool = False
+    latency_s: float | None = None
+    up_bits_per_s: float | None = None
+    down_bits_per_s: float | None = None
+    problem: str = ""
+    advice: str = ""
+
+
+def serve_probes(board: Switchboard) -> None:
+    """Answer probes at ``board``; bytes are moved for one asker at a time, so that training keeps its link."""
+    busy = asyncio.Lock()
+
+    async def answer(
+        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while True:
+            num_bytes = int(message.get("bytes", 0))
+            if not 0 <= num_bytes <= MOST_BYTES:
+                return
+            if message["ask"] == "ping":
+                writer.write(pack({"kind": "probe"}))
+            elif message["ask"] == "take":
+                async with busy:
+                    await _take(reader, num_bytes)
+                    writer.write(pack({"kind": "probe"}))
+            elif message["ask"] == "give":
+                async with busy:
+                    await _give(writer, num_bytes)
+            await writer.drain()
+            message, _ = await read_frame(reader)
+
+    board.services["probe"] = answer
+
+
+async def examine(address: Address, num_bytes: int, timeout_s: float) -> Finding:
+    """Check the way to ``address``.
+
+    Args:
+        address: of the control port of a replica, or of a listening doctor.
+        num_bytes: to move each way; at most `MOST_BYTES`.
+        timeout_s: for each step.
+    """
+    given = str(address)
+    try:
+        places = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        advice = "a name that this machine's resolver knows, or an IP address, would work"
+        return Finding(given, problem=f"the name does not resolve: {error.strerror or error}", advice=advice)
+    resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
+    try:
+        opening = asyncio.open_connection(address.host, address.port)
+        reader, writer = await asyncio.wait_for(opening, timeout_s)
+    except ConnectionRefusedError:
+        advice = "starting the replica, or `diloco doctor --listen` there, or another port, would work"
+        return Finding(given, resolved, problem="nothing listens there (connection refused)", advice=advice)
+    except TimeoutError:
+        advice = "opening the port in the firewall in between, or another address of that machine, would work"
+        return Finding(given, resolved, problem=f"no answer within {timeout_s:g} s", advice=advice)
+    except OSError as error:
+        return Finding(given, resolved, problem=str(error), advice="a route to that machine would work")
+    try:
+        return await _measure(given, resolved, reader, writer, num_bytes, timeout_s)
+    except TimeoutError:
+        advice = "a process that is not frozen, or a faster link or fewer bytes (--megabytes), would work"
+        return Finding(given, resolved, problem=f"connected, and then silent for {timeout_s:g} s", advice=advice)
+    except (OSError, EOFError, TransportError) as error:
+        advice = "the control port of a diloco of this version would work"
+        words = str(error) or "the connection was closed"
+        return Finding(given, resolved, problem=f"what answers there is no diloco: {words}", advice=advice)
+    finally:
+        writer.close()
+
+
+async def _measure(
+    given: str,
+    resolved: tuple[str, ...],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    num_bytes: int,
+    timeout_s: float,
+) -> Finding:
+    loop, trips = asyncio.get_running_loop(), []
+    for _ in range(_PINGS):
+        started_s = loop.time()
+        writer.write(pack({"kind": "probe", "ask": "ping"}))
+        await asyncio.wait_for(read_frame(reader), timeout_s)
+        trips.append(loop.time() - started_s)
+    latency_s = statistics.median(trips)
+
+    async def send() -> None:
+        writer.write(pack({"kind": "probe", "ask": "take", "bytes": num_bytes}))
+        await _give(writer, num_bytes)
+        await read_frame(reader)
+
+    async def receive() -> None:
+        writer.write(pack({"kind": "probe", "ask": "give", "bytes": num_bytes}))
+        await _take(reader, num_bytes)
+
+    rates = []
+    for move in (send, receive):
+        started_s = loop.time()
+        await asyncio.wait_for(move(), timeout_s)
+        # a trip of it is the question's and the answer's
+        rates.append(8 * num_bytes / max(1e-9, loop.time() - started_s - latency_s))
+    return Finding(given, resolved, True, latency_s, rates[0], rates[1])
+
+
+async def _give(writer: asyncio.StreamWriter, num_bytes: int) -> None:
+    chunk = bytes(_CHUNK_BYTES)
+    for start in range(0, num_bytes, _CHUNK_BYTES):
+        writer.write(pack({"kind": "chunk"}, chunk[: num_bytes - start]))
+        await writer.drain()
+
+
+async def _take(reader: asyncio.StreamReader, num_bytes: int) -> None:
+    while num_bytes > 0:
+        _, chunk = await read_frame(reader)
+        num_bytes -= len(chunk)

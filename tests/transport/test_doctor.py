@@ -1,0 +1,118 @@
+"""The doctor: every way that a way can fail, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from diloco.cli import main
+from diloco.transport.torch_distributed.address import Address
+from diloco.transport.torch_distributed.doctor import MOST_BYTES, Finding, examine, serve_probes
+from diloco.transport.torch_distributed.frames import pack
+from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from tests.transport.wires import Wires
+
+
+@contextmanager
+def listening(host: str = "127.0.0.1") -> Iterator[Address]:
+    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None)
+    try:
+        serve_probes(board)
+        yield board.listen(host, range(1), host)
+    finally:
+        board.close()
+
+
+def look(address: Address, num_bytes: int = 300_000, timeout_s: float = 20.0) -> Finding:
+    return asyncio.run(examine(address, num_bytes, timeout_s))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_way_that_works_has_a_latency_and_a_rate_each_way(host: str) -> None:
+    with listening(host) as address:
+        finding = look(address)
+    assert finding.ok, finding
+    assert finding.resolved == (host,)
+    assert finding.latency_s is not None
+    assert 0 < finding.latency_s < 20
+    assert finding.up_bits_per_s is not None
+    assert finding.down_bits_per_s is not None
+    assert min(finding.up_bits_per_s, finding.down_bits_per_s) > 0
+
+
+def test_a_replica_in_training_answers_too() -> None:
+    wires = Wires()
+    try:
+        first, _ = wires.meet(2)
+        assert look(first.address).ok
+    finally:
+        wires.close()
+
+
+def test_a_port_where_nobody_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    finding = look(Address("127.0.0.1", port))
+    assert (finding.ok, finding.problem) == (False, "nothing listens there (connection refused)")
+    assert "diloco doctor --listen" in finding.advice
+
+
+def test_a_name_that_does_not_resolve() -> None:
+    finding = look(Address("nobody.invalid", 29400))
+    assert finding.problem.startswith("the name does not resolve")
+    assert finding.resolved == ()
+
+
+def test_something_that_connects_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        finding = look(Address("127.0.0.1", silent.getsockname()[1]), timeout_s=0.2)
+    assert finding.problem == "connected, and then silent for 0.2 s"
+
+
+def test_something_that_is_no_diloco() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        finding = look(Address("127.0.0.1", other.getsockname()[1]))
+        thread.join()
+    assert finding.problem.startswith("what answers there is no diloco: something that begins with b'HTTP'")
+
+
+def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
+    with listening() as address, socket.create_connection((address.host, address.port)) as asker:
+        asker.settimeout(20)
+        asker.sendall(pack({"kind": "probe", "ask": "give", "bytes": MOST_BYTES + 1}))
+        assert asker.recv(1) == b"", "the connection is closed, and nothing came"
+
+
+def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with listening() as address:
+        assert main(["doctor", str(address), "nobody.invalid:1", "--megabytes", "0.1", "--json"]) == 1
+        captured = capsys.readouterr()
+        well, ill = json.loads(captured.out)
+        assert (well["ok"], ill["ok"]) == (True, False)
+        assert "nobody.invalid:1: the name does not resolve" in captured.err
+        assert main(["doctor", str(address), "--megabytes", "0.1"]) == 0
+        assert " ok " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["a:1", "--listen", "a:1"], ["a:1", "--megabytes", "65"], ["a"], ["a:1", "--timeout-s", "0"]]
+)
+def test_misuse_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    assert "would work" in capsys.readouterr().err
