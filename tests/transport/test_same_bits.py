@@ -1,0 +1,96 @@
+"""The same run gives the same bits on every transport (invariant 5), in local and in global parameters."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.algorithm.fragments import partition
+from diloco.algorithm.merge import AlphaMerge
+from diloco.algorithm.outer_optimizer import Nesterov
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.train.replica import DiLoCo
+from tests.replicas import Swarm, Vectors, quadratic
+from tests.transport.wires import Wires
+
+SCHEDULE = SyncSchedule(inner_steps=7, num_fragments=3, overlap_steps=2)
+STEPS = 105
+
+
+def big(scale: int = 700) -> Vectors:
+    """`Vectors` with more values than one block of any codec, and odd numbers of them."""
+    generator = torch.Generator().manual_seed(3)
+    model = Vectors(generator)
+    model.first = torch.nn.Parameter(torch.randn(scale + 1, generator=generator))
+    model.second = torch.nn.Parameter(torch.randn(3, scale - 3, generator=generator))
+    return model
+
+
+def in_process(num_replicas: int, codec: str) -> list[tuple[Tensor, Tensor]]:
+    swarm = Swarm(
+        num_replicas,
+        SCHEDULE,
+        make_model=big,
+        outer=Nesterov(learning_rate=0.4),
+        merge=AlphaMerge(0.5),
+        codec=codec,
+        weights=[1.0 + m for m in range(num_replicas)],
+        fragments=partition(big(), strategy="patterns", patterns=Vectors.PATTERNS),
+    )
+    swarm.run(STEPS, quadratic(1))
+    for replica in swarm.replicas:
+        replica.drain()
+    return [(swarm.local(m), swarm.global_params(m)) for m in range(num_replicas)]
+
+
+def over_sockets(num_replicas: int, codec: str) -> list[tuple[Tensor, Tensor]]:
+    wires, results = Wires(), {}
+    gradient = quadratic(1)
+
+    def live(number: int) -> None:
+        model = big()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with DiLoCo(
+            model,
+            inner,
+            transport=transports[number],
+            schedule=SCHEDULE,
+            fragments=partition(model, strategy="patterns", patterns=Vectors.PATTERNS),
+            outer_optimizer=Nesterov(learning_rate=0.4),
+            merge=AlphaMerge(0.5),
+            codec=codec,
+            weight=1.0 + number,
+        ) as diloco:
+            for step in range(STEPS):
+                gradient(number, step, model)
+                inner.step()
+                inner.zero_grad()
+                diloco.step()
+        named = diloco.outer_loop.named_global_params()
+        local = torch.cat([p.detach().flatten() for p in model.parameters()])
+        results[number] = (local, torch.cat([named[name].flatten() for name, _ in model.named_parameters()]))
+
+    try:
+        transports = wires.meet(num_replicas, piece_bytes=512)  # several pieces even of what is small
+        threads = [threading.Thread(target=live, args=(number,)) for number in range(num_replicas)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        wires.close()
+    return [results[number] for number in range(num_replicas)]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("codec", ["fp4", "float32", "int8", "float16"])
+def test_over_100_steps_both_transports_give_the_same_bits(num_replicas: int, codec: str) -> None:
+    """P = 3, tau = 2, alpha = 0.5; float32 between three takes a reduce-scatter, the others an all-gather."""
+    expected = in_process(num_replicas, codec)
+    for (local, shared), (local_there, shared_there) in zip(expected, over_sockets(num_replicas, codec), strict=True):
+        assert torch.equal(local, local_there)
+        assert torch.equal(shared, shared_there)
+    assert all(torch.equal(shared, expected[0][1]) for _, shared in expected)
