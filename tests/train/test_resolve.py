@@ -155,8 +155,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"merge.alpha": float("nan")}, "alpha=nan.*0 to 1"),
     ({"merge.alpha": 0.0, "merge.rule": "rebase"}, "rebase.* one of the two"),
     # transport and places
-    ({"transport.name": "torch"}, "'torch'.*not part of this version; --transport in-process"),
-    ({"transport.name": "hivemind"}, "'hivemind'.*not part of this version; --transport in-process"),
+    ({"transport.name": "hivemind"}, "'hivemind'.*not part of this version; --transport torch"),
+    (
+        {"transport.name": "torch", "transport.faults": ("drop replica=0 fragment=0 outer_step=0",)},
+        "faults with transport.name='torch'.*--transport in-process; without it this would work",
+    ),
+    (
+        {"transport.name": "torch", "transport.step_time_s": (0.1,)},
+        "step_time_s with transport.name='torch'.*--transport in-process; without it this would work",
+    ),
+    (
+        {"transport.name": "torch", "algorithm": "none"},
+        "algorithm='none' with transport.name='torch'.*--transport in-process would work",
+    ),
     ({"train.device": "gpu"}, "device='gpu'.*cuda:0"),
     ({"train.device": "cuda:"}, "device='cuda:'.*cuda:0"),
     ({"train.threads": 0}, "threads=0.*at least 1"),
@@ -214,6 +225,10 @@ ALLOWED: list[dict[str, Any]] = [
     {"inner.clip_norm": None},
     {"codec.block_size": 2},
     {"codec.block_size": 65536},
+    {"transport.name": "torch"},
+    {"transport.name": "torch", "algorithm": "data-parallel"},
+    {"transport.name": "torch", "transport.bandwidth_bits_per_s": (1e6,), "transport.latency_s": (0.1,)},
+    {"transport.name": "in-process", "algorithm": "none"},
 ]
 
 

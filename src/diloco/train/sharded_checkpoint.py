@@ -159,7 +159,8 @@ def _together(group: ReplicaGroup, words: str, act: Callable[[], Result]) -> Res
         results.append(act())
     except (CheckpointError, OSError) as error:
         raised = error
-    why = [f"position {s}: {text}" for s, text in enumerate(group.gather_texts(str(raised or ""))) if text]
+    words_of_mine = "" if raised is None else str(raised) or repr(raised)
+    why = [f"position {s}: {text}" for s, text in enumerate(group.gather_texts(words_of_mine)) if text]
     if why:
         raise CheckpointError(words + "; ".join(why)) from raised
     return results[0]

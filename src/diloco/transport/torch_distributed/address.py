@@ -37,7 +37,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not bare or not port.isdigit() or not 0 <= int(port) <= 65535 or (":" in bare and not bracketed):
+    if not colon or not bare or not _is_number(port) or int(port) > 65535 or (":" in bare and not bracketed):
         raise ConfigurationError(
             f"{key}={text!r} was given; HOST:PORT such as 10.0.0.1:29400 or [fe80::1]:29400 would work. "
             "Nothing was started."
@@ -55,9 +55,9 @@ def parse_ports(text: str, *, key: str = "ports") -> range:
     range(29400, 29403)
     """
     first, dash, last = text.partition("-")
-    if first.isdigit() and (not dash or last.isdigit()):
+    if _is_number(first) and (not dash or _is_number(last)):
         low, high = int(first), int(last or first)
-        if 0 <= low <= high <= 65535 and (low > 0 or not dash):
+        if low <= high <= 65535 and (low > 0 or not dash):
             return range(low, high + 1)
     raise ConfigurationError(
         f"{key}={text!r} was given; a port such as 29400, a range such as 29400-29431, or 0 for any free one would "
@@ -78,3 +78,8 @@ def local_host_towards(remote: Address) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0]).partition("%")[0]
+
+
+def _is_number(text: str) -> bool:
+    """Digits that `int` reads as people mean them."""
+    return text.isascii() and text.isdigit()

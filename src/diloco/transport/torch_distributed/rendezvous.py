@@ -23,6 +23,9 @@ from diloco.transport.torch_distributed.switchboard import Switchboard
 __all__ = ["Table", "ask", "exchange_word", "serve"]
 
 
+_LONGEST_S = 30 * 86_400.0
+
+
 @dataclass(frozen=True)
 class Table:
     """Everybody's entries.
@@ -39,6 +42,7 @@ class Table:
 def serve(board: Switchboard, registry: Registry) -> None:
     """Answer those who register at ``board``; the table goes to all as soon as all are in."""
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+    refusals: list[dict[str, Any]] = []  # of a run that can't begin: who comes later is told the same
 
     def tell_all(answer: dict[str, Any]) -> None:
         for future in list(waiting.values()):
@@ -48,14 +52,20 @@ def serve(board: Switchboard, registry: Registry) -> None:
     async def register(
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        entry = Entry.from_message(message)
+        entry, patience_s = Entry.from_message(message), float(message["patience_s"])
+        if not 0 <= patience_s <= _LONGEST_S:
+            return
         was_running = registry.running
+        refusal = refusals[0] if refusals else None
         try:
-            registry.register(entry)
+            if refusal is None:
+                registry.register(entry)
         except RendezvousError as error:
             refusal = {"kind": "refused", "reason": str(error)}
-            if not was_running:  # nobody waits for a run that can't begin
+            if not was_running:
+                refusals.append(refusal)
                 tell_all(refusal)
+        if refusal is not None:
             writer.write(pack(refusal))
             await writer.drain()
             return
@@ -64,13 +74,15 @@ def serve(board: Switchboard, registry: Registry) -> None:
             waiting[entry.rank] = future
             leaving = asyncio.ensure_future(reader.read(1))
             leaving.add_done_callback(lambda _: future.done() or future.cancel())
-            await asyncio.wait([future])
+            await asyncio.wait([future], timeout=patience_s)
             waiting.pop(entry.rank, None)
-            if future.cancelled():
-                registry.withdraw(entry.rank)
-                return
-            answer = future.result()
             leaving.cancel()
+            if future.cancelled() or not future.done():
+                registry.withdraw(entry.rank)
+            if future.cancelled():
+                return
+            missing = [rank for rank in registry.missing if rank != entry.rank]
+            answer = future.result() if future.done() else {"kind": "incomplete", "missing": missing}
         else:
             answer = _table(registry, was_running)
             if not was_running:
@@ -93,13 +105,19 @@ def ask(board: Switchboard, address: Address, entry: Entry, timeout_s: float) ->
 
 async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    attempts, reached, why = 0, False, ""
+    attempts, why = 0, ""
     while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
         attempts += 1
         try:
-            answer = await asyncio.wait_for(_register(address, entry), left_s)
+            answer = await asyncio.wait_for(_register(address, entry, min(0.9 * left_s, _LONGEST_S)), left_s)
             if answer["kind"] == "refused":
                 raise RendezvousError(str(answer["reason"]))
+            if answer["kind"] == "incomplete":
+                missing = ", ".join(str(int(rank)) for rank in answer["missing"])
+                raise RendezvousError(
+                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for rank {missing}. Starting the missing "
+                    "ones, or a longer transport.rendezvous_timeout_s, would work. Nothing was started."
+                )
             entries = [Entry.from_message(each) for each in answer["entries"]]
             return Table({each.rank: each for each in entries}, bool(answer["running"]))
         except socket.gaierror as error:
@@ -107,7 +125,7 @@ async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
         except ConnectionRefusedError:
             why = "nothing listens there (connection refused)"
         except TimeoutError:
-            reached, why = True, "not all replicas have come"
+            why = "no answer"
         except (OSError, EOFError) as error:
             why = str(error) or type(error).__name__
         except TransportError as error:
@@ -117,20 +135,15 @@ async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
         await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
-        + (
-            "Starting the missing ones, or a longer transport.rendezvous_timeout_s, would work. "
-            if reached
-            else "Starting replica 0 there, opening that port, or, for a run that is going on, the address of any of "
-            "its replicas (--rendezvous) would work. "
-        )
-        + "Nothing was started."
+        "Starting replica 0 there, opening that port, or, for a run that is going on, the address of any of its "
+        "replicas (--rendezvous) would work. Nothing was started."
     )
 
 
-async def _register(address: Address, entry: Entry) -> dict[str, Any]:
+async def _register(address: Address, entry: Entry, patience_s: float) -> dict[str, Any]:
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
-        writer.write(pack({"kind": "register", **entry.to_message()}))
+        writer.write(pack({"kind": "register", "patience_s": patience_s, **entry.to_message()}))
         await writer.drain()
         answer, _ = await read_frame(reader)
         return answer

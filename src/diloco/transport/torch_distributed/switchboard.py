@@ -137,6 +137,10 @@ class Switchboard:
         """Ranks with a standing connection."""
         return frozenset(self._lines)
 
+    def connection(self, rank: int) -> object | None:
+        """Stands for the connection to ``rank``: another one once another process of that rank has come."""
+        return self._lines.get(rank)
+
     def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
         """Send a message, if there is a connection; else it is dropped, as its receiver is lost."""
         line = self._lines.get(rank)
@@ -218,7 +222,10 @@ class Switchboard:
     def _register(
         self, rank: int, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.hang_up(rank)
+        before = self._lines.get(rank)
+        if before is not None:
+            before.writer.write(pack({"kind": "replaced"}))
+            self.hang_up(rank)
         line = _Line(rank, address, writer, self.loop.time())
         self._lines[rank] = line
         line.task = self.loop.create_task(self._listen_to(line, reader))
@@ -268,11 +275,14 @@ class Switchboard:
                 _, writer = await asyncio.wait_for(opening, min(2.0, self.timing.silence_s))
             except ConnectionRefusedError:
                 return Loss("gone", f"its process at {line.address} has ended")
+            except ConnectionResetError:
+                pass  # it was being ended in that very moment
             except (OSError, TimeoutError) as error:
                 return Loss(
                     "cut", f"the connection to {line.address} ended ({reason}) and can't be made anew ({error})"
                 )
-            writer.close()
+            else:
+                writer.close()
             await asyncio.sleep(0.1)
         return Loss("cut", f"the connection to {line.address} ended ({reason}), though somebody listens there")
 

@@ -16,6 +16,7 @@ from diloco.transport.links import Link
 from diloco.transport.shaping import Pacer
 from diloco.transport.torch_distributed.address import Address, parse_address
 from diloco.transport.torch_distributed.data_link import Mailbox
+from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.host_copies import HostCopies
 from diloco.transport.torch_distributed.payloads import Postman
 from diloco.transport.torch_distributed.pending import TorchPending
@@ -60,6 +61,7 @@ class TorchTransport(Transport):
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
         self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost)
         self._publication = serve_state(self.board)
+        serve_probes(self.board)
         self._keeper: ViewKeeper | None = None
         self._entries: dict[int, Entry] = {}
         self._early: list[tuple[int, dict[str, Any], bytes]] = []
@@ -227,7 +229,8 @@ class TorchTransport(Transport):
             lambda: self.step,
             self._changed,
         )
-        serve(self.board, Registry(len(self._entries), self.rules.ranks_per_replica, list(self._entries.values())))
+        self._registry = Registry(len(entries := self._entries), self.rules.ranks_per_replica, list(entries.values()))
+        serve(self.board, self._registry)
         self._keeper = keeper
         if member:
             keeper.open(view, 0)
@@ -241,8 +244,7 @@ class TorchTransport(Transport):
         assert following.view is not None
         self.step = following.from_step - 1
         self.view = following.view
-        self._keeper.joined = True
-        self._keeper.open(following.view, following.from_step)
+        self._keeper.enter(following)
 
     def _deliver(self, sender: int, message: dict[str, Any], blob: bytes) -> None:
         kind, keeper = message["kind"], self._keeper
@@ -261,11 +263,13 @@ class TorchTransport(Transport):
         elif keeper is None:
             self._early.append((sender, message, blob))
         elif kind == "join":
-            self._entries[sender] = Entry.from_message(message)
+            self._entries[sender] = self._registry.entries[sender] = Entry.from_message(message)
             keeper.join(sender)
         elif kind == "excluded":
             if int(message["view"]) >= keeper.view.id:
                 keeper.exclude(str(message["reason"]))
+        elif kind == "replaced":
+            keeper.exclude("another process has come in its place")
         else:
             keeper.heard(sender, message)
         self._stop_if_failed()

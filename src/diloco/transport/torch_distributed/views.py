@@ -101,13 +101,19 @@ class ViewKeeper:
         self._waiting: list[_Waiting] = []
         self._early: list[tuple[int, Mapping[str, Any]]] = []
         self._joiners: dict[int, set[int]] = {}
+        self._connections: dict[int, object | None] = {}
         self._has_state_of: set[int] = set()
+        self._gone_before: set[int] = set()
 
     # Called by the transport, in the control thread.
 
     def open(self, view: View, from_step: int) -> None:
         """Begin with ``view``: connect its members, and let rounds from ``from_step`` on take place in it."""
         self.view, self._from_step = view, from_step
+        # of the processes that are members, which others of the same ranks may replace
+        self._connections = {
+            rank: self._connections.get(rank, self._board.connection(rank)) for rank in self._ranks(view.members)
+        }
         if self.failure is None:
             links: Future[Mapping[int, DataLink]] = Future()
             self.book = RoundBook(
@@ -174,10 +180,23 @@ class ViewKeeper:
         elif kind == "adopted" and view_id == self.view.id and self._change is not None:
             self._adopt(next_view(message, self.view))
 
+    def enter(self, following: NextView) -> None:
+        """Become a member of a view that was agreed on without me; who was lost before that is lost in it."""
+        assert following.view is not None
+        self.joined = True
+        self.open(following.view, following.from_step)
+        if lost := self._unreached():
+            words = f"replica {self._rules.replica} can't reach all that it joins"
+            self._extend(words, lost=lost, gone=lost & self._gone_before)
+
     def lose(self, rank: int, loss: Loss) -> None:
         """A rank can't be reached any more."""
         replica = rank // self._rules.ranks_per_replica
         self._joiners.pop(replica, None)
+        if self.book is None and replica != self._rules.replica:  # no member yet, so it has no say
+            if loss.kind == "gone":
+                self._gone_before.add(replica)
+            return
         known = replica in self.view.members or (self._change is not None and replica in self._change.mine.joining)
         if not known or self.failure is not None:
             return
@@ -192,10 +211,13 @@ class ViewKeeper:
     def join(self, rank: int) -> None:
         """A rank that is connected to all members asks to be one; its replica joins when all its ranks have asked."""
         replica, size = rank // self._rules.ranks_per_replica, self._rules.ranks_per_replica
+        if self._is_member(rank):
+            return  # another member heard it first, and all have agreed since
         if self.closed_to_joiners or self.failure is not None or self.book is None:
             why = self.closed_to_joiners or str(self.failure or "this replica is joining itself")
             self._board.send(rank, {"kind": "refused", "reason": why, "for_good": self.failure is not None})
             return
+        self._gone_before.discard(replica)
         asked = self._joiners.setdefault(replica, set())
         asked.add(rank)
         if len(asked) == size:
@@ -278,6 +300,17 @@ class ViewKeeper:
         for rank in self._ranks(self.view.members):
             self._board.hang_up(rank)
 
+    def _is_member(self, rank: int) -> bool:
+        """Whether who is connected as ``rank`` is the process that is a member."""
+        return rank in self._connections and self._connections[rank] is self._board.connection(rank)
+
+    def _unreached(self) -> frozenset[int]:
+        """Members to whom no control connection stands."""
+        ranks, connected = self._ranks, self._board.connected
+        return frozenset(
+            m for m in self.view.members if m != self._rules.replica and not connected.issuperset(ranks((m,)))
+        )
+
     def _has_lost(self, rank: int) -> bool:
         return self._change is not None and rank // self._rules.ranks_per_replica in self._change.mine.lost
 
@@ -313,10 +346,12 @@ class ViewKeeper:
             self.book.end(following.commits, self._reason, self._failure_of)
         self._close_links()
         excluded = {"kind": "excluded", "view": following.previous.id, "reason": self._reason}
-        for rank in self._ranks(tuple(m for m in lost if m not in self._joiners)):
-            if following.view is not None:  # the smaller side excludes nobody
-                self._board.send(rank, excluded)
-            self._board.hang_up(rank)
+        for rank in self._ranks(tuple(lost)):
+            if self._is_member(rank):
+                if following.view is not None:  # the smaller side excludes nobody
+                    self._board.send(rank, excluded)
+                self._board.hang_up(rank)
+            self._connections.pop(rank, None)
         self._mailbox.forget(f"{following.previous.id}/")
         if following.view is not None:
             welcome = adopted(following) | {"kind": "welcome"}
@@ -325,11 +360,13 @@ class ViewKeeper:
             self.view = following.view
         self._on_change(following)  # before `open`, which may adopt the view after this one
         self.open(self.view, following.from_step)
-        still = change.mine.lost & frozenset(self.view.members)
+        # Those whom the others agreed on before they heard of it; no connection is left that would tell of it again.
+        still = (change.mine.lost & frozenset(self.view.members)) | self._unreached()
         if still and self.failure is None and self.view is following.view:
-            # the others agreed before they heard of it; no connection is left that would tell of it again
-            self._extend(why, lost=still, gone=change.mine.gone & still)
-        for replica, asked in list(self._joiners.items()):
+            words = f"replica {self._rules.replica} can't reach all of the next view"
+            self._extend(words, lost=still, gone=change.mine.gone & still)
+        for replica in list(self._joiners):  # each may bring the next view, which asks here for the others
+            asked = self._joiners.get(replica, ())
             if len(asked) == self._rules.ranks_per_replica and replica not in self.view.members:
                 del self._joiners[replica]
                 self._extend(f"replica {replica} wants to join", joining=frozenset({replica}))

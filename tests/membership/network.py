@@ -1,0 +1,198 @@
+"""An asynchronous network in plain data: whoever holds the numbers decides what happens next, and what gets lost.
+
+Ranks send each other messages over connections that keep their order, as TCP does. A rank may end at any moment, also
+when a broadcast has reached some and not yet others; a connection may go silent. What was on its way then arrives up to
+some message and no further. Both ends notice, each in its own time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any, Protocol
+
+__all__ = ["Limits", "Network", "Node", "explore"]
+
+
+class Node(Protocol):
+    """One rank's side of a protocol."""
+
+    def act(self) -> bool:
+        """Do the next thing of one's own accord; False if there is nothing."""
+
+    def heard(self, sender: int, message: Any) -> None:
+        """A message came in."""
+
+    def lose(self, rank: int, *, gone: bool) -> None:
+        """The connection to ``rank`` is no more; ``gone``: since its process has ended."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may go wrong, at most so often."""
+
+    ends: int = 0
+    machines: int = 0
+    """Ranks that end with their machine, so that nobody can tell them from silent ones."""
+    cuts: int = 0
+    abrupt: bool = False
+    """Whether a rank that hangs up takes along what it had sent before."""
+    returns: int = 0
+    """Ranks that are started again after they have ended; `Network.make` makes their nodes."""
+
+
+class Network:
+    """The connections between ``ranks``.
+
+    Attributes:
+        ranks: all of them.
+        alive: those that have not ended.
+        make: gives the node of a rank that is started again.
+    """
+
+    make: Callable[[int], Node]
+
+    def __init__(self, ranks: Iterable[int], limits: Limits) -> None:
+        self.nodes: dict[int, Node] = {}
+        self.ranks = tuple(ranks)
+        self.alive = set(self.ranks)
+        self._abrupt = limits.abrupt
+        self._left = {"ends": limits.ends, "machines": limits.machines, "cuts": limits.cuts, "returns": limits.returns}
+        self._on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}
+        self._ends_up = set(self._on_the_way)
+        self._connections = {frozenset(pair): 0 for pair in self._on_the_way}
+        self._silent: set[frozenset[int]] = set()
+        self._unreachable: set[int] = set()
+        self._sends_left: dict[int, int] = {}
+        self._number = 0
+
+    # For the nodes.
+
+    def send(self, sender: int, receiver: int, message: Any) -> None:
+        """Put a message on its way; a rank that is to end in the middle of a broadcast ends here."""
+        if sender not in self.alive:
+            return
+        if self._sends_left.get(sender) == 0:
+            self._end(sender)
+            return
+        if sender in self._sends_left:
+            self._sends_left[sender] -= 1
+        if (sender, receiver) in self._ends_up and frozenset((sender, receiver)) not in self._silent:
+            self._on_the_way[sender, receiver].append(message)
+
+    def hang_up(self, rank: int, other: int) -> None:
+        """``rank`` ends its connection to ``other``, which notices in its own time."""
+        if (rank, other) in self._ends_up:
+            self._ends_up.remove((rank, other))
+            self._on_the_way[other, rank].clear()
+
+    def connection(self, rank: int, other: int) -> int | None:
+        """A number for the connection of ``rank`` to ``other``, of its own for each; None where there is none."""
+        return self._connections[frozenset((rank, other))] if (rank, other) in self._ends_up else None
+
+    # For who decides what happens next.
+
+    def can(self, what: str, a: int, b: int) -> bool:
+        """Whether a message is there to be delivered, or an end of a connection to be noticed."""
+        if what == "deliver":
+            return bool(self._on_the_way[a, b]) and b in self.alive and (b, a) in self._ends_up
+        hung_up = (b, a) not in self._ends_up and (self._abrupt or not self._on_the_way[b, a])
+        return (b not in self.alive or hung_up or self._is_silent(a, b)) and a in self.alive and (a, b) in self._ends_up
+
+    def choices(self) -> list[tuple[str, int, int]]:
+        """What can happen next by itself."""
+        return [(what, a, b) for what in ("deliver", "notice") for a, b in self._on_the_way if self.can(what, a, b)]
+
+    def trouble(self) -> list[tuple[str, int, int]]:
+        """What can go wrong next."""
+        found = [(kind, rank, 0) for kind in ("ends", "machines") if self._left[kind] for rank in sorted(self.alive)]
+        if self._left["cuts"]:
+            pairs = [(a, b) for a, b in sorted(self._ends_up) if a < b and not self._is_silent(a, b)]
+            found += [("cuts", a, b) for a, b in pairs]
+        if self._left["returns"]:
+            found += [("returns", rank, 0) for rank in sorted(self.nodes) if rank not in self.alive]
+        return found
+
+    def happen(self, what: str, a: int, b: int, number: int) -> None:
+        """Let one of the choices happen; ``number`` decides what it leaves open."""
+        if what == "deliver":
+            self.nodes[b].heard(a, self._on_the_way[a, b].popleft())
+        elif what == "notice":
+            self.hang_up(a, b)
+            self.nodes[a].lose(b, gone=b not in self.alive and b not in self._unreachable)
+        elif what == "cuts":
+            self._left["cuts"] -= 1
+            self._silent.add(frozenset((a, b)))
+            self._lose_some(a, b, number)
+            self._lose_some(b, a, number // 4)
+        elif what == "returns":
+            self._left["returns"] -= 1
+            self._return(a)
+        else:
+            self._left[what] -= 1
+            if what == "machines":
+                self._unreachable.add(a)
+            self._sends_left[a], self._number = number % 6, number // 6
+            if number % 6 == 0:
+                self._end(a)
+
+    def _is_silent(self, a: int, b: int) -> bool:
+        return frozenset((a, b)) in self._silent
+
+    def _end(self, rank: int) -> None:
+        self.alive.discard(rank)
+        for a, b in self._on_the_way:
+            if a == rank:
+                self._lose_some(a, b, self._number)
+
+    def _return(self, rank: int) -> None:
+        """A new process in the place of the one that ended: its connections are new, and the old ones are forgotten."""
+        self.alive.add(rank)
+        self._sends_left.pop(rank, None)
+        self._unreachable.discard(rank)
+        for pair, messages in self._on_the_way.items():
+            if rank in pair:
+                messages.clear()
+                self._silent.discard(frozenset(pair))
+                self._ends_up.discard(pair)
+                self._connections[frozenset(pair)] += 1
+                if self.alive.issuperset(pair):
+                    self._ends_up.add(pair)
+        self.nodes[rank] = self.make(rank)
+
+    def _lose_some(self, sender: int, receiver: int, number: int) -> None:
+        messages = self._on_the_way[sender, receiver]
+        for _ in range(number % (len(messages) + 1)):
+            messages.pop()
+
+
+def explore(network: Network, numbers: Sequence[int], most: int = 1000) -> None:
+    """Let things happen as ``numbers`` say; when they are used up, let all that is under way come to its end.
+
+    Raises:
+        AssertionError: if it does not come to an end.
+    """
+
+    def options() -> list[tuple[str, int, int]]:
+        return [*network.choices(), *(("act", rank, 0) for rank in sorted(network.alive))]
+
+    for number in numbers:
+        possible = [*options(), *network.trouble()]
+        if not possible:
+            return
+        _take(network, *possible[number % len(possible)], number // len(possible))
+    for _ in range(most):
+        if not any([_take(network, *choice, 0) for choice in options()]):
+            return
+    raise AssertionError("it goes on and on")
+
+
+def _take(network: Network, what: str, a: int, b: int, number: int) -> bool:
+    if what == "act":
+        return a in network.alive and network.nodes[a].act()
+    if what in ("deliver", "notice") and not network.can(what, a, b):
+        return False
+    network.happen(what, a, b, number)
+    return True

@@ -1,0 +1,126 @@
+"""Who may go on: never two sides that might not know of each other, and never fewer than were asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from diloco.errors import ConfigurationError
+from diloco.membership.quorum import Decision, Policy, decide
+from diloco.membership.view import View
+
+
+@dataclass(frozen=True)
+class Split:
+    """A view that fell apart: its members by the side they are on, and what each side knows of those that ended."""
+
+    view: View
+    sides: tuple[frozenset[int], ...]
+    known_gone: tuple[frozenset[int], ...]
+
+    def decision(self, side: int, policy: Policy | None = None) -> Decision:
+        lost = frozenset(self.view.members) - self.sides[side]
+        return decide(self.view, lost=lost, gone=self.known_gone[side], joining=(), policy=policy or Policy())
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    """Every member is on a side, or has ended and each side may know it, or lives on neither; one or two sides."""
+    members = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=9)))
+    where = {member: draw(st.sampled_from(["left", "right", "ended", "elsewhere"])) for member in members}
+    ended = [member for member in members if where[member] == "ended"]
+    sides = [frozenset(member for member in members if where[member] == side) for side in ("left", "right")]
+    assume(any(sides))
+    known = [frozenset(member for member in ended if draw(st.booleans())) for _ in range(2)]
+    return Split(View(3, tuple(members)), tuple(filter(None, sides)), tuple(known))
+
+
+@given(splits())
+def test_two_sides_never_both_go_on(split: Split) -> None:
+    """Property: whatever each of them knows, as long as it is true that whoever counts as gone has ended."""
+    going_on = [side for side in range(len(split.sides)) if split.decision(side).members is not None]
+    assert len(going_on) <= 1
+
+
+@given(splits())
+def test_whoever_goes_on_is_the_side_itself(split: Split) -> None:
+    for side, members in enumerate(split.sides):
+        decision = split.decision(side)
+        assert decision.members in (None, tuple(sorted(members)))
+        assert decision.reason
+
+
+@given(splits())
+def test_more_than_half_go_on_and_so_does_who_knows_that_all_others_have_ended(split: Split) -> None:
+    side, members = split.sides[0], set(split.view.members)
+    if 2 * len(side) > len(members) or members - side <= split.known_gone[0]:
+        assert split.decision(0).members == tuple(sorted(side))
+
+
+def test_who_has_ended_may_have_gone_on_with_a_silent_one_before() -> None:
+    """Replica 1 ended, but when? 2 may have formed a view with it that leaves 0 out."""
+    assert decide(View.of(3), lost={1, 2}, gone={1}, joining=(), policy=Policy()).members is None
+    assert decide(View.of(3), lost={1, 2}, gone={1, 2}, joining=(), policy=Policy()).members == (0,)
+    assert decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy()).members == (0, 1)
+
+
+@given(st.sets(st.integers(0, 12), min_size=2, max_size=10).filter(lambda members: len(members) % 2 == 0), st.data())
+def test_of_two_halves_the_one_with_the_lowest_number_goes_on(members: set[int], data: st.DataObject) -> None:
+    half = frozenset(data.draw(st.permutations(sorted(members)))[: len(members) // 2])
+    decision = decide(View(0, tuple(sorted(members))), lost=members - half, gone=(), joining=(), policy=Policy())
+    assert (decision.members is not None) == (min(members) in half)
+
+
+@given(splits(), st.integers(1, 9))
+def test_fewer_than_min_replicas_never_go_on(split: Split, least: int) -> None:
+    for side, members in enumerate(split.sides):
+        decision, free = split.decision(side, Policy(min_replicas=least)), split.decision(side)
+        assert decision.members == (free.members if len(members) >= least else None)
+        if free.members is not None and decision.members is None:
+            assert decision.reason == f"{len(members)} of at least {least} replicas are left"
+
+
+@given(st.sets(st.integers(0, 6), min_size=1), st.sets(st.integers(7, 12)))
+def test_joiners_are_added_and_count_for_min_replicas_but_make_no_majority(
+    members: set[int], joining: set[int]
+) -> None:
+    view = View(0, tuple(sorted(members)))
+    everybody = tuple(sorted(members | joining))
+    whole = decide(view, lost=(), gone=(), joining=joining, policy=Policy(len(everybody)))
+    assert whole.members == everybody
+    if len(members) > 2:
+        alone = decide(view, lost=members - {max(members)}, gone=(), joining=joining, policy=Policy())
+        assert alone.members is None
+
+
+def test_the_last_of_a_run_goes_on_only_if_the_others_are_known_to_have_ended() -> None:
+    view = View.of(2)
+    assert decide(view, lost={0}, gone={0}, joining=(), policy=Policy()).members == (1,)
+    assert decide(view, lost={0}, gone=(), joining=(), policy=Policy()).members is None
+    assert decide(view, lost={1}, gone=(), joining=(), policy=Policy()).members == (0,)
+
+
+@pytest.mark.parametrize(
+    ("lost", "gone", "joining", "reason"),
+    [
+        ({2}, set(), set(), "replica 2 is lost; replicas 0, 1, 3 go on"),
+        ({1, 3}, {1}, set(), "replicas 1, 3 are lost; replicas 0, 2 go on"),
+        (set(), set(), {4}, "replica 4 joins; replicas 0, 1, 2, 3, 4 go on"),
+        ({3}, {3}, {4, 5}, "replica 3 is lost; replicas 4, 5 join; replicas 0, 1, 2, 4, 5 go on"),
+        ({0, 1, 3}, {1}, set(), "replicas 0, 3 can't be reached and may be going on without replica 2, which is the "
+         "smaller side"),
+    ],
+)  # fmt: skip
+def test_the_reason_names_who_is_lost_and_who_goes_on(
+    lost: set[int], gone: set[int], joining: set[int], reason: str
+) -> None:
+    assert decide(View.of(4), lost=lost, gone=gone, joining=joining, policy=Policy()).reason == reason
+
+
+@pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (2, 1, 0)])
+def test_a_view_names_each_replica_once_in_ascending_order(members: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="at least one replica, each once, in ascending order"):
+        View(0, members)

@@ -1,0 +1,157 @@
+"""Replicas of several ranks, each rank in a process of its own, and the same training on one rank to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.codec import Codec, make_codec
+from diloco.algorithm.fragments import partition
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import build_model
+from diloco.train.checkpoint import Checkpoint
+from diloco.train.inner import InnerLoop, InnerStep, make_inner_optimizer
+from diloco.train.parallel import Strategy, parallelise
+from diloco.train.pieces import SavedValues
+from diloco.train.replica import DiLoCo
+from diloco.train.replica_state import ReplicaState
+from diloco.train.settings import InnerSettings
+from diloco.train.sharded_checkpoint import Shards, load_own, save_sharded_checkpoint
+from diloco.transport.base import Transport
+from diloco.transport.replica_group import ReplicaGroup, open_replica_group
+
+CPU = torch.device("cpu")
+MODEL = ModelSettings(layers=2, width=16, ffn_width=33, heads=2, vocab_size=17, max_sequence_length=16)
+"""33 and 17 rows are no even shares of any number of ranks."""
+
+SCHEDULE = SyncSchedule(inner_steps=9, num_fragments=3, overlap_steps=2)
+STEPS = 28
+"""Each of the three fragments has been merged twice by then, and the third round of the first is in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a replica trains; the same on all of its ranks."""
+
+    strategy: Strategy = "none"
+    size: int = 1
+    codec: str = "float32"
+    error_feedback: bool = False
+    precision: Any = "float32"
+    clip_norm: float | None = 0.25
+    accumulation: int = 2
+    batch_size: int = 5
+    copies: int = 1
+    """How often the same sequences come one after the other in a batch."""
+
+
+def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> ReplicaGroup:
+    """Meet the other ranks through a file; alone there is nobody to meet."""
+    if setup.strategy == "none":
+        return ReplicaGroup()
+    store = dist.FileStore(str(folder / f"store-{replica}"), setup.size)
+    return open_replica_group(store, replica=replica, position=position, size=setup.size, device=CPU, timeout_s=60.0)
+
+
+class Rank:
+    """One rank, ready to train. Batches depend on the step and the replica."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        group: ReplicaGroup,
+        *,
+        transport: Transport | None = None,
+        codec: Codec | None = None,
+        replica: int = 0,
+    ) -> None:
+        self.setup = setup
+        self.group = group
+        self.replica = replica
+        self.parallel = parallelise(build_model(MODEL, seed=0), setup.strategy, group, CPU)
+        self.model = self.parallel.model
+        self.inner = InnerLoop(
+            self.parallel,
+            make_inner_optimizer(InnerSettings(), self.model),
+            learning_rate=ValueSchedule(peak=3e-3),
+            clip_norm=setup.clip_norm,
+            precision=setup.precision,
+            accumulation=setup.accumulation,
+        )
+        self.diloco = DiLoCo(
+            self.model,
+            self.inner.optimizer,
+            transport=transport,
+            schedule=SCHEDULE,
+            fragments=partition(self.model, num_fragments=3),
+            codec=codec or make_codec(setup.codec),
+            error_feedback=setup.error_feedback,
+        )
+        self.state = ReplicaState(self.inner, self.diloco)
+
+    def step(self) -> tuple[float, InnerStep]:
+        """One inner step and what is due after it: the loss, and what the step did."""
+        step = self.diloco.steps
+        generator = torch.Generator().manual_seed(1000 * self.replica + step)
+        batch = torch.randint(0, 17, (self.setup.batch_size, 13), generator=generator).repeat(self.setup.copies, 1)
+        loss = self.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
+        self.inner.unscale()
+        done = self.inner.apply(step)
+        self.diloco.step()
+        return float(loss), done
+
+    def train(self, steps: int) -> tuple[list[float], list[float]]:
+        """Losses and gradient norms of some steps."""
+        done = [self.step() for _ in range(steps)]
+        return [loss for loss, _ in done], [inner.gradient_norm for _, inner in done]
+
+    def values(self) -> dict[str, Tensor]:
+        """Everything in the shape of a parameter, whole: weights, inner state, global parameters, outer state."""
+        return {name: whole(value).clone() for name, value in self.state.values().items()}
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor, of which this rank may have a shard."""
+    full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor], prefix: str = "") -> float:
+    """Over all values whose names begin with ``prefix``, which must be the same."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one if name.startswith(prefix))
+
+
+def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> Sequence[str]:
+    """Names of the values that are not the same bits."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
+    """Save what this rank has, as a session does."""
+    return save_sharded_checkpoint(
+        folder,
+        rank.diloco.steps,
+        {"replica-0": rank.state.common()},
+        shards={"replica-0": Shards(rank.state.values(), rank.state.own(), rank.parallel.num_shards)},
+        whole={"global": rank.state.global_params()},
+        about={"ranks": rank.group.size},
+        keep=keep,
+        group=rank.group,
+    )
+
+
+def load(rank: Rank, checkpoint: Checkpoint) -> tuple[RoundId, ...]:
+    """Go on from there; the rounds that are void."""
+    own = load_own(checkpoint, "replica-0", rank.group.position, rank.parallel.num_shards)
+    return rank.state.load(SavedValues(checkpoint, "replica-0"), checkpoint.load("replica-0"), own)

@@ -1,0 +1,332 @@
+"""The ranks of a replica do together what one rank would do alone, and see every change of weights (invariant 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.codec.casts import Float32
+from diloco.algorithm.digest import digest_tensors
+from diloco.algorithm.fragments import bind, flatten, local_shard, partition, unflatten_
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.errors import ConfigurationError, ReplicaLostError
+from diloco.model.transformer import build_model
+from diloco.train.data_parallel import GradientAverager
+from diloco.train.inner import make_inner_optimizer
+from diloco.train.parallel import WholeModel, parallelise
+from diloco.train.replica import DiLoCo
+from diloco.train.settings import InnerSettings
+from diloco.transport.in_process import InProcessTransport
+from diloco.transport.replica_group import ReplicaGroup
+from tests.processes import Processes, report, told
+from tests.train.ranks import CPU, MODEL, STEPS, Rank, Setup, largest_difference, open_group, unequal, whole
+
+CLIPPED = {"clip_norm": 0.25, "accumulation": 2, "batch_size": 5}
+"""Uneven shares of a batch in pieces, and clipping at work."""
+
+EXACT = {"clip_norm": None, "accumulation": 1, "batch_size": 2}
+"""Where ranks that compute the same rows have the bits of one: the mean of two equal numbers is that number."""
+
+
+def ranks_do(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
+    """What two ranks are asked to do, one thing after the other."""
+    done: dict[str, Any] = {}
+    for number, (job, of_job) in enumerate(
+        [
+            (rank_trains, replace(setup, **CLIPPED)),
+            (rank_trains_alike, replace(setup, codec="fp4", copies=2, **EXACT)),
+            (rank_overflows, replace(setup, precision="float16")),
+            (rank_averages_gradients, setup),
+            (rank_is_refused, setup),
+        ]
+    ):
+        group = open_group(of_job, position, folder, replica=number)
+        done[job.__name__] = job(of_job, group)
+        group.close()
+    return done
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """The strategy, and what each of two ranks has done."""
+    setup = Setup(strategy=request.param, size=2)
+    with Processes() as processes:
+        processes.start(2, ranks_do, setup, tmp_path_factory.mktemp("ranks"))
+        return request.param, list(processes.results(timeout_s=180).values())
+
+
+def rank_trains(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
+    rank = Rank(setup, group)
+    losses, norms, digests, evaluated = [], [], [], []
+    heldout = torch.arange(26).view(2, 13) % 17
+    for _ in range(STEPS):
+        with rank.diloco.global_model(), torch.no_grad():  # between any two steps, also right before a merge
+            evaluated.append(float(rank.model.loss(heldout[:, :-1], heldout[:, 1:]).loss))
+        loss, inner = rank.step()
+        losses.append(loss)
+        norms.append(inner.gradient_norm)
+        digests.append(digest_tensors({n: local_shard(p) for n, p in rank.model.named_parameters()}))
+    return {
+        "losses": losses,
+        "norms": norms,
+        "evaluated": evaluated,
+        "digests": digests,
+        "values": rank.values(),
+        "held": sum(local_shard(parameter).numel() for parameter in rank.model.parameters()),
+        "global held": sum(values.numel() for values in rank.diloco.outer_loop.global_params),
+        "committed": rank.diloco.rounds_committed,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What one rank does."""
+    return rank_trains(Setup(**CLIPPED), ReplicaGroup())
+
+
+def assert_train_as_one(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Over two merges of each of three fragments, to the round-off of float32."""
+    assert alone["committed"] == 6
+    assert len(set(alone["evaluated"])) == 7, "global parameters move when a fragment is merged, and only then"
+    assert min(alone["norms"]) > 0.25, "the gradient is clipped at every step"
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(alone["losses"], abs=2e-6)
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=2e-6)
+        assert rank["evaluated"] == pytest.approx(alone["evaluated"], abs=2e-6)
+        assert largest_difference(rank["values"], alone["values"]) < 2e-6
+        assert rank["committed"] == 6
+        assert (rank["losses"], rank["norms"]) == (ranks[0]["losses"], ranks[0]["norms"]), "the same bits on all ranks"
+    assert all(unequal(rank["values"], ranks[0]["values"]) == [] for rank in ranks)
+
+
+def test_two_ranks_train_as_one(ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]) -> None:
+    strategy, done = ranks[0], [rank["rank_trains"] for rank in ranks[1]]
+    assert_train_as_one(done, alone)
+    if strategy == "ddp":
+        assert done[1]["digests"] == done[0]["digests"], "the same bits after every step"
+    else:
+        assert sum(rank["held"] for rank in done) == alone["held"], "nothing is held twice"
+        assert sum(rank["global held"] for rank in done) == alone["held"]
+
+
+def rank_trains_in_a_group_of_one(position: int, folder: Path) -> dict[str, Any]:
+    setup = Setup(strategy="fsdp", size=1, **CLIPPED)
+    group = open_group(setup, position, folder)
+    return rank_trains(setup, group)
+
+
+def test_shards_of_one_rank_are_no_special_case(alone: dict[str, Any], tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(1, rank_trains_in_a_group_of_one, tmp_path)
+        rank = processes.results(timeout_s=120)[0]
+    assert_train_as_one([rank], alone)
+    assert unequal(rank["values"], alone["values"]) == []
+
+
+class ByShard(Float32):
+    """What fp4 makes of values whose shards are encoded one by one, sent as float32."""
+
+    def __init__(self, shapes: dict[int, list[tuple[int, ...]]], num_shards: int) -> None:
+        super().__init__()
+        self.places: dict[int, list[Tensor]] = {}
+        for numel, of_fragment in shapes.items():
+            shards: list[list[Tensor]] = [[] for _ in range(num_shards)]
+            whole = torch.arange(numel)
+            for piece, shape in zip(
+                whole.split([torch.Size(s).numel() for s in of_fragment]), of_fragment, strict=True
+            ):
+                for number, shard in enumerate(piece.view(shape).chunk(num_shards)):
+                    shards[number].append(shard.flatten())
+            self.places[numel] = [torch.cat(shard) for shard in shards]
+
+    def encode(self, values: Tensor) -> Tensor:
+        fp4, coarse = make_codec("fp4"), torch.empty_like(values)
+        for place in self.places[values.numel()]:
+            coarse[place] = fp4.decode(fp4.encode(values[place]), len(place))
+        return super().encode(coarse)
+
+
+def rank_trains_alike(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
+    rank = Rank(setup, group)
+    rank.train(STEPS)
+    return {"values": rank.values(), "committed": rank.diloco.rounds_committed}
+
+
+def test_ranks_that_compute_the_same_rows_have_the_bits_of_one(ranks: tuple[str, list[dict[str, Any]]]) -> None:
+    """So that quantisation can't hide behind round-off: with fp4, each rank's shard is encoded by itself."""
+    alone = Rank(Setup(codec="fp4", **EXACT), ReplicaGroup())
+    if ranks[0] == "fsdp":
+        shapes = {fragment.numel: list(fragment.shapes) for fragment in alone.diloco.fragments}
+        alone = Rank(Setup(**EXACT), ReplicaGroup(), codec=ByShard(shapes, 2))
+    alone.train(STEPS)
+    for rank in ranks[1]:
+        assert rank["rank_trains_alike"]["committed"] == alone.diloco.rounds_committed == 6
+        assert unequal(rank["rank_trains_alike"]["values"], alone.values()) == []
+
+
+def rank_overflows(setup: Setup, group: ReplicaGroup) -> list[tuple[bool, float]]:
+    """Finds an infinity in what it holds of a gradient, before the second step; with fsdp only one rank does."""
+    rank = Rank(setup, group)
+    outcomes = []
+    for step in range(3):
+        batch = torch.arange(52).view(4, 13) % 17
+        rank.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
+        if step == 1 and (group.position == 1 or setup.strategy == "ddp"):  # with ddp the mean has it on all ranks
+            gradient = rank.model.get_parameter("layers.0.feed_forward.up.weight").grad
+            assert gradient is not None
+            local_shard(gradient)[0, 0] = float("inf")
+        rank.inner.unscale()
+        done = rank.inner.apply(step)
+        outcomes.append((done.skipped, rank.inner.scaler.get_scale()))
+    return outcomes
+
+
+def test_in_float16_all_ranks_skip_the_same_steps(ranks: tuple[str, list[dict[str, Any]]]) -> None:
+    outcomes = [rank["rank_overflows"] for rank in ranks[1]]
+    assert [skipped for skipped, _ in outcomes[0]] == [False, True, False]
+    scales = [scale for _, scale in outcomes[0]]
+    assert scales[1] == scales[0] / 2
+    assert outcomes[1] == outcomes[0]
+
+
+def rank_averages_gradients(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
+    """With nobody but itself, at first; then one rank finds a value that is not finite in what it holds."""
+    rank = Rank(setup, group)
+    averager = GradientAverager(rank.model, InProcessTransport(1).endpoint(0), make_codec("float32"), group)
+    batch = torch.arange(52).view(4, 13) % 17
+    rank.inner.accumulate_gradients(batch[:, :-1], batch[:, 1:])
+    held = {name: local_shard(p.grad) for name, p in rank.model.named_parameters() if p.grad is not None}
+    before = {name: gradient.clone() for name, gradient in held.items()}
+    averager.begin(0)
+    applied = [averager.finish(may_skip=False)]
+    changed = unequal(held, before)
+    if group.position == 1:
+        held["norm.weight"][-1] = float("nan")
+    averager.begin(1)
+    applied.append(averager.finish(may_skip=True))
+    return {"parameters": len(held), "changed": changed, "applied": applied}
+
+
+def test_ranks_average_gradients_together_or_not_at_all(ranks: tuple[str, list[dict[str, Any]]]) -> None:
+    for rank in ranks[1]:
+        done = rank["rank_averages_gradients"]
+        assert done == {
+            "parameters": len(list(build_model(MODEL, seed=0).parameters())),
+            "changed": [],
+            "applied": [True, False],
+        }
+
+
+def rank_with_an_empty_shard(position: int, folder: Path) -> dict[str, Any]:
+    """A fragment of one norm alone, whose 4 values 3 ranks share out as 2, 2 and none."""
+    group = open_group(Setup(strategy="fsdp", size=3), position, folder)
+    narrow = replace(MODEL, width=4, layers=1)
+    model = parallelise(build_model(narrow, seed=0), "fsdp", group, CPU).model
+    fragments = partition(model, num_fragments=2, strategy="patterns", patterns=[["norm.weight"], ["[!n]*"]])
+    diloco = DiLoCo(
+        model,
+        make_inner_optimizer(InnerSettings(), model),
+        fragments=fragments,
+        schedule=SyncSchedule(inner_steps=2, num_fragments=2),
+        codec="fp4",
+        error_feedback=True,
+    )
+    norm = bind(model, fragments[0])
+    unflatten_(flatten(norm, torch.empty(fragments[0].numel)) + 1 + position, norm)
+    for _ in range(4):
+        diloco.step()
+    with diloco.global_model():
+        agreed = whole(norm[0]).tolist()
+    result = {
+        "numel": fragments[0].numel,
+        "committed": diloco.rounds_committed,
+        "agreed": agreed,
+        "local": local_shard(norm[0]).tolist(),
+    }
+    group.close()
+    return result
+
+
+def test_a_rank_may_hold_nothing_of_a_fragment(tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(3, rank_with_an_empty_shard, tmp_path)
+        ranks = list(processes.results(timeout_s=120).values())
+    assert [rank["numel"] for rank in ranks] == [2, 2, 0]
+    assert [rank["committed"] for rank in ranks] == [3] * 3
+    assert all(rank["agreed"] == ranks[0]["agreed"] for rank in ranks)
+    assert [value for rank in ranks for value in rank["local"]] == ranks[0]["agreed"]
+    assert min(ranks[0]["agreed"]) > 1.0, "the pseudo-gradient was applied"
+
+
+def rank_is_refused(setup: Setup, group: ReplicaGroup) -> list[str]:
+    rank = Rank(setup, group)
+    one = torch.zeros((1, 4), dtype=torch.int64)
+    attempts: list[Callable[[], Any]] = [
+        lambda: WholeModel(build_model(MODEL, seed=0), group),
+        lambda: rank.inner.accumulate_gradients(one, one),
+        lambda: open_group(setup, group.position, Path()),
+    ]
+    if setup.strategy == "fsdp":
+        attempts += [
+            lambda: make_inner_optimizer(InnerSettings(name="Adafactor", arguments={}), rank.model),
+            lambda: make_inner_optimizer(InnerSettings(name="SGD", arguments={"fused": True}), rank.model),
+        ]
+    words = []
+    for attempt in attempts:
+        with pytest.raises(ConfigurationError) as caught:
+            attempt()
+        words.append(str(caught.value))
+    return words
+
+
+def test_what_can_not_work_is_refused(ranks: tuple[str, list[dict[str, Any]]]) -> None:
+    expected = [
+        "strategy 'none' was given to a replica of 2 ranks",
+        "a batch of 1 sequences was given to a replica of 2 ranks",
+        "has a process group of 2 already",
+        "'Adafactor' can't step parameters that are sharded",
+        "inner.arguments.fused was given to SGD",
+    ]
+    for rank in ranks[1]:
+        words = rank["rank_is_refused"]
+        assert len(words) == (5 if ranks[0] == "fsdp" else 3)
+        for sentence, begin in zip(words, expected, strict=False):
+            assert begin in sentence
+            assert "would work" in sentence
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_ranks_need_a_process_group(strategy: Any) -> None:
+    with pytest.raises(ConfigurationError, match="open_replica_group"):
+        parallelise(build_model(MODEL, seed=0), strategy, ReplicaGroup(), CPU)
+
+
+def rank_that_dies(position: int, setup: Setup, folder: Path) -> str:
+    group = open_group(setup, position, folder, replica=3)
+    rank = Rank(setup, group)
+    rank.step()
+    report("ready")
+    told()
+    try:
+        while True:
+            rank.step()
+    except ReplicaLostError as error:
+        return f"{error.replicas} {error}"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_loss_of_a_rank_is_named(strategy: Any, tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(2, rank_that_dies, Setup(strategy=strategy, size=2), tmp_path)
+        assert [processes.heard(rank) for rank in (0, 1)] == ["ready", "ready"]
+        processes.kill(1)
+        processes.tell(0, "go on")
+        words = processes.results(timeout_s=60)[0]
+    assert words.startswith("(3,) a rank of replica 3 is gone or silent, so position 0 of it can't go on")

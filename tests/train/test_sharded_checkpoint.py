@@ -1,0 +1,137 @@
+"""A replica's checkpoint is read by any number of ranks; by as many as before, it is as if they had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.algorithm.averaging import RoundId
+from diloco.errors import CheckpointError
+from diloco.train.checkpoint import open_checkpoint
+from diloco.train.trained import read_weights
+from diloco.transport.replica_group import ReplicaGroup
+from tests.processes import Processes
+from tests.train.ranks import STEPS, Rank, Setup, largest_difference, load, open_group, save, unequal
+
+AFTER = 12
+"""Steps after the checkpoint: what was in flight and one more round of each fragment are merged."""
+
+LOSSY: dict[str, Any] = {"codec": "fp4", "error_feedback": True}
+
+
+def take_over(rank: Rank, folder: Path) -> dict[str, Any]:
+    """Go on from the checkpoint in ``folder`` for `AFTER` steps."""
+    void = load(rank, open_checkpoint(folder))
+    loaded = rank.values()
+    return {"void": void, "loaded": loaded, **train(rank)}
+
+
+def train(rank: Rank, steps: int = AFTER) -> dict[str, Any]:
+    losses, norms = rank.train(steps)
+    diloco = rank.diloco
+    counts = (diloco.steps, diloco.rounds_committed, diloco.rounds_void)
+    return {"losses": losses, "norms": norms, "counts": counts, "values": rank.values()}
+
+
+def rank_stops_and_goes_on(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
+    group = open_group(setup, position, folder)
+    rank = Rank(setup, group)
+    rank.train(STEPS)
+    saved = rank.values()
+    save(rank, folder / "checkpoints")
+    ran = {"void": (), "loaded": saved, **train(rank)}
+    went_on = take_over(Rank(setup, group), folder)
+    group.close()
+    return {"ran": ran, "went on": went_on}
+
+
+def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None:
+    """Bit for bit (invariant 6): with a round in flight, its residual undecided, and Adam at work."""
+    with Processes() as processes:
+        processes.start(2, rank_stops_and_goes_on, Setup(strategy="fsdp", size=2, **LOSSY), tmp_path)
+        ranks = processes.results(timeout_s=120)
+    for rank in ranks.values():
+        ran, went_on = rank["ran"], rank["went on"]
+        for kind in ("loaded", "values"):
+            assert unequal(went_on.pop(kind), ran[kind]) == []
+        assert went_on == {name: ran[name] for name in went_on}
+    checkpoint = open_checkpoint(tmp_path)
+    shards = [f"replica-0-{kind}-{position}" for position in (0, 1) for kind in ("shard", "rank")]
+    assert checkpoint.parts == ("replica-0", *shards, "global")
+    saved = ranks[0]["ran"]["loaded"]
+    agreed = {name.removeprefix("global/"): v for name, v in saved.items() if name.startswith("global/")}
+    assert unequal(dict(read_weights(tmp_path)), agreed) == [], "what knows nothing of ranks reads the whole of it"
+
+
+def rank_in_relay(position: int, stages: Sequence[Setup], folder: Path) -> list[dict[str, Any]]:
+    """Take part in those stages that have a rank at this position: each takes over from the one before, and saves."""
+    done = []
+    for number, setup in enumerate(stages):
+        if position < setup.size:
+            group = open_group(setup, position, folder, replica=number)
+            rank = Rank(setup, group)
+            done.append(take_over(rank, folder))
+            save(rank, folder / "checkpoints")
+            group.close()
+    return done
+
+
+def run_relay(stages: Sequence[Setup], folder: Path) -> list[list[dict[str, Any]]]:
+    """A replica of one rank trains; then the stages follow. For each stage, what each of its ranks has done."""
+    first = Rank(replace(stages[0], strategy="none", size=1), ReplicaGroup())
+    began = train(first, STEPS)
+    save(first, folder / "checkpoints")
+    with Processes() as processes:
+        processes.start(max(setup.size for setup in stages), rank_in_relay, stages, folder)
+        of_ranks = processes.results(timeout_s=120)
+    last = Rank(replace(stages[0], strategy="none", size=1), ReplicaGroup())
+    done = [[of_ranks[s].pop(0) for s in range(setup.size)] for setup in stages]
+    return [[began], *done, [take_over(last, folder)]]
+
+
+def test_other_shards_hold_the_same_and_drop_what_is_in_flight(tmp_path: Path) -> None:
+    """From one rank without shards to two with, to three, and back."""
+    two, three = (Setup(strategy="fsdp", size=size, error_feedback=True) for size in (2, 3))
+    relay = run_relay([two, three], tmp_path)
+    for before, after in pairwise(relay):
+        for rank in after:
+            assert unequal(rank["loaded"], before[0]["values"]) == []
+            steps, committed, void = before[0]["counts"]
+            assert len(rank["void"]) == 1, "of the round in flight, the work is in the fragment's next round"
+            assert rank["counts"] == (steps + AFTER, committed + 3, void + 1)
+            assert rank["losses"] == after[0]["losses"]
+            assert all(bool(torch.isfinite(value).all()) for value in rank["values"].values())
+    assert relay[1][0]["void"] == (RoundId(fragment=0, outer_step=2),)
+
+
+def test_where_all_ranks_hold_everything_their_number_may_change_in_flight(tmp_path: Path) -> None:
+    """From one rank to two to three and back, as one rank that never stopped."""
+    two, three = (Setup(strategy="ddp", size=size, **LOSSY) for size in (2, 3))
+    relay = run_relay([two, three], tmp_path)
+    unbroken = Rank(Setup(**LOSSY), ReplicaGroup())
+    unbroken.train(STEPS)
+    for before, after in pairwise(relay):
+        expected = train(unbroken)
+        for rank in after:
+            assert unequal(rank["loaded"], before[0]["values"]) == []
+            assert (rank["void"], rank["counts"]) == ((), expected["counts"])
+            assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-3)
+            assert unequal(rank["values"], after[0]["values"]) == []
+            assert largest_difference(rank["values"], expected["values"], "global/") < 1e-2
+    names = [name.rpartition("-")[0] for name in open_checkpoint(tmp_path).parts]
+    assert names.count("replica-0-shard") == names.count("replica-0-rank") == 1, "position 0 saves for all"
+
+
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    rank = Rank(Setup(), ReplicaGroup())
+    rank.train(STEPS)
+    save(rank, tmp_path)
+    other = Rank(Setup(error_feedback=True), ReplicaGroup())
+    with pytest.raises(CheckpointError, match=r"of another model, optimizer or algorithm: residual/embedding\.weight"):
+        load(other, open_checkpoint(tmp_path))

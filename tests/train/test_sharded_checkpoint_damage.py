@@ -1,0 +1,170 @@
+"""A sharded checkpoint is saved by all ranks or by none, and damage is found before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.errors import CheckpointError
+from diloco.train import sharded_checkpoint
+from diloco.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from diloco.train.pieces import SavedValues
+from diloco.train.sharded_checkpoint import Shards, Whole, load_own, save_sharded_checkpoint
+from diloco.train.tensor_file import FileFacts, digest_of
+from diloco.transport.replica_group import ReplicaGroup
+from tests.processes import Processes
+from tests.train.ranks import Rank, Setup, open_group, save, unequal, whole
+
+FAILURES = {
+    "replica-0-shard-1.safetensors": 1,
+    "replica-0-rank-0.json": 0,
+    "global.safetensors": 0,
+    "replica-0.json": 0,
+    "elsewhere": 1,
+}
+"""What can't be written, and by the rank at which position; the last: the folder that this rank is given."""
+
+
+def ranks_fail_to_save(position: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Each time they save once, then fail to, then save again, twice."""
+    setup = Setup(strategy="fsdp", size=2)
+    rank = Rank(setup, open_group(setup, position, folder))
+    write_file = sharded_checkpoint.write_file
+    seen = {}
+    for who in FAILURES:
+        checkpoints = folder / who / "checkpoints"
+
+        def fails(path: Path, chunks: Any, who: str = who) -> Any:
+            if path.name == who:
+                next(iter(chunks))
+                raise OSError(28, "No space left on device", str(path))
+            return write_file(path, chunks)
+
+        save(rank, checkpoints)
+        rank.step()
+        sharded_checkpoint.write_file = fails
+        with pytest.raises(CheckpointError) as caught:
+            save(rank, folder / "elsewhere" if who == "elsewhere" and position == 1 else checkpoints)
+        sharded_checkpoint.write_file = write_file
+        rank.group.gather_texts("both have failed")
+        left = sorted(path.name for path in checkpoints.iterdir())
+        rank.group.gather_texts("both have looked")
+        for _ in range(2):
+            rank.step()
+            save(rank, checkpoints, keep=2)
+        kept = [path.name for path in list_checkpoints(checkpoints)]
+        seen[who] = {"words": str(caught.value), "left": left, "kept": kept}
+    rank.group.close()
+    return seen
+
+
+def test_all_ranks_save_or_none(tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(2, ranks_fail_to_save, tmp_path)
+        ranks = processes.results(timeout_s=120)
+    for rank in ranks.values():
+        for number, (who, position) in enumerate(FAILURES.items()):
+            seen, step = rank[who], 3 * number
+            assert seen["left"] == ["latest", f"step-{step:08d}"]
+            assert seen["kept"] == [f"step-{step + 2:08d}", f"step-{step + 3:08d}"]
+            assert "the checkpoints that were complete before still are" in seen["words"]
+            assert f"position {position}: " in seen["words"]
+            assert f"position {1 - position}: " not in seen["words"]
+            assert ("elsewhere is not the folder" if who == "elsewhere" else who) in seen["words"]
+
+
+VALUES = {
+    "matrix": torch.arange(6.0).view(2, 3),
+    "scalar": torch.tensor(7.0, dtype=torch.float64),
+    "flags": torch.tensor([True, False, True]),
+    "half": torch.arange(5, dtype=torch.bfloat16),
+    "empty": torch.empty(0, 4),
+}
+
+
+def save_values(folder: Path, values: dict[str, Tensor] = VALUES) -> Checkpoint:
+    save_sharded_checkpoint(
+        folder,
+        3,
+        {},
+        shards={"values": Shards(values, {"mine": 1})},
+        whole={"whole": values},
+        about={},
+        keep=1,
+        group=ReplicaGroup(),
+    )
+    return open_checkpoint(folder)
+
+
+def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
+    checkpoint = save_values(tmp_path)
+    room = {name: torch.zeros_like(value) for name, value in VALUES.items()}
+    saved = SavedValues(checkpoint, "values")
+    saved.load_into(room)
+    assert unequal(room, VALUES) == []
+    assert saved.sizes == {name: tuple(value.shape) for name, value in VALUES.items()}
+    assert saved.dtypes == {name: value.dtype for name, value in VALUES.items()}
+    assert unequal(checkpoint.load("whole"), VALUES) == []
+    assert unequal(dict(Whole(VALUES)), VALUES) == []
+    assert checkpoint.load("values-rank-0") == {"mine": 1}
+    assert load_own(checkpoint, "values", position=5, num_shards=1) == {"mine": 1}
+    assert load_own(checkpoint, "values", position=0, num_shards=2) is None
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        ({"unknown": torch.zeros(1)}, r"nothing of that name where unknown \(1,\)"),
+        ({"matrix": torch.zeros(3, 2)}, r"\(2, 3\), torch.float32 where matrix \(3, 2\)"),
+        ({"half": torch.zeros(5)}, r"\(5,\), torch.bfloat16 where half \(5,\), torch.float32"),
+    ],
+)
+def test_values_of_another_model_are_refused(room: dict[str, Tensor], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        SavedValues(save_values(tmp_path), "values").load_into(room)
+
+
+def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no sharded part 'whole'; its parts are values-shard-0"):
+        SavedValues(save_values(tmp_path), "whole")
+
+
+@pytest.mark.parametrize("name", ["values-shard-0.json", "values-shard-0.safetensors"])
+def test_damage_is_found_before_anything_is_read(name: str, tmp_path: Path) -> None:
+    checkpoint = save_values(tmp_path)
+    path = checkpoint.path / name
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+    room = {"matrix": torch.zeros(2, 3)}
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
+        SavedValues(checkpoint, "values").load_into(room)
+    assert not room["matrix"].any()
+
+
+def test_a_piece_too_few_is_found(tmp_path: Path) -> None:
+    checkpoint = save_values(tmp_path)
+    text = (checkpoint.path / "values-shard-0.json").read_text().replace('"whole":[2,3]', '"whole":[4,3]')
+    (checkpoint.path / "values-shard-0.json").write_text(text)
+    files = {part: dict(facts) for part, facts in checkpoint.files.items()}
+    path = checkpoint.path / "values-shard-0.json"
+    files["values-shard-0"][path.name] = FileFacts(path.stat().st_size, digest_of(path))
+    with pytest.raises(CheckpointError, match="holds matrix in part only"):
+        SavedValues(replace(checkpoint, files=files), "values")
+
+
+@pytest.mark.parametrize(("step", "keep"), [(-1, 1), (0, 0)])
+def test_arguments_that_can_not_work_are_refused(step: int, keep: int, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="Nothing was saved"):
+        save_sharded_checkpoint(tmp_path, step, {}, shards={}, whole={}, about={}, keep=keep, group=ReplicaGroup())
+
+
+def test_whole_gathers_nothing_that_is_whole() -> None:
+    value = torch.ones(2)
+    assert whole(value) is value
+    assert Whole({"value": value})["value"].data_ptr() == value.data_ptr()

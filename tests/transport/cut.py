@@ -1,0 +1,113 @@
+"""A network that falls apart, inside one process: nothing gets through between it and the others, and nothing ends.
+
+What is written or closed while the way is cut happens when it is whole again, in the same order, as TCP would have it;
+what comes in, the end of a connection too, is noticed then. So neither side sees an end or a reset because of the cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from diloco.transport.torch_distributed import switchboard
+from diloco.transport.torch_distributed.data_link import DataLink
+from diloco.transport.torch_distributed.switchboard import Switchboard
+
+__all__ = ["Cut"]
+
+
+class Cut:
+    """The ways out of this process and into it. One for a process: it replaces methods of classes, for good."""
+
+    def __init__(self) -> None:
+        self._whole = threading.Event()  # for threads that send and receive payloads
+        self._whole.set()
+        self._whole_in_loop = asyncio.Event()  # the same, for the control thread
+        self._whole_in_loop.set()
+        self._lock = threading.Lock()
+        self._put_off: list[Callable[[], object]] = []
+        for owner, method in (
+            (asyncio.StreamWriter, "write"),
+            (asyncio.StreamWriter, "close"),
+            (DataLink, "close"),
+        ):
+            setattr(owner, method, self._putting_off(getattr(owner, method)))
+        self._hold_back_payloads()
+        self._hold_back_control()
+
+    def cut(self) -> None:
+        """From now on nothing gets through. For any thread."""
+        with self._lock:
+            self._whole.clear()
+            self._whole_in_loop.clear()
+
+    def heal(self, board: Switchboard) -> None:
+        """What was put off happens now; a whole way stays whole. For any thread but the control thread."""
+        board.call(self._heal())
+
+    async def _heal(self) -> None:
+        with self._lock:
+            put_off, self._put_off = self._put_off, []
+            self._whole.set()
+        for act in put_off:
+            act()
+        self._whole_in_loop.set()
+
+    def _putting_off(self, method: Callable[..., None]) -> Callable[..., None]:
+        def put_off(*arguments: Any) -> None:
+            with self._lock:
+                if not self._whole.is_set():
+                    self._put_off.append(lambda: method(*arguments))
+                    return
+            method(*arguments)
+
+        return put_off
+
+    def _hold_back_payloads(self) -> None:
+        send, receive = DataLink.send, DataLink.receive
+
+        def held_send(link: DataLink, values: Tensor, stream: int, tag: int) -> dist.Work:
+            self._whole.wait()
+            return send(link, values, stream, tag)
+
+        def held_receive(link: DataLink, values: Tensor, stream: int, tag: int) -> Any:
+            return _Held(receive(link, values, stream, tag), self._whole)
+
+        DataLink.send = held_send  # type: ignore[method-assign]
+        DataLink.receive = held_receive  # type: ignore[method-assign]
+
+    def _hold_back_control(self) -> None:
+        read_frame, open_connection = switchboard.read_frame, asyncio.open_connection
+
+        async def held_read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+            try:
+                return await read_frame(reader)
+            finally:
+                await self._whole_in_loop.wait()
+
+        async def held_open(*arguments: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            await self._whole_in_loop.wait()
+            return await open_connection(*arguments)
+
+        switchboard.read_frame = held_read  # type: ignore[attr-defined]
+        asyncio.open_connection = held_open  # type: ignore[assignment]
+
+
+class _Held:
+    """A receipt of which nobody hears while the way is cut."""
+
+    def __init__(self, work: dist.Work, whole: threading.Event) -> None:
+        self._work = work
+        self._whole = whole
+
+    def wait(self, timeout: timedelta) -> bool:
+        try:
+            return bool(self._work.wait(timeout))
+        finally:
+            self._whole.wait()

@@ -1,0 +1,289 @@
+"""What each process of a case does: all replicas train alike, and the victim stops at an exact point of one round.
+
+There it says so to the test, and waits for what the test does to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.averaging import Mean
+from diloco.algorithm.fragments import partition
+from diloco.algorithm.outer_optimizer import Nesterov
+from diloco.errors import TransportError
+from diloco.events import Event
+from diloco.train.replica import DiLoCo
+from diloco.transport.base import Transport
+from diloco.transport.torch_distributed.address import Address
+from diloco.transport.torch_distributed.connect import Place, connect, join
+from diloco.transport.torch_distributed.data_link import DataLink
+from diloco.transport.torch_distributed.payloads import PayloadExchange, _tag
+from diloco.transport.torch_distributed.pending import TorchPending
+from diloco.transport.torch_distributed.switchboard import Switchboard
+from tests.processes import PRELOADED, report, told
+from tests.replicas import quadratic
+from tests.transport.cut import Cut
+from tests.transport.fault_scenarios import (
+    BEFORE,
+    LAST,
+    LIMIT_S,
+    MERGED_AT,
+    NEVER_S,
+    PAUSE,
+    SCHEDULE,
+    SENT_AT,
+    TARGET,
+    Outcome,
+    Scenario,
+)
+
+__all__ = ["digests", "make_replica", "replica"]
+
+PRELOADED.extend(
+    ["torch._dynamo", __name__]
+)  # the first optimizer of a process imports the former, and takes 3 s for it
+
+
+class Stretches(nn.Module):
+    """Three parameters, each of several blocks of fp4, one for each of three fragments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(1024, generator=generator))
+        self.second = nn.Parameter(torch.randn(5, 205, generator=generator))
+        self.third = nn.Parameter(torch.randn(1023, generator=generator))
+
+
+def make_replica(transport: Transport, codec: str, note: Callable[[Event], None]) -> tuple[DiLoCo, Callable[[], None]]:
+    """A replica, and its training up to where `DiLoCo.step` is due."""
+    model, gradient = Stretches(), quadratic()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fragments = partition(model, num_fragments=3, strategy="balanced")
+    outer = Nesterov(learning_rate=0.4)
+    diloco = DiLoCo(
+        model,
+        inner,
+        transport=transport,
+        schedule=SCHEDULE,
+        fragments=fragments,
+        outer_optimizer=outer,
+        codec=codec,
+        on_event=note,
+    )
+
+    def train() -> None:
+        gradient(transport.replica, diloco.steps, model)
+        inner.step()
+        inner.zero_grad()
+
+    return diloco, train
+
+
+def digests(diloco: DiLoCo) -> tuple[str, ...]:
+    return tuple(diloco.outer_loop.digest(fragment.index) for fragment in diloco.fragments)
+
+
+class Words:
+    """What the test tells this process, heard by a thread of its own, whatever the others are doing.
+
+    Most words wait until somebody asks for the `next` one. ``silent`` acts at once: the ranks in `silent` have not been
+    heard of for too long from then on, whatever the clock says. So does ``heal``, see `Cut.heal`.
+    """
+
+    def __init__(self) -> None:
+        self.silent: frozenset[int] = frozenset()
+        self.acts: dict[str, Callable[[], None]] = {}
+        self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        give_up = Switchboard._give_up
+
+        def give_up_silent(board: Switchboard, now_s: float) -> None:
+            for rank in self.silent & board.connected:
+                board._lines[rank].heard_s = -math.inf
+            give_up(board, now_s)
+
+        Switchboard._give_up = give_up_silent  # type: ignore[method-assign]
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def next(self) -> str:
+        return self._waiting.get(timeout=LIMIT_S)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):  # the test is over
+            while True:
+                word, *ranks = told(NEVER_S)
+                if word == "silent":
+                    self.silent = frozenset(ranks)
+                elif word in self.acts:
+                    self.acts[word]()
+                else:
+                    self._waiting.put(word)
+
+
+class Victim:
+    """What makes a process stop at the stage of its scenario."""
+
+    def __init__(self, scenario: Scenario, words: Words) -> None:
+        self.scenario = scenario
+        self.words = words
+        self.way = Cut()
+        self.links: list[DataLink] = []
+        self.board: Switchboard | None = None
+        self.decided = {TARGET: threading.Event(), BEFORE: threading.Event()}
+        words.acts["heal"] = self.heal
+        if scenario.stage == "in flight":
+            self._stop_in_flight()
+        elif scenario.stage == "vote":
+            self._stop_at_vote()
+        resolve, made = TorchPending.resolve, DataLink.__init__
+
+        def remembered(link: DataLink, *arguments: Any) -> None:
+            made(link, *arguments)
+            self.links.append(link)
+
+        def resolved(pending: TorchPending, outcome: Any) -> None:
+            resolve(pending, outcome)
+            if pending.round in self.decided:
+                self.decided[pending.round].set()
+
+        TorchPending.resolve = resolved  # type: ignore[method-assign]
+        DataLink.__init__ = remembered  # type: ignore[method-assign]
+
+    def hold(self) -> None:
+        """Here it happens, in whatever thread this is."""
+        if self.scenario.fault == "freeze":
+            assert self.board is not None
+            self.board._beat_s = -math.inf  # so that it has stood still for long when it is thawed
+        report("held")
+        match self.words.next():
+            case "cut":
+                self.way.cut()
+            case "links":
+                for link in self.links:
+                    link.close()
+
+    def heal(self) -> None:
+        assert self.board is not None
+        self.way.heal(self.board)
+
+    def _stop_in_flight(self) -> None:
+        send, pieces = DataLink.send, 0
+
+        def stop_at_second(link: DataLink, values: Tensor, stream: int, tag: int) -> Any:
+            nonlocal pieces
+            if tag >> 18 == _tag(TARGET, 0, False) >> 18:
+                pieces += 1
+                if pieces == self.scenario.num_replicas:  # each of the others has one
+                    self.hold()
+            return send(link, values, stream, tag)
+
+        DataLink.send = stop_at_second  # type: ignore[method-assign]
+
+    def _stop_at_vote(self) -> None:
+        reduce, send, last = PayloadExchange.reduce, Switchboard.send, max(self.scenario.others)
+
+        def reduced(exchange: PayloadExchange, *arguments: Any) -> Mean:
+            mean = reduce(exchange, *arguments)
+            if exchange.contribution.round == TARGET:
+                assert self.decided[BEFORE].wait(LIMIT_S)
+                report("summed")
+                self.words.next()
+            return mean
+
+        def stop_before_last(board: Switchboard, rank: int, message: Any, blob: bytes = b"") -> None:
+            if rank == last and _is_vote(message):
+                self.hold()
+            send(board, rank, message, blob)
+
+        PayloadExchange.reduce = reduced  # type: ignore[method-assign]
+        Switchboard.send = stop_before_last  # type: ignore[method-assign]
+
+
+def _is_vote(message: Any) -> bool:
+    return bool(message["kind"] == "vote" and message["round"] == [TARGET.fragment, TARGET.outer_step])
+
+
+def _tell_of_votes(last: int) -> None:
+    """Let the test know when this process's vote is out to all."""
+    send = Switchboard.send
+
+    def telling(board: Switchboard, rank: int, message: Any, blob: bytes = b"") -> None:
+        send(board, rank, message, blob)
+        if rank == last and _is_vote(message):
+            report("voted")
+
+    Switchboard.send = telling  # type: ignore[method-assign]
+
+
+def replica(index: int, scenario: Scenario, address: Address) -> None:
+    """A process: trains, reports ``went on`` and waits at `PAUSE`, reports its `Outcome`, and waits for leave to end.
+
+    Processes beyond the first M take the place of the victim.
+    """
+    number = index if index < scenario.num_replicas else scenario.victim
+    words = Words()
+    victim = Victim(scenario, words) if index == scenario.victim else None
+    if scenario.stage == "vote" and index in scenario.others:
+        _tell_of_votes(max(other for other in range(scenario.num_replicas) if other != index))
+    place = Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address)
+    connected = connect(place, scenario.wire)
+    transport, outcome = connected.transport, Outcome()
+    diloco, train = make_replica(transport, scenario.codec, outcome.note)
+    assert connected.joining == (index >= scenario.num_replicas)
+    if connected.joining:
+        diloco.take_over(transport.view.members)
+        diloco.steps = join(connected, LIMIT_S)
+        report("joined")
+    if victim is not None:
+        victim.board = transport.board
+    try:
+        while scenario.rejoins or number not in scenario.goes_on or diloco.steps < LAST:
+            if connected.joining and _has_found_its_way(outcome, number):
+                transport.ask_to_stop()
+            stop = transport.stop_step()
+            if stop is not None and diloco.steps >= stop:
+                break
+            train()
+            _step(diloco, victim)
+            outcome.digests[diloco.steps] = digests(diloco)
+            if diloco.steps == PAUSE and number in scenario.goes_on and not connected.joining:
+                report("went on")
+                words.next()
+    except TransportError as error:
+        outcome.error, outcome.lost = (type(error).__name__, str(error)), error.replicas
+    if outcome.error is None and transport.failure is not None:
+        outcome.error, outcome.lost = ("failure", str(transport.failure)), transport.failure.replicas
+    outcome.last, outcome.steps, outcome.members = digests(diloco), diloco.steps, transport.view.members
+    report(outcome)
+    words.next()
+    if victim is not None:
+        victim.heal()  # so that nothing is held back from closing
+    transport.close()
+
+
+def _step(diloco: DiLoCo, victim: Victim | None) -> None:
+    """`DiLoCo.step`, with the places where the victim stops."""
+    stage = victim.scenario.stage if victim is not None else ""
+    if victim is not None and stage == "before send" and diloco.steps == SENT_AT - 1:
+        victim.hold()
+    diloco.begin()
+    if victim is not None and stage == "commit" and diloco.steps == MERGED_AT:
+        assert victim.decided[TARGET].wait(LIMIT_S)
+        victim.hold()
+    diloco.finish()
+    if victim is not None and stage == "merge" and diloco.steps == MERGED_AT:
+        victim.hold()
+
+
+def _has_found_its_way(outcome: Outcome, number: int) -> bool:
+    """Whether two averages of each fragment hold this replica's own work."""
+    mine = [round_id.fragment for round_id, contributors in outcome.committed.items() if number in contributors]
+    return all(mine.count(fragment) >= 2 for fragment in range(SCHEDULE.num_fragments))

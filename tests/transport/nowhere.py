@@ -1,0 +1,49 @@
+"""Addresses where nobody is, and errors that must come in time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from diloco.errors import RendezvousError
+from diloco.transport.torch_distributed.address import Address
+
+__all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at"]
+
+PATIENCE_S = 1.0
+"""The rendezvous time-out of tests in which it runs out."""
+
+
+@contextmanager
+def nobody_at(host: str = "127.0.0.1") -> Iterator[Address]:
+    """An address where nobody listens, and nobody else can."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
+        held.bind((host, 0))
+        yield Address(host, int(held.getsockname()[1]))
+
+
+def free_address(host: str = "127.0.0.1") -> Address:
+    """An address where one may listen that has just been free."""
+    with nobody_at(host) as address:
+        return address
+
+
+def failure(function: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """The message of the `RendezvousError` that comes within the time-out."""
+    started_s = time.monotonic()
+    with pytest.raises(RendezvousError) as caught:
+        function(*arguments, **named)
+    assert time.monotonic() - started_s < PATIENCE_S + 20, "it hung"
+    assert str(caught.value).endswith("Nothing was started.")
+    return str(caught.value)
+
+
+def diloco_threads() -> set[str]:
+    """Names of the threads of transports that are open in this process."""
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("diloco")}

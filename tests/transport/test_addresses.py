@@ -1,0 +1,80 @@
+"""Addresses and ports as people write them."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.errors import ConfigurationError
+from diloco.transport.torch_distributed.address import Address, local_host_towards, parse_address, parse_ports
+
+PORTS = st.integers(0, 65535)
+
+
+@given(st.ip_addresses().map(str) | st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True), PORTS)
+def test_an_address_is_written_as_it_is_read(host: str, port: int) -> None:
+    """Property: names, IPv4, and IPv6 in brackets."""
+    assert parse_address(str(Address(host, port))) == Address(host, port)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("10.0.0.1:29400", "10.0.0.1", 29400),
+        ("node-7.example.org:1", "node-7.example.org", 1),
+        ("[::1]:65535", "::1", 65535),
+        ("[fe80::1%eth0]:29400", "fe80::1%eth0", 29400),
+        ("localhost:0", "localhost", 0),
+    ],
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert parse_address(text) == Address(host, port)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", "host", "host:", ":29400", "[]:29400", "::1:29400", "fe80::1", "host:65536", "host:-1", "host:2 9",
+     "host:٣", "host:²", "host:http", "http://host", "[::1]", "a:b:1"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_under_the_name_it_was_given_as(text: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"--rendezvous=.* was given; HOST:PORT such as .* Nothing was started"
+    ):
+        parse_address(text, key="--rendezvous")
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"),
+    [("0", range(1)), ("29400", range(29400, 29401)), ("29400-29431", range(29400, 29432)),
+     ("1-65535", range(1, 65536)), ("7-7", range(7, 8))],
+)  # fmt: skip
+def test_ports(text: str, ports: range) -> None:
+    assert parse_ports(text) == ports
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", "1-", "-1", "2-1", "0-5", "65536", "1-65536", "a", "1,2", "1-2-3", "٣", "²", " 1"]
+)
+def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"transport.ports=.* was given; a port such as .*Nothing was started"):
+        parse_ports(text, key="transport.ports")
+
+
+@pytest.mark.parametrize(("remote", "local"), [("127.0.0.1", "127.0.0.1"), ("127.8.9.1", "127.0.0.1")])
+@pytest.mark.parametrize("port", [0, 29400])
+def test_the_way_to_this_machine_begins_here(remote: str, local: str, port: int) -> None:
+    assert ipaddress.ip_address(local_host_towards(Address(remote, port))).is_loopback
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_the_way_over_ipv6_begins_at_an_ipv6_address() -> None:
+    assert local_host_towards(Address("::1", 1)) == "::1"
+
+
+def test_a_name_that_does_not_resolve_is_the_callers_to_explain() -> None:
+    with pytest.raises(OSError):
+        local_host_towards(Address("does-not-exist.invalid", 1))

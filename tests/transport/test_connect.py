@@ -1,0 +1,189 @@
+"""From one address to connections: ports, ranks that do not fit together, ranks that did not come, and IPv6."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.errors import TransportError
+from diloco.transport.base import Average
+from diloco.transport.torch_distributed.address import Address, parse_address
+from diloco.transport.torch_distributed.connect import Connected, Place, Wire, connect
+from diloco.transport.torch_distributed.registry import Entry, Registry
+from diloco.transport.torch_distributed.rendezvous import ask, serve
+from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from tests.transport.contract import contribution, exchange
+from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at
+from tests.transport.wires import QUICK, at_once, rendezvous
+
+
+@pytest.fixture
+def board() -> Iterator[Switchboard]:
+    made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
+    yield made
+    made.close()
+
+
+def place(rank: int, num_replicas: int, address: Address | None) -> Place:
+    return Place(replica=rank, num_replicas=num_replicas, rendezvous=address)
+
+
+def wire(**given: Any) -> Wire:
+    return Wire(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))
+
+
+def work_together(num_replicas: int, address: Address, held: Sequence[int] = ()) -> list[Connected]:
+    """Ranks that meet at ``address``, take part in one round, and part."""
+    found: list[Connected] = at_once(
+        [
+            lambda m=m: connect(
+                place(m, num_replicas, address), wire(rendezvous_timeout_s=20.0), held_step=held[m] if held else -1
+            )
+            for m in range(num_replicas)
+        ]
+    )
+    assert all(isinstance(each, Connected) for each in found), found
+    try:
+        given = [contribution(m, codec="fp4") for m in range(num_replicas)]
+        averages: list[Average] = exchange([each.transport for each in found], given)
+        assert all(torch.equal(average.values, averages[0].values) for average in averages)
+        assert averages[0].contributors == tuple(range(num_replicas))
+    finally:
+        at_once([each.transport.close for each in found])
+    return found
+
+
+# Ports and addresses of this machine.
+
+
+def test_a_port_that_is_taken_is_named_and_so_is_a_range_without_a_free_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, rendezvous(2) as address:
+        port = server.getsockname()[1]
+        taken = wire(host="127.0.0.1", ports=str(port))
+        with pytest.raises(
+            TransportError, match=rf"127\.0\.0\.1 can't be listened on at port {port}: .*in use"
+        ) as caught:
+            connect(place(1, 2, address), taken)
+        assert "Another port (transport.ports)" in str(caught.value)
+        assert str(caught.value).endswith("Nothing was started.")
+        assert "diloco-post" not in diloco_threads()
+
+
+def test_of_a_range_the_first_free_port_is_taken(board: Switchboard) -> None:
+    for _ in range(20):  # until there are two neighbours, of which the first is taken
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            try:
+                found = board.listen("127.0.0.1", range(port, port + 2), "somewhere")
+            except TransportError:
+                continue
+            assert found == Address("somewhere", port + 1)
+            return
+    pytest.fail("no free port has a free neighbour")
+
+
+def test_a_host_that_is_not_this_machines_is_named() -> None:
+    with rendezvous(2) as address, pytest.raises(TransportError, match=r"192\.0\.2\.1 can't be listened on"):
+        connect(place(1, 2, address), wire(host="192.0.2.1"))
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with rendezvous(1) as address, pytest.raises(TransportError, match="interface 'none7' of this machine") as caught:
+        connect(place(0, 1, address), wire(interface="none7"))
+    assert "transport.interface" in str(caught.value)
+
+
+# Ranks that do not fit together.
+
+
+def test_ranks_with_different_settings_are_all_refused_in_the_same_sentence() -> None:
+    """Whichever comes first, and also who comes when it is known already."""
+    codecs = ["fp4", "int8", "fp4"]
+
+    def one(rank: int) -> object:
+        return connect(place(rank, 3, address), wire(facts={"codec": codecs[rank]}, rendezvous_timeout_s=20.0))
+
+    with rendezvous(3) as address:
+        found = at_once([lambda: one(0), lambda: one(1)])
+        late = at_once([lambda: one(2)])
+    (words,) = {str(error) for error in [*found, *late]}
+    assert words.endswith("; the same on both sides would work. Nothing was started.")
+    for side in ("replica 0 (127.0.0.1:", "has codec = fp4", "replica 1 (127.0.0.1:", "has codec = int8"):
+        assert side in words
+    assert not diloco_threads()
+
+
+def test_two_processes_that_say_they_are_the_same_rank_are_refused() -> None:
+    with rendezvous(2) as address:
+        found = at_once([lambda: connect(place(1, 2, address), wire())] * 2)
+    assert len(found) == 2
+    assert all("two processes say that they are rank 1" in str(error) for error in found), found
+
+
+def test_a_rank_that_did_not_come_is_named() -> None:
+    with rendezvous(3) as address:
+        (words,) = [str(each) for each in at_once([lambda: connect(place(1, 3, address), wire())])]
+    assert words == (
+        f"rank 1 waited 1 s at {address} for rank 0, 2. Starting the missing ones, or a longer "
+        "transport.rendezvous_timeout_s, would work. Nothing was started."
+    )
+
+
+def test_a_rank_that_gave_up_may_come_back_as_long_as_the_others_wait() -> None:
+    with rendezvous(2) as address:
+        failure(connect, place(1, 2, address), wire())
+        found = work_together(2, address)
+    assert [sorted(each.table.entries) for each in found] == [[0, 1], [0, 1]]
+
+
+def test_a_rank_without_a_rendezvous_is_told_what_to_give() -> None:
+    assert "replica 0 was given no rendezvous; --rendezvous HOST:PORT" in failure(connect, place(0, 2, None), wire())
+
+
+def test_a_run_that_is_over_is_not_joined(board: Switchboard) -> None:
+    """Its rendezvous, a launcher say, is still there, and knows addresses where nobody is any more."""
+    with nobody_at() as first, nobody_at() as second:
+        serve(board, Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))]))
+        address = board.listen("127.0.0.1", range(1), "127.0.0.1")
+        assert "is over: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
+
+
+def test_a_rank_that_can_not_be_reached_is_named_with_its_address(board: Switchboard) -> None:
+    """The other side registers with an address where it does not listen, as behind a router."""
+    with rendezvous(2) as address, nobody_at() as nowhere:
+        found = at_once(
+            [
+                lambda: connect(place(1, 2, address), wire(rendezvous_timeout_s=2.0)),
+                lambda: ask(board, address, Entry(0, str(nowhere)), 20.0),
+            ]
+        )
+    assert str(found[0]).startswith(f"rank 1 can't reach rank 0 at {nowhere} within 2 s: ")
+    assert found[0].replicas == (0,)
+    assert "`diloco doctor` checks the way" in str(found[0])
+
+
+# What works.
+
+
+def test_rank_0_holds_the_rendezvous_itself_where_nobody_else_does() -> None:
+    address = free_address()
+    found = work_together(3, address)
+    assert parse_address(found[0].table.entries[0].address) == address
+    assert {parse_address(entry.address).host for entry in found[2].table.entries.values()} == {"127.0.0.1"}
+
+
+def test_held_steps_of_all_are_known_to_all() -> None:
+    with rendezvous(2) as address:
+        found = work_together(2, address, held=[0, 10])
+    assert [[entry.held_step for entry in each.table.entries.values()] for each in found] == [[0, 10]] * 2
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_everything_goes_over_ipv6_too() -> None:
+    """Rendezvous, control connections and gloo's payloads, at ::1."""
+    found = work_together(2, free_address("::1"))
+    assert {parse_address(entry.address).host for entry in found[0].table.entries.values()} == {"::1"}

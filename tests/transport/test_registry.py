@@ -1,0 +1,128 @@
+"""Who takes part: everybody once, and all with the same facts, or a refusal that names both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.errors import RendezvousError
+from diloco.transport.torch_distributed.registry import Entry, Registry, difference
+
+FACTS = {"model": "1,000 parameters", "codec": "fp4", "seed": "0"}
+
+
+def entry(rank: int, address: str = "", **facts: str) -> Entry:
+    return Entry(rank, address or f"10.0.0.{rank}:29400", FACTS | facts)
+
+
+def registry(*entries: Entry, num_ranks: int = 3, size: int = 1) -> Registry:
+    made = Registry(num_ranks, size)
+    for each in entries:
+        made.register(each)
+    return made
+
+
+@given(st.permutations(range(4)))
+def test_whoever_comes_last_completes_the_run(order: Sequence[int]) -> None:
+    made = Registry(4)
+    for count, rank in enumerate(order):
+        assert made.missing == tuple(sorted(order[count:]))
+        assert not made.complete
+        assert not made.running
+        made.register(entry(rank))
+    assert made.complete
+    assert made.running
+    assert made.missing == ()
+
+
+@given(
+    st.integers(0, 99), st.text(min_size=1), st.dictionaries(st.text(), st.text(), max_size=3), st.integers(-1, 10**9)
+)
+def test_an_entry_survives_its_way(rank: int, address: str, facts: dict[str, str], held_step: int) -> None:
+    given_entry = Entry(rank, address, facts, held_step)
+    assert Entry.from_message(given_entry.to_message()) == given_entry
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"rank": 0, "address": "a:1", "facts": [], "held_step": "new"}, {"rank": "x", "address": "", "facts": {}}],
+)
+def test_what_is_no_entry_is_an_error_that_a_server_expects(message: dict[str, object]) -> None:
+    with pytest.raises((KeyError, ValueError, TypeError)):
+        Entry.from_message(message)
+
+
+def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> None:
+    made = registry(entry(2, codec="int8"))
+    with pytest.raises(RendezvousError) as caught:
+        made.register(entry(0, seed="1"))
+    assert str(caught.value) == (
+        "replica 2 (10.0.0.2:29400) has codec = int8 and replica 0 (10.0.0.0:29400) has codec = fp4; the same on both "
+        "sides would work. Nothing was started."
+    )
+    assert made.missing == (0, 1), "who was refused is not in"
+
+
+def test_ranks_are_named_by_their_replica() -> None:
+    words = difference(entry(1), entry(6, seed="7"), ranks_per_replica=4)
+    assert words == "replica 0 (10.0.0.1:29400) has seed = 0 and replica 1 (10.0.0.6:29400) has seed = 7"
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy")),
+       st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy")))  # fmt: skip
+def test_there_is_a_difference_exactly_where_facts_differ(one: dict[str, str], other: dict[str, str]) -> None:
+    """Property: also where a fact is missing on either side, as between versions."""
+    assert bool(difference(Entry(0, "a:1", one), Entry(1, "b:1", other))) == (one != other)
+
+
+def test_all_are_compared_with_the_first_rank_that_is_in() -> None:
+    made = registry(entry(1), entry(2))
+    with pytest.raises(RendezvousError, match=r"replica 1 \(.*seed = 0 and replica 0 \(.*seed = 3"):
+        made.register(entry(0, seed="3"))
+
+
+def test_two_processes_of_one_rank_are_named_by_their_addresses() -> None:
+    made = registry(entry(0), entry(1, "10.0.0.1:29400"))
+    with pytest.raises(
+        RendezvousError, match=r"two processes .* rank 1: one at 10\.0\.0\.1:29400 and one at 10\.0\.0\.7"
+    ):
+        made.register(entry(1, "10.0.0.7:29400"))
+    assert made.entries[1].address == "10.0.0.1:29400"
+
+
+@pytest.mark.parametrize("rank", [-1, 3, 10**9])
+def test_ranks_outside_the_run_are_refused(rank: int) -> None:
+    with pytest.raises(RendezvousError, match=rf"rank {rank} at .* a run of 3 ranks; 0 to 2 would work"):
+        registry().register(entry(rank))
+
+
+def test_who_leaves_before_all_are_in_may_come_back_and_later_may_not_be_forgotten() -> None:
+    made = registry(entry(0), entry(1))
+    made.withdraw(1)
+    assert made.missing == (1, 2)
+    made.register(entry(1, "10.0.0.9:1"))
+    made.register(entry(2))
+    made.withdraw(1)
+    assert made.missing == ()
+
+
+def test_in_a_run_that_is_going_on_a_joiner_takes_the_place_of_its_rank() -> None:
+    going_on = Registry(3, entries=[entry(0), entry(1), entry(2)])
+    assert going_on.running
+    going_on.register(entry(1, "10.9.9.9:1"))
+    assert going_on.entries[1].address == "10.9.9.9:1"
+    with pytest.raises(RendezvousError, match=r"replica 0 .* has codec = fp4 and replica 2 .* has codec = int8"):
+        going_on.register(entry(2, codec="int8"))
+    assert going_on.entries[2].facts["codec"] == "fp4"
+    with pytest.raises(RendezvousError, match="0 to 2 would work"):
+        going_on.register(entry(3))
+
+
+def test_a_joiner_is_not_compared_with_the_process_that_had_its_place() -> None:
+    """Alone in its run before, it may come back with other settings; nobody is there to differ from."""
+    alone = Registry(1, entries=[entry(0)])
+    alone.register(entry(0, codec="int8"))
+    assert alone.entries[0].facts["codec"] == "int8"

@@ -1,0 +1,169 @@
+"""How ranks find one address, and the ways in which they don't: each ends in time and says where and why."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from diloco.transport.torch_distributed.address import Address
+from diloco.transport.torch_distributed.connect import Place, Wire, connect
+from diloco.transport.torch_distributed.frames import PROTOCOL, pack, read_frame
+from diloco.transport.torch_distributed.registry import Entry, Registry
+from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
+from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at
+from tests.transport.wires import QUICK, at_once, rendezvous
+
+
+@pytest.fixture
+def board() -> Iterator[Switchboard]:
+    made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
+    yield made
+    made.close()
+
+
+def place(rank: int, num_replicas: int, address: Address | None) -> Place:
+    return Place(replica=rank, num_replicas=num_replicas, rendezvous=address)
+
+
+def wire(**given: Any) -> Wire:
+    return Wire(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))
+
+
+# Nobody, nowhere, or somebody else.
+
+
+def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
+    with nobody_at() as address:
+        words = failure(connect, place(1, 2, address), wire())
+    assert words.startswith(f"rank 1 found no rendezvous at {address} within 1 s (")
+    assert "nothing listens there (connection refused). Starting replica 0 there, opening that port" in words
+    assert not diloco_threads(), "nothing stays open"
+
+
+def test_a_name_that_does_not_resolve_is_named(board: Switchboard) -> None:
+    address = Address("replica-0.invalid", 29400)
+    assert "'replica-0.invalid' was given as the rendezvous, and there is no way to it" in failure(
+        connect, place(1, 2, address), wire()
+    )
+    words = failure(ask, board, address, Entry(1, "x:1"), PATIENCE_S)
+    assert "no rendezvous at replica-0.invalid:29400 within 1 s" in words
+    assert "its name does not resolve" in words
+
+
+def test_somebody_who_accepts_and_says_nothing_costs_no_more_than_the_time_out(board: Switchboard) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        address = Address("127.0.0.1", server.getsockname()[1])
+        assert f"no rendezvous at {address} within 1 s (1 attempts): no answer." in failure(
+            ask, board, address, Entry(1, "x:1"), PATIENCE_S
+        )
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no diloco of this protocol version"),
+        (b"", r"0 bytes read|reset"),
+        (struct.pack(">4sIQ", PROTOCOL, 2, 1 << 40), "was announced"),
+        (struct.pack(">4sIQ", PROTOCOL, 2, 0) + b"{}", "without a kind"),
+    ],
+    ids=["http", "hangs up", "huge", "no kind"],
+)
+def test_somebody_else_on_that_port_is_told_apart(board: Switchboard, answer: bytes, words: str) -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4)
+        writer.write(answer)
+        writer.close()
+
+    async def start() -> asyncio.Server:
+        return await asyncio.start_server(speak, "127.0.0.1", 0)
+
+    async def stop(server: asyncio.Server) -> None:
+        server.close()
+
+    server = board.call(start())
+    address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+    try:
+        said = failure(ask, board, address, Entry(1, "x:1"), PATIENCE_S)
+    finally:
+        board.call(stop(server))
+    assert f"no rendezvous at {address}" in said
+    assert re.search(words, said)
+
+
+def test_replica_0_may_come_last(board: Switchboard) -> None:
+    """Whoever comes first asks again until somebody listens."""
+    address = free_address()
+    entries = [Entry(rank, f"127.0.0.1:{rank + 1}") for rank in range(2)]
+    asked = threading.Thread(target=lambda: tables.append(ask(board, address, entries[1], 20.0)))
+    tables: list[Any] = []
+    asked.start()
+    late = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
+    try:
+        serve(late, Registry(2))
+        late.listen(address.host, range(address.port, address.port + 1), address.host)
+        tables.append(ask(late, address, entries[0], 20.0))
+        asked.join()
+    finally:
+        late.close()
+    assert [table.running for table in tables] == [False, False]
+    assert tables[0].entries == tables[1].entries == dict(enumerate(entries))
+
+
+# Strangers.
+
+
+@pytest.mark.parametrize("patience_s", [-1.0, float("1e9"), "soon", None])
+def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object) -> None:
+    with rendezvous(1) as address:
+        with closing(socket.create_connection((address.host, address.port))) as stranger:
+            message = {"kind": "register", "patience_s": patience_s, **Entry(0, "x:1").to_message()}
+            stranger.sendall(pack(message))
+            assert stranger.recv(1) == b"", "the connection is closed, and nothing was registered"
+        connected = connect(place(0, 1, address), wire())
+        assert not connected.joining
+        connected.transport.close()
+
+
+# The store of torchrun.
+
+
+def test_rank_0_leaves_a_word_in_torchruns_store_and_the_others_read_it() -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    master = Address("127.0.0.1", store.port)
+    words = at_once(
+        [lambda mine=mine: exchange_word(master, mine, 20.0, "address") for mine in (None, "10.0.0.1:7", None)]
+    )
+    assert words == ["10.0.0.1:7"] * 3
+
+
+def test_a_store_that_gives_no_word_is_named_in_time() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as frozen:  # accepts, as a frozen agent does, and says nothing
+        master = Address("127.0.0.1", frozen.getsockname()[1])
+        words = failure(exchange_word, master, None, PATIENCE_S, "address")
+    assert words.startswith(f"the store of torchrun at {master} gave no address of rank 0 within 1 s: ")
+    assert "--master-addr" in words
+
+
+def test_answers_are_read_as_frames(board: Switchboard) -> None:
+    """A server that is asked by hand says what a client is told."""
+    with rendezvous(2) as address:
+
+        async def by_hand() -> dict[str, Any]:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(pack({"kind": "register", "patience_s": 0.01, **Entry(5, "x:1").to_message()}))
+            answer, _ = await read_frame(reader)
+            writer.close()
+            return answer
+
+        assert board.call(by_hand())["kind"] == "refused"

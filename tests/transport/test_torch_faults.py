@@ -1,0 +1,217 @@
+"""Every fault at every stage of a round, between real processes: who goes on, who stops, and what they hold then."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId, weighted_mean
+from diloco.errors import RoundVoidError
+from diloco.membership.view import View
+from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from tests.processes import Processes
+from tests.transport.fault_replicas import digests, make_replica, replica
+from tests.transport.fault_scenarios import (
+    CASES,
+    LAST,
+    LIMIT_S,
+    NEVER_S,
+    PAUSE,
+    SCHEDULE,
+    TARGET,
+    VOID_PER_CHANGE,
+    Outcome,
+    Scenario,
+    name,
+)
+from tests.transport.wires import rendezvous
+
+
+@pytest.mark.parametrize("scenario", CASES, ids=name)
+def test_a_round_is_applied_by_all_who_are_left_or_by_none(scenario: Scenario) -> None:
+    """Invariants 1 and 2, and that each process ends as configured, in time."""
+    outcomes = play(scenario)
+    for number in scenario.goes_on:
+        went_on(scenario, outcomes[number])
+    for number in outcomes.keys() - set(scenario.goes_on):
+        stopped(scenario, number, outcomes[number])
+    together = [outcomes[number] for number in scenario.goes_on or scenario.others]
+    for outcome in together:
+        assert outcome.digests == together[0].digests
+        assert outcome.last == together[0].last
+        assert outcome.steps == together[0].steps
+        assert outcome.committed == together[0].committed
+        assert outcome.void.keys() == together[0].void.keys()
+    assert (TARGET in together[0].committed) == target_commits(scenario)
+    assert replayed(scenario, together[0]) == (together[0].digests, together[0].last)
+    for outcome in outcomes.values():  # up to the fault all were one
+        for step in range(1, SCHEDULE.inner_steps * 2 + 1):
+            assert outcome.digests[step] == together[0].digests[step]
+
+
+def play(scenario: Scenario) -> dict[int, Outcome]:
+    """Let it happen; what became of all that live."""
+    outcomes: dict[int, Outcome] = {}
+    with rendezvous(scenario.num_replicas) as address, Processes() as processes:
+        processes.start(scenario.num_replicas, replica, scenario, address)
+        strike(processes, scenario)
+
+        def draw_conclusions(*numbers: int) -> None:
+            silent = scenario.others if scenario.victim in numbers else (scenario.victim,)
+            if scenario.fault in ("freeze", "cut") and scenario.silence_s == NEVER_S:
+                for number in numbers:
+                    processes.tell(number, ("silent", *silent))
+            hear(*numbers)
+
+        def hear(*numbers: int) -> None:
+            for number in numbers:
+                word = processes.heard(number, LIMIT_S)
+                if number in scenario.goes_on:
+                    assert word == "went on", word
+                else:
+                    outcomes[number] = word
+
+        if scenario.heals == "early":
+            draw_conclusions(scenario.victim)
+            processes.tell(scenario.victim, ("heal",))
+            hear(*scenario.others)
+        else:
+            draw_conclusions(*scenario.others)
+            if scenario.fault == "freeze":
+                processes.thaw(scenario.victim)
+                hear(scenario.victim)
+            elif scenario.heals:
+                processes.tell(scenario.victim, ("heal",))
+                hear(scenario.victim)
+            elif scenario.fault != "kill":
+                draw_conclusions(scenario.victim)
+        for number in scenario.goes_on:
+            processes.tell(number, ("go on",))
+        for number in scenario.goes_on:
+            outcomes[number] = processes.heard(number, LIMIT_S)
+        end(processes, outcomes)
+    return outcomes
+
+
+def strike(processes: Processes, scenario: Scenario) -> None:
+    """Wait for the victim to be where the fault is due, and do it."""
+    victim = scenario.victim
+    if scenario.stage == "vote":
+        assert processes.heard(victim, LIMIT_S) == "summed"
+        for number in scenario.others:
+            assert processes.heard(number, LIMIT_S) == "voted"
+        processes.tell(victim, ("vote",))
+    assert processes.heard(victim, LIMIT_S) == "held"
+    if scenario.fault == "kill":
+        processes.kill(victim)
+    elif scenario.fault == "freeze":
+        processes.freeze(victim)
+        processes.tell(victim, ("go on",))  # heard when it is thawed
+    else:
+        processes.tell(victim, (scenario.fault,))
+
+
+def end(processes: Processes, ranks: Any) -> None:
+    """Everybody closes its transport and ends: nothing hangs."""
+    for rank in ranks:
+        processes.tell(rank, ("end",))
+    processes.results(LIMIT_S, ranks)
+
+
+def went_on(scenario: Scenario, outcome: Outcome) -> None:
+    assert outcome.error is None
+    assert outcome.steps == LAST
+    assert outcome.members == scenario.goes_on
+    assert len(outcome.void) <= VOID_PER_CHANGE
+    newest = sorted(outcome.committed)[-1].outer_step
+    for fragment in range(SCHEDULE.num_fragments):
+        assert outcome.committed[RoundId(fragment, newest)] == scenario.goes_on
+        assert outcome.committed[RoundId(fragment, newest - 1)] == scenario.goes_on
+
+
+def stopped(scenario: Scenario, number: int, outcome: Outcome) -> None:
+    assert outcome.error is not None
+    kind, words = outcome.error
+    assert kind == ("ReplicaLostError" if scenario.raises else "failure")
+    assert outcome.steps < PAUSE
+    if number != scenario.victim:
+        assert outcome.lost == (scenario.victim,)
+        assert f"replica {scenario.victim} " in words
+        return
+    left_out = outcome.lost == (number,) and f"without replica {number}" in words
+    smaller = outcome.lost == scenario.others and "can't be reached" in words
+    assert left_out or smaller or scenario.num_replicas == 2
+
+
+def target_commits(scenario: Scenario) -> bool:
+    """Whether all votes had come to one of those whose state counts in the end."""
+    reached = {"before send": False, "in flight": False, "commit": True, "merge": True}
+    if scenario.stage != "vote":
+        return reached[scenario.stage]
+    return scenario.num_replicas > 2 or scenario.goes_on == (scenario.victim,)
+
+
+class Replay(Transport):
+    """Replicas in one thread whose rounds end as they ended elsewhere."""
+
+    def __init__(self, replica: int, ended: Outcome, given: dict[RoundId, dict[int, Contribution]]) -> None:
+        self.replica = replica
+        self._ended = ended
+        self._given = given
+
+    def average(self, contribution: Contribution) -> Pending:
+        self._given.setdefault(contribution.round, {})[self.replica] = contribution
+        return _Replayed(contribution.round, self._ended, self._given)
+
+    def publish(self, source: SnapshotSource) -> None: ...
+
+    def fetch(self, fragment: int, donor: int) -> dict[str, Any]:
+        raise AssertionError("nobody has anything to take over here")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replayed:
+    round: RoundId
+    ended: Outcome
+    given: dict[RoundId, dict[int, Contribution]]
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        contributors = self.ended.committed.get(self.round)
+        if contributors is None:
+            raise RoundVoidError(self.ended.void.get(self.round, "never decided"))
+        mean: Mean = weighted_mean([self.given[self.round][replica] for replica in contributors])
+        return Average(
+            round=self.round,
+            values=mean.values,
+            view=View(0, contributors),
+            contributors=contributors,
+            weight=mean.weight,
+            sent_bytes=0,
+            received_bytes=0,
+            wait_s=0.0,
+        )
+
+
+def replayed(scenario: Scenario, ended: Outcome) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
+    """Digests after each step and at the end, of a run in one thread with the same rounds committed.
+
+    What a void round did not bring is in the next one there, by the definition of the pseudo-gradient.
+    """
+    given: dict[RoundId, dict[int, Contribution]] = {}
+    replicas = [
+        make_replica(Replay(number, ended, given), scenario.codec, lambda event: None)
+        for number in range(scenario.num_replicas)
+    ]
+    witness = replicas[(scenario.goes_on or scenario.others)[0]][0]
+    history = {}
+    for step in range(1, ended.steps + 1):
+        for diloco, train in replicas:
+            train()
+            diloco.begin()
+        for diloco, _ in replicas:
+            diloco.finish()
+        if step in ended.digests:
+            history[step] = digests(witness)
+    return history, digests(witness)

@@ -1,0 +1,171 @@
+"""Views that change: who comes back after a fault, who takes whose place, and who can't see whom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from diloco.transport.torch_distributed.switchboard import Loss
+from diloco.transport.torch_distributed.transport import TorchTransport
+from tests.processes import Processes
+from tests.transport.fault_replicas import replica
+from tests.transport.fault_scenarios import LIMIT_S, PAUSE, SCHEDULE, VOID_PER_CHANGE, Outcome, Scenario, name
+from tests.transport.test_torch_faults import end, strike
+from tests.transport.wires import Wires, rendezvous
+
+RETURNS = [
+    Scenario(fault="kill", stage="before send", rejoins=True),
+    Scenario(fault="kill", stage="in flight", victim=0, rejoins=True),
+    Scenario(fault="kill", stage="vote", victim=2, codec="float32", rejoins=True),
+    Scenario(fault="kill", stage="vote", victim=0, num_replicas=2, rejoins=True),
+    Scenario(fault="kill", stage="merge", victim=1, num_replicas=2, rejoins=True),
+]
+
+
+@pytest.mark.parametrize("scenario", RETURNS, ids=name)
+def test_a_new_process_takes_the_place_of_one_that_was_killed(scenario: Scenario) -> None:
+    """Invariants 7 and 8. The others train on all the time, and have at most `VOID_PER_CHANGE` void rounds when the
+    first process is lost and as many when the second comes; the second has one a fragment."""
+    with rendezvous(scenario.num_replicas) as address, Processes() as processes:
+        processes.start(scenario.num_replicas, replica, scenario, address)
+        strike(processes, scenario)
+        go_on(processes, scenario)
+        (new,) = processes.start(1, replica, scenario, address)
+        assert processes.heard(new, LIMIT_S) == "joined"
+        are_one(scenario, outcomes(processes, (*scenario.others, new)), changes=2)
+
+
+def test_who_comes_back_may_be_lost_and_come_back_again() -> None:
+    scenario = Scenario(fault="kill", stage="commit", rejoins=True)
+    with rendezvous(scenario.num_replicas) as address, Processes() as processes:
+        processes.start(scenario.num_replicas, replica, scenario, address)
+        strike(processes, scenario)
+        go_on(processes, scenario)
+        (second,) = processes.start(1, replica, scenario, address)
+        assert processes.heard(second, LIMIT_S) == "joined"
+        processes.kill(second)  # perhaps before its first contribution, perhaps after many
+        (third,) = processes.start(1, replica, scenario, address)
+        assert processes.heard(third, LIMIT_S) == "joined"
+        are_one(scenario, outcomes(processes, (*scenario.others, third)), changes=4)
+
+
+@pytest.mark.parametrize("stage", ["before send", "vote"])
+def test_a_new_process_replaces_one_that_stands_still(stage: str) -> None:
+    """Nobody has to notice the silence: who is started again says that the first process is gone."""
+    scenario = Scenario(fault="freeze", stage=stage, rejoins=True)  # type: ignore[arg-type]
+    with rendezvous(scenario.num_replicas) as address, Processes() as processes:
+        processes.start(scenario.num_replicas, replica, scenario, address)
+        strike(processes, scenario)
+        (new,) = processes.start(1, replica, scenario, address)
+        assert processes.heard(new, LIMIT_S) == "joined"
+        go_on(processes, scenario)
+        found = [processes.heard(rank, LIMIT_S) for rank in (*scenario.others, new)]
+        are_one(scenario, found, changes=2)
+        processes.thaw(scenario.victim)
+        left: Outcome = processes.heard(scenario.victim, LIMIT_S)
+        end(processes, (*scenario.others, new, scenario.victim))
+        assert left.error is not None
+        assert left.error[0] == "ReplicaLostError"
+        assert scenario.victim in left.lost or left.lost == scenario.others
+
+
+def test_who_wakes_up_when_the_others_have_finished_does_not_go_on_alone() -> None:
+    """Their ports refuse by then, which means something only to who has not stood still."""
+    scenario = Scenario(fault="freeze", stage="in flight")
+    with rendezvous(scenario.num_replicas) as address, Processes() as processes:
+        processes.start(scenario.num_replicas, replica, scenario, address)
+        strike(processes, scenario)
+        for number in scenario.others:
+            processes.tell(number, ("silent", scenario.victim))
+        go_on(processes, scenario)
+        finished = outcomes(processes, scenario.others)
+        assert all(outcome.error is None for outcome in finished)
+        assert [processes.exit_code(number, LIMIT_S) for number in scenario.others] == [0, 0]
+        processes.thaw(scenario.victim)
+        left: Outcome = processes.heard(scenario.victim, LIMIT_S)
+        assert left.error is not None
+        assert left.steps < PAUSE
+        end(processes, [scenario.victim])
+
+
+def test_the_last_of_three_goes_on_alone() -> None:
+    """The second one dies while the first one's loss is being dealt with, or after."""
+    scenario = Scenario(fault="kill", stage="in flight")
+    with rendezvous(3) as address, Processes() as processes:
+        processes.start(3, replica, scenario, address)
+        strike(processes, scenario)
+        processes.kill(2)
+        assert processes.heard(0, LIMIT_S) == "went on"
+        processes.tell(0, ("go on",))
+        outcome: Outcome = processes.heard(0, LIMIT_S)
+        end(processes, [0])
+    assert outcome.error is None
+    assert outcome.members == (0,)
+    assert len(outcome.void) <= 2 * VOID_PER_CHANGE
+    assert outcome.committed[max(outcome.committed)] == (0,)
+
+
+def go_on(processes: Processes, scenario: Scenario) -> None:
+    for number in scenario.others:
+        assert processes.heard(number, LIMIT_S) == "went on"
+    for number in scenario.others:
+        processes.tell(number, ("go on",))
+
+
+def outcomes(processes: Processes, ranks: tuple[int, ...]) -> list[Outcome]:
+    """Of all of them, the one that came last; they have parted then."""
+    found = [processes.heard(rank, LIMIT_S) for rank in ranks]
+    end(processes, ranks)
+    return found
+
+
+def are_one(scenario: Scenario, found: list[Outcome], *, changes: int) -> None:
+    *others, joiner = found
+    everybody = tuple(range(scenario.num_replicas))
+    for outcome in found:
+        assert outcome.error is None
+        assert outcome.members == everybody
+        assert outcome.steps == joiner.steps
+        assert outcome.last == joiner.last
+    for outcome in others:
+        assert outcome.digests == others[0].digests
+        assert outcome.committed == others[0].committed
+        assert len(outcome.void) <= changes * VOID_PER_CHANGE
+    apart = [step for step in joiner.digests if joiner.digests[step] != others[0].digests[step]]
+    first_rounds = (
+        SCHEDULE.inner_steps + SCHEDULE.overlap_steps
+    )  # each fragment is sent and merged within so many steps
+    assert all(step < min(joiner.digests) + first_rounds - 1 for step in apart)
+    assert len(joiner.void) <= SCHEDULE.num_fragments
+    for round_id, contributors in joiner.committed.items():
+        assert others[0].committed[round_id] == contributors
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    made = Wires()
+    yield made
+    made.close()
+
+
+def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> None:
+    """Who is lost for the third has no say in who else is: two of three go on, whichever they are."""
+    transports = wires.meet(3, go_on=True)
+    told = [threading.Event() for _ in transports]
+    for transport, event in zip(transports, told, strict=True):
+        transport.on_change = lambda following, event=event: event.set()  # type: ignore[misc]
+
+    def part(mine: TorchTransport, other: int) -> None:
+        mine.board.hang_up(other)
+        mine._lost(other, Loss("silent", "as if nothing came"))
+
+    transports[0].board.post(part, transports[0], 1)
+    transports[1].board.post(part, transports[1], 0)
+    assert told[2].wait(LIMIT_S)
+    going = transports[2].view.members
+    assert going in ((0, 2), (1, 2))
+    assert all(told[number].wait(LIMIT_S) for number in going)
+    assert transports[going[0]].view == transports[2].view
+    assert transports[2].failure is None
