@@ -64,21 +64,24 @@ class Whole(Mapping[str, Tensor]):
 
     Args:
         values: DTensors, or tensors that are whole already.
+
+    Attributes:
+        parts: what is made whole.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = values
+        self.parts = values.parts if isinstance(values, Whole) else values
 
     def __getitem__(self, name: str) -> Tensor:
-        value = self._values[name].detach()
+        value = self.parts[name].detach()
         full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
         return full
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self.parts)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.parts)
 
 
 def save_sharded_checkpoint(
@@ -197,7 +200,7 @@ def _write_whole(
 ) -> dict[str, FileFacts]:
     """Write an ordinary part of tensors by name, which takes all ranks; position 0 has room for one at a time."""
     # in the order in which they lie in the file
-    ordered = dict(sorted(values.items(), key=lambda item: -item[1].element_size()))
+    ordered = dict(sorted(Whole(values).parts.items(), key=lambda item: -item[1].element_size()))
     wholes = (tensor for _, tensor in Whole(ordered).items())
 
     def write() -> dict[str, FileFacts]:

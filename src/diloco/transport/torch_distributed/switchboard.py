@@ -332,7 +332,8 @@ class Switchboard:
             with contextlib.suppress(OSError, TimeoutError):
                 await asyncio.wait_for(line.writer.drain(), 1.0)
             self.hang_up(rank)
-        await asyncio.sleep(0)
+        for _ in range(4):  # turns of the loop, in which connections that have just come get the tasks that close them
+            await asyncio.sleep(0)
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
