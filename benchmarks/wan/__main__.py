@@ -1,0 +1,132 @@
+"""``python -m benchmarks.wan --wan SCRIPT``: run what is missing, one run at a time, and write the tables.
+
+Needs what SCRIPT needs (root, network namespaces). Rivals run with ``--rivals-python``, the interpreter of a virtual
+environment with ``requirements-rivals.txt``; without it they are left out. What is in results.json is not run again
+unless ``--again`` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from benchmarks.wan.counters import busy_s
+from benchmarks.wan.network import Network
+from benchmarks.wan.plan import LINKS, METHODS, Job, Link, Method, Work
+from benchmarks.wan.report import write_report
+from benchmarks.wan.run import run_job
+from diloco.errors import ConfigurationError
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.wan", description=__doc__)
+    parser.add_argument("--wan", type=Path, help="script that makes the network; without it only the tables are made")
+    parser.add_argument("--prefix", default="wb", help="WAN_PREFIX for the script")
+    parser.add_argument("--rivals-python", type=Path, help="interpreter that has the rivals installed")
+    parser.add_argument("--links", nargs="+", default=["*"], help="which links, as shell-style patterns")
+    parser.add_argument("--methods", nargs="+", default=["*"], help="which methods, as shell-style patterns")
+    parser.add_argument("--compute", choices=["pause", "matmul"], default="pause", help="what stands for a step")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="a run that takes longer is stopped")
+    parser.add_argument("--runs", type=Path, default=Path("runs/wan"), help="where logs go")
+    parser.add_argument("--again", action="store_true", help="run what has a result, too")
+    parser.add_argument(
+        "--again-above", type=float, default=1.0, help="... if others used more than this share of the CPU meanwhile"
+    )
+    parser.add_argument(
+        "--quiet", type=float, default=1.0, help="wait until others use less than this share of the CPU"
+    )
+    return parser.parse_args(arguments)
+
+
+def chosen(links: Sequence[str], methods: Sequence[str]) -> list[tuple[Link, Method]]:
+    """Pairs to run.
+
+    Raises:
+        ConfigurationError: if a pattern fits nothing; it lists what there is.
+    """
+    picked_links = [link for link in LINKS if any(fnmatchcase(link.name, pattern) for pattern in links)]
+    picked_methods = [method for method in METHODS if any(fnmatchcase(method.name, pattern) for pattern in methods)]
+    for flag, given, picked, names in (
+        ("--links", links, picked_links, [link.name for link in LINKS]),
+        ("--methods", methods, picked_methods, [method.name for method in METHODS]),
+    ):
+        if not picked:
+            raise ConfigurationError(
+                f"{flag} {' '.join(given)} fits nothing; one of these, or patterns, would work: {'; '.join(names)}. "
+                "Nothing was started."
+            )
+    first = {link.replicas: link for link in reversed(LINKS)}  # nothing to carry: one link per number of replicas
+    return [
+        (link, method)
+        for link in picked_links
+        for method in picked_methods
+        if method is not METHODS[0] or link is first[link.replicas]
+    ]
+
+
+def run_one(network: Network, link: Link, method: Method, work: Work, given: argparse.Namespace) -> dict[str, Any]:
+    """Network up, run, network down; returns the row."""
+    addresses = tuple(network.address(node) for node in range(link.replicas))
+    job = Job(method, work, link.replicas, addresses, timeout_s=2 * given.limit_s, rate_bits_per_s=link.rate_bits_per_s)
+    python = given.rivals_python if method.rival else Path(sys.executable)
+    words = f"{link.name} {method.name} {work.compute}"
+    folder = given.runs.resolve() / "".join(letter if letter.isalnum() else "-" for letter in words)
+    wait_for_quiet(given.quiet)
+    with network.up(link):
+        started_s = time.monotonic()
+        measured = run_job(network, job, python, folder, given.limit_s)
+        run_s = time.monotonic() - started_s
+    print(f"{link.name} | {method.name} | {measured['outcome']} {measured.get('reason', '')} {run_s:.0f} s", flush=True)
+    return {"link": link.name, "method": method.name, "work": asdict(work), "run_s": run_s, **measured}
+
+
+def wait_for_quiet(share: float, over_s: float = 5.0) -> None:
+    """Until the machine's CPU has been used less than ``share`` for ``over_s``; 1 waits for nothing."""
+    busy = share
+    while share < 1 and busy >= share:
+        before_s = busy_s()
+        time.sleep(over_s)
+        busy = (busy_s() - before_s) / over_s / (os.cpu_count() or 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers and network are taken down on the way out
+    results: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    work = replace(Work(), compute=given.compute)
+    if given.wan:
+        network = Network(given.wan, given.prefix)
+        for link, method in chosen(given.links, given.methods):
+            same = [row for row in results if _key(row) == (link.name, method.name, work.compute)]
+            if method.rival and not given.rivals_python:
+                print(f"left out for want of --rivals-python: {method.name}")
+            elif given.again or not same or max(map(_disturbance, same)) > given.again_above:
+                row = run_one(network, link, method, work, given)
+                results = [row for row in results if row not in same] + [row]
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_report(results, HERE / "README.md")
+
+
+def _disturbance(row: dict[str, Any]) -> float:
+    """Share of the CPU used by others than the workers: the emulated network's part, and other people's."""
+    return float(row["cpu_busy"] - row["cpu_workers"]) if row["outcome"] == "finished" else 0.0
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["link"], row["method"], row["work"]["compute"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What the kernel counts. The rivals' workers import this, so nothing of ``diloco`` is imported here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+__all__ = ["DEVICE", "busy_s", "interface_bytes", "retransmitted_segments", "sessions_s"]
+
+DEVICE = "wan0"
+"""The interface of every node."""
+
+
+def interface_bytes(table: str | None = None) -> tuple[int, int]:
+    """Bytes received and sent by `DEVICE`, headers included.
+
+    Args:
+        table: what /proc/net/dev shows; None: of this process's network namespace.
+
+    Raises:
+        LookupError: if there is no such interface.
+
+    >>> interface_bytes("header\\n  wan0:  12 1 0 0 0 0 0 0   34 1 0 0 0 0 0 0\\n")
+    (12, 34)
+    """
+    if table is None:
+        table = Path("/proc/net/dev").read_text(encoding="ascii")
+    for line in table.splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == DEVICE:
+            words = counters.split()
+            return int(words[0]), int(words[8])
+    raise LookupError(f"there is no interface {DEVICE} here; a worker is to be started inside a node of the network")
+
+
+def retransmitted_segments(table: str | None = None) -> int:
+    """TCP segments sent again in this process's network namespace since it was made.
+
+    Args:
+        table: what /proc/net/snmp shows; None: of this process's network namespace.
+
+    >>> retransmitted_segments("Tcp: InSegs OutSegs RetransSegs\\nTcp: 10 20 3\\n")
+    3
+    """
+    if table is None:
+        table = Path("/proc/net/snmp").read_text(encoding="ascii")
+    names, values = (line.split() for line in table.splitlines() if line.startswith("Tcp:"))
+    return int(values[names.index("RetransSegs")])
+
+
+def busy_s() -> float:
+    """CPU seconds that all cores of this machine have worked since it started."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
+    idle, waiting = ticks[3], ticks[4]
+    return (sum(ticks[:8]) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+
+
+def sessions_s(sessions: Collection[int]) -> float:
+    """CPU seconds of all processes, alive now, of these sessions (named by the process that began them)."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        if int(fields[3]) in sessions:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

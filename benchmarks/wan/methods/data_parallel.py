@@ -1,0 +1,55 @@
+"""torch's DistributedDataParallel on gloo: float32 gradients of all layers at every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.wan.methods import base
+from benchmarks.wan.plan import Job
+from benchmarks.wan.work import digest
+
+__all__ = ["Program"]
+
+PORT = 29500
+
+
+class Program(base.Program):
+    """The pause stands for forward and backward pass; the gradients' way is not hidden behind it."""
+
+    def __init__(self, job: Job, replica: int) -> None:
+        super().__init__(job, replica)
+        self.warmup_steps = 1  # DDP lays out its buckets anew after the first step
+        self.measured_steps = self.work.data_parallel_steps
+
+    def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{self.job.addresses[0]}:{PORT}",
+            rank=self.replica,
+            world_size=self.job.num_replicas,
+            timeout=timedelta(seconds=self.job.timeout_s),
+        )
+        self.parallel = DistributedDataParallel(self.model)
+
+    def step(self, step: int) -> None:
+        self.loop.compute()
+        loss = self.parallel(torch.tensor(float(1 + self.replica)))
+        started_s = time.perf_counter()
+        torch.autograd.backward(loss)
+        self.waits_s.append(time.perf_counter() - started_s)
+        self.loop.optimizer.step()
+        self.loop.optimizer.zero_grad()
+        self.payload_bytes += base.ring_bytes(self.work.values, self.job.num_replicas)
+
+    def digest(self) -> str:
+        return digest(self.model.parameters())
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""This package: DiLoCo and Streaming DiLoCo over its own transport."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.wan.methods import base
+from benchmarks.wan.methods.make_transport import make_transport
+from benchmarks.wan.plan import Job
+from benchmarks.wan.work import digest
+from diloco import DiLoCo, SyncSchedule
+from diloco.algorithm.averaging import Contribution
+from diloco.transport.base import Pending
+
+__all__ = ["Program"]
+
+
+class Program(base.Program):
+    """``codec``, and ``streaming`` for P fragments that are merged tau steps after they were sent."""
+
+    def __init__(self, job: Job, replica: int) -> None:
+        super().__init__(job, replica)
+        streaming = bool(self.options.get("streaming"))
+        self.schedule = SyncSchedule(
+            inner_steps=self.work.inner_steps,
+            num_fragments=self.work.num_fragments if streaming else 1,
+            overlap_steps=self.work.overlap_steps if streaming else 0,
+        )
+        self._open = ExitStack()
+        self._standing_s = 0.0
+        self._sent: deque[Any] = deque()  # rounds on their way, oldest first
+        # the first fragment's first round ends here, and the second's has not begun
+        self.warmup_steps = self.work.inner_steps + self.schedule.overlap_steps
+
+    def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
+        self.transport = self._open.enter_context(make_transport(self.job, self.replica))
+        self.transport.average = self._watching(self.transport.average)  # type: ignore[method-assign, assignment] # times
+        self.diloco = DiLoCo(
+            self.model,
+            self.loop.optimizer,
+            transport=self.transport,
+            schedule=self.schedule,
+            codec=self.options["codec"],
+        )
+
+    def step(self, step: int) -> None:
+        self.loop.compute()
+        self.loop.update(step)
+        started_s = time.perf_counter()
+        self.diloco.step()
+        self._standing_s += time.perf_counter() - started_s
+        self.payload_bytes = self.transport.sent_bytes
+        self.failures = self.diloco.rounds_void
+        if self.diloco.rounds_committed + self.diloco.rounds_void > len(self.waits_s):
+            self.waits_s.append(self._standing_s)
+            self._standing_s = 0.0
+            sent = self._sent.popleft()
+            if sent.decided_s is not None:
+                self.transfers_s.append(sent.decided_s - sent.sent_s)
+
+    @property
+    def in_flight(self) -> bool:  # type: ignore[override] # a method that sends in the background has to look
+        return bool(self.diloco.in_flight)
+
+    def digest(self) -> str:
+        return digest(self.diloco.outer_loop.named_global_params().values())
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _watching(self, average: Callable[[Contribution], Pending]) -> Callable[[Contribution], Pending]:
+        """``average``, keeping what it returns until it is merged."""
+
+        def kept(contribution: Contribution) -> Pending:
+            pending = average(contribution)
+            self._sent.append(pending)
+            return pending
+
+        return kept

@@ -1,0 +1,154 @@
+"""What is compared: links, the work of a replica, and methods, as data. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["LINKS", "METHODS", "Job", "Link", "Method", "Work"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Replicas behind equal links.
+
+    Attributes:
+        name: as the command line and the tables call it.
+        replicas: M.
+        rate_bits_per_s: up and down, of each replica.
+        rtt_s: between any two replicas.
+        loss_percent: of packets, one way.
+        congestion_control: of the senders' TCP; empty: the kernel's default.
+        real_packets: 1500-byte packets where TCP would hand over larger ones; a lossy link always has them.
+    """
+
+    name: str
+    replicas: int
+    rate_bits_per_s: float
+    rtt_s: float
+    loss_percent: float = 0.0
+    congestion_control: str = ""
+    real_packets: bool = False
+
+    def arguments(self) -> list[str]:
+        """For ``wan.sh up``.
+
+        >>> Link("x", 2, 100e6, 0.1, loss_percent=1, congestion_control="cubic").arguments()
+        ['2', 'rate=100mbit', 'rtt=100ms', 'loss=1%', 'cc=cubic']
+        """
+        arguments = [str(self.replicas), f"rate={self.rate_bits_per_s / 1e6:g}mbit", f"rtt={1e3 * self.rtt_s:g}ms"]
+        arguments += [f"loss={self.loss_percent:g}%"] if self.loss_percent else []
+        arguments += [f"cc={self.congestion_control}"] if self.congestion_control else []
+        return arguments + (["segs=mtu"] if self.real_packets else [])
+
+    def transfer_s(self, payload_bytes: float) -> float:
+        """The least time that ``payload_bytes`` take from one replica to another: on the wire, and one way."""
+        return 8 * payload_bytes / self.rate_bits_per_s + self.rtt_s / 2
+
+
+LINKS = (
+    Link("100 Mbit/s, 100 ms, 2 replicas", 2, 100e6, 0.1),
+    Link("100 Mbit/s, 100 ms, 4 replicas", 4, 100e6, 0.1),
+    Link("500 Mbit/s, 100 ms, 2 replicas", 2, 500e6, 0.1),
+    Link("1 Gbit/s, 30 ms, 2 replicas", 2, 1e9, 0.03),
+    Link("100 Mbit/s, 100 ms, cubic", 2, 100e6, 0.1, congestion_control="cubic"),
+    Link("100 Mbit/s, 100 ms, 1 % loss, bbr", 2, 100e6, 0.1, 1, "bbr"),
+    Link("100 Mbit/s, 100 ms, 10 % loss, bbr", 2, 100e6, 0.1, 10, "bbr"),
+    Link("100 Mbit/s, 100 ms, 1 % loss, cubic", 2, 100e6, 0.1, 1, "cubic"),
+    Link("100 Mbit/s, 100 ms, 10 % loss, cubic", 2, 100e6, 0.1, 10, "cubic"),
+    Link("100 Mbit/s, 100 ms, real packets", 2, 100e6, 0.1, real_packets=True),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every replica does, whatever the method.
+
+    Attributes:
+        layers, width: the model, shaped like a transformer's layers: ``12 * width**2 + 2 * width`` values each.
+        inner_steps: H.
+        num_fragments: P of the streaming methods.
+        overlap_steps: tau of the streaming methods.
+        cycles: the measured part lasts ``cycles * inner_steps`` inner steps.
+        data_parallel_steps: the measured part of methods that communicate at every step.
+        compute: what stands for an accelerator's step: a pause, during which the CPU is free, or matrix products.
+        step_s: length of the pause.
+        matmuls: number of 1024 x 1024 float32 products instead.
+    """
+
+    layers: int = 8
+    width: int = 512
+    inner_steps: int = 60
+    num_fragments: int = 4
+    overlap_steps: int = 10
+    cycles: int = 2
+    data_parallel_steps: int = 3
+    compute: Literal["pause", "matmul"] = "pause"
+    step_s: float = 0.25
+    matmuls: int = 8
+
+    @property
+    def values(self) -> int:
+        """Number of float32 values that are kept in step.
+
+        >>> Work().values
+        25174016
+        """
+        return self.layers * (12 * self.width**2 + 2 * self.width)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of a table.
+
+    Attributes:
+        name: as the command line and the tables call it.
+        program: the module in ``benchmarks.wan.methods`` that does it.
+        options: what that module is told.
+        rival: runs with the rivals' interpreter.
+    """
+
+    name: str
+    program: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rival: bool = False
+
+
+METHODS = (
+    Method("no communication", "nothing"),
+    Method("data-parallel (torch DDP)", "data_parallel"),
+    Method("DiLoCo float32", "ours", {"codec": "float32"}),
+    Method("DiLoCo float16", "ours", {"codec": "float16"}),
+    Method("DiLoCo fp4", "ours", {"codec": "fp4"}),
+    Method("Streaming float32", "ours", {"codec": "float32", "streaming": True}),
+    Method("Streaming fp4", "ours", {"codec": "fp4", "streaming": True}),
+    Method("Streaming float32, paced", "ours", {"codec": "float32", "streaming": True, "pace": 0.97}),
+    Method("Streaming fp4, paced", "ours", {"codec": "fp4", "streaming": True, "pace": 0.97}),
+    Method("Streaming float32, 1 stream", "ours", {"codec": "float32", "streaming": True, "streams": 1}),
+    Method("Streaming float32, 2 streams", "ours", {"codec": "float32", "streaming": True, "streams": 2}),
+    Method("torchft DiLoCo", "torchft", rival=True),
+    Method("torchft Streaming", "torchft", {"streaming": True}, rival=True),
+    Method("hivemind float32", "hivemind", {"compression": "NoCompression", "bytes_per_value": 4}, rival=True),
+    Method("hivemind float16", "hivemind", {"compression": "Float16Compression", "bytes_per_value": 2}, rival=True),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a worker needs to know; travels as JSON."""
+
+    method: Method
+    work: Work
+    num_replicas: int
+    addresses: tuple[str, ...]
+    timeout_s: float
+    rate_bits_per_s: float = 0.0
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Job:
+        """The inverse of `to_record`, after JSON."""
+        parts = {"method": Method(**record["method"]), "work": Work(**record["work"])}
+        return cls(**{**record, **parts, "addresses": tuple(record["addresses"])})

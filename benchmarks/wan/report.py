@@ -1,0 +1,118 @@
+"""The tables of the WAN benchmark, in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.wan.plan import LINKS, METHODS, Link, Method, Work
+
+__all__ = ["baseline_s", "write_report"]
+
+Row = dict[str, Any]
+MARK = "<!-- what follows is written by python -m benchmarks.wan -->"
+HEAD = (
+    "| method | s per inner step | CU | sent per H steps: wire, payload (MB) | wire / payload | "
+    "stands still per synchronisation: mean, most (s) | from handing in to having the average: mean (floor), s | "
+    "same bits everywhere | CPU: workers, all |"
+)
+
+
+def write_report(results: Sequence[Row], path: Path) -> None:
+    """Put the tables behind the mark in ``path``; the prose before it stays."""
+    prose = path.read_text(encoding="utf-8").split(MARK)[0]
+    path.write_text(prose + MARK + "\n\n" + tables(results), encoding="utf-8")
+
+
+def tables(results: Sequence[Row]) -> str:
+    """One table per link, then the cost of overlap."""
+    lines = []
+    for link in LINKS:
+        rows = {row["method"]: row for row in results if row["link"] == link.name and row["work"]["compute"] == "pause"}
+        if rows:
+            lines += [f"## {link.name}", "", HEAD, "|---" * (HEAD.count("|") - 1) + "|"]
+            base_s = baseline_s(results, link.replicas)
+            lines += [describe(rows[method.name], method, link, base_s) for method in METHODS if method.name in rows]
+            lines.append("")
+    return "\n".join(lines + overlap_table(results))
+
+
+def baseline_s(results: Sequence[Row], replicas: int) -> float:
+    """Seconds per inner step without communication, with as many replicas on this machine; NaN if never measured."""
+    for row in results:
+        alone = row["method"] == METHODS[0].name and row["work"]["compute"] == "pause"
+        if alone and row["outcome"] == "finished" and len(row["replicas"]) == replicas:
+            return step_s(row)
+    return float("nan")
+
+
+def step_s(row: Row) -> float:
+    """Seconds per inner step of the slowest replica."""
+    return float(max(replica["wall_s"] / replica["steps"] for replica in row["replicas"]))
+
+
+def describe(row: Row, method: Method, link: Link, base_s: float) -> str:
+    """A finished, unfinished or failed run as a line of the table."""
+    if row["outcome"] != "finished":
+        sent = " / ".join(f"{count / 1e6:.1f}" for count in row["wire_sent_bytes"])
+        return (
+            f"| {method.name} | {row['outcome']}: {row['reason']}; {row['steps_done']} inner steps in "
+            f"{row['elapsed_s']:.0f} s, {sent} MB sent |" + " |" * (HEAD.count("|") - 3)
+        )
+    work, replicas = Work(**row["work"]), row["replicas"]
+    steps = replicas[0]["steps"]
+    wire = statistics.mean(replica["wire_sent_bytes"] for replica in replicas) * work.inner_steps / steps
+    payload = statistics.mean(replica["payload_sent_bytes"] for replica in replicas) * work.inner_steps / steps
+    waits_s = [wait_s for replica in replicas for wait_s in replica["waits_s"]]
+    transfers_s = [value for replica in replicas for value in replica["transfers_s"]]
+    cells = [
+        method.name,
+        f"{step_s(row):.3f}",
+        f"{base_s / step_s(row):.1%}",
+        f"{wire / 1e6:,.1f}, {payload / 1e6:,.1f}",
+        f"{wire / payload:.3f}" if payload else "",
+        f"{statistics.mean(waits_s):.2f}, {max(waits_s):.2f}" if waits_s else "",
+        _transfers(transfers_s, replicas, link),
+        _agreement(replicas),
+        f"{row['cpu_workers']:.0%}, {row['cpu_busy']:.0%}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _transfers(transfers_s: Sequence[float], replicas: Sequence[Row], link: Link) -> str:
+    if not transfers_s:
+        return ""
+    payload = replicas[0]["payload_sent_bytes"] / replicas[0]["syncs"]
+    return f"{statistics.mean(transfers_s):.2f} ({link.transfer_s(payload):.2f})"
+
+
+def _agreement(replicas: Sequence[Row]) -> str:
+    digests = {replica["digest"] for replica in replicas}
+    failures = sum(replica["failures"] for replica in replicas)
+    if digests == {""}:
+        return ""
+    return ("yes" if len(digests) == 1 else "no") + (f", {failures} failed" if failures else "")
+
+
+def overlap_table(results: Sequence[Row]) -> list[str]:
+    """Compute time of an inner step (matrix products, one thread) while something is in flight, against nothing."""
+    rows = [row for row in results if row["work"]["compute"] == "matmul" and row["outcome"] == "finished"]
+    lines = [
+        "## Compute while a fragment is in flight",
+        "",
+        "| link | method | products of a step, nothing in flight (ms) | in flight (ms) | ratio | CPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        quiet = [replica["compute_quiet_s"] for replica in row["replicas"]]
+        flying = [replica["compute_in_flight_s"] for replica in row["replicas"]]
+        if None in quiet or None in flying:
+            continue
+        quiet_s, flying_s = statistics.mean(quiet), statistics.mean(flying)
+        lines.append(
+            f"| {row['link']} | {row['method']} | {1e3 * quiet_s:.1f} | {1e3 * flying_s:.1f} | "
+            f"{flying_s / quiet_s:.3f} | {row['cpu_busy']:.0%} |"
+        )
+    return [*lines, ""] if len(lines) > 4 else []

@@ -1,0 +1,164 @@
+"""One run: a job's workers in their nodes, their cues, and what they measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.wan.counters import DEVICE, busy_s, sessions_s
+from benchmarks.wan.network import Network
+from benchmarks.wan.plan import Job
+from diloco.errors import TransportError
+
+__all__ = ["run_job"]
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process and what it last said."""
+
+    replica: int
+    process: subprocess.Popen[bytes]
+    result: Path
+    log: Path
+    buffered: bytes = b""
+    told: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+
+    @property
+    def _stdin(self) -> int:
+        assert self.process.stdin is not None
+        return self.process.stdin.fileno()
+
+    def read(self) -> None:
+        """Take in what has arrived."""
+        assert self.process.stdout is not None
+        chunk = os.read(self.process.stdout.fileno(), 65536)
+        if not chunk:
+            last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            raise TransportError(f"replica {self.replica} ended: {' '.join(last)}", replicas=[self.replica])
+        *lines, self.buffered = (self.buffered + chunk).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if said["phase"] == "step":
+                self.step = said["step"]
+            else:
+                self.told = said
+
+    def answer(self, value: Any) -> None:
+        """What the worker waits for; one that has ended meanwhile is noticed when it is read from."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._stdin, json.dumps(value).encode() + b"\n")
+
+    def end(self) -> None:
+        """End the worker and what it started: a session of its own, ended as a whole."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def run_job(network: Network, job: Job, python: Path, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run ``job`` on a network that is up.
+
+    Args:
+        python: interpreter of the workers.
+        folder: for their results and logs; emptied of older ones.
+        limit_s: a run that takes longer, start to end, is stopped and reported as unfinished.
+
+    Returns:
+        ``outcome`` ("finished", "unfinished" or "failed"), ``replicas`` (what each worker measured), ``cpu_busy`` and
+        ``cpu_workers`` (share of all cores' time in use during the measured part, by anybody and by the workers), or
+        how far it came and why it ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job_file = folder / "job.json"
+    job_file.write_text(json.dumps(job.to_record(), indent=1) + "\n", encoding="utf-8")
+    started_s = time.monotonic()
+    workers: list[Worker] = []
+    try:
+        for replica in range(job.num_replicas):
+            workers.append(_start(network, replica, python, job_file, folder))
+        return _conduct(workers, deadline_s=started_s + limit_s)
+    except (TransportError, TimeoutError) as error:
+        return {
+            "outcome": "unfinished" if isinstance(error, TimeoutError) else "failed",
+            "reason": str(error),
+            "steps_done": min((worker.step for worker in workers), default=0),
+            "elapsed_s": time.monotonic() - started_s,
+            "wire_sent_bytes": [network.sent_bytes(worker.replica) for worker in workers],
+        }
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _start(network: Network, replica: int, python: Path, job_file: Path, folder: Path) -> Worker:
+    result, log = folder / f"{replica}.json", folder / f"{replica}.log"
+    result.unlink(missing_ok=True)
+    arguments = [str(python), "-m", "benchmarks.wan.worker", str(job_file), str(replica), str(result)]
+    environment = network.environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            network.command(replica, arguments),
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+    return Worker(replica, process, result, log)
+
+
+def _conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
+    _await(workers, "prepared", deadline_s)
+    known = [worker.told["info"] for worker in workers]
+    _answer(workers, known)
+    _await(workers, "warm", deadline_s)
+    _answer(workers, time.monotonic() + 0.5)
+    sessions = [worker.process.pid for worker in workers]
+    began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
+    _await(workers, "measured", deadline_s)
+    cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
+    cpu_busy = (busy_s() - all_before_s) / cores_s
+    cpu_workers = (sessions_s(sessions) - ours_before_s) / cores_s
+    _answer(workers, None)
+    _await(workers, "counted", deadline_s)
+    replicas = [json.loads(worker.result.read_text(encoding="utf-8")) for worker in workers]
+    _answer(workers, None)
+    return {"outcome": "finished", "replicas": replicas, "cpu_busy": cpu_busy, "cpu_workers": cpu_workers}
+
+
+def _answer(workers: Sequence[Worker], value: Any) -> None:
+    for worker in workers:
+        worker.answer(value)
+
+
+def _await(workers: Sequence[Worker], phase: str, deadline_s: float) -> None:
+    """Until every worker has told ``phase``.
+
+    Raises:
+        TimeoutError: at ``deadline_s``.
+        TransportError: if a worker ends before; it carries the end of its log.
+    """
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            assert worker.process.stdout is not None
+            selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+        while any(worker.told.get("phase") != phase for worker in workers):
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError(f"the time allowed ended before every replica was {phase}")
+            for key, _ in selector.select(remaining_s):
+                key.data.read()

@@ -1,0 +1,91 @@
+"""The model and the inner step: real parameters and a real optimizer, little computation."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.wan.plan import Work
+
+__all__ = ["InnerLoop", "Layers", "digest"]
+
+
+class Layer(nn.Module):
+    """The parameters of one transformer layer; ``width`` d: ``12 d**2 + 2 d`` values in six tensors."""
+
+    def __init__(self, width: int, generator: torch.Generator) -> None:
+        super().__init__()
+        shapes = {
+            "qkv": (3 * width, width),
+            "out": (width, width),
+            "up": (4 * width, width),
+            "down": (width, 4 * width),
+            "attention_norm": (width,),
+            "mlp_norm": (width,),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(0.02 * torch.randn(shape, generator=generator)))
+
+
+class Layers(nn.Module):
+    """The model: layers and nothing else, the same on every replica."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList(Layer(work.width, generator) for _ in range(work.layers))
+
+    def forward(self, scale: Tensor) -> Tensor:
+        """``scale``, ``()``, times the sum of all parameters: every one gets a gradient, at the price of reading it."""
+        return scale * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
+
+
+class InnerLoop:
+    """Inner steps of one replica: `compute` stands for the accelerator's work, `update` moves one layer.
+
+    The gradient of a layer is noise that differs between replicas. One layer a step, in turn, keeps the CPU's part
+    small, and every fragment has moved by the time it is sent.
+
+    Attributes:
+        compute_s: how long the last `compute` took.
+    """
+
+    def __init__(self, work: Work, model: Layers, replica: int) -> None:
+        self.work = work
+        self.layers = list(model.layers)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self.compute_s = 0.0
+        generator = torch.Generator().manual_seed(1 + replica)
+        self._noise = [torch.randn(parameter.shape, generator=generator) for parameter in self.layers[0].parameters()]
+        self._factors = torch.randn(2, 1024, 1024, generator=generator) if work.compute == "matmul" else None
+
+    def compute(self) -> None:
+        """What stands for forward and backward pass."""
+        started_s = time.perf_counter()
+        if self._factors is None:
+            time.sleep(self.work.step_s)
+        else:
+            for _ in range(self.work.matmuls):
+                torch.mm(self._factors[0], self._factors[1])
+        self.compute_s = time.perf_counter() - started_s
+
+    def update(self, step: int) -> None:
+        """An optimizer step on the layer whose turn it is; ``step`` counts from 1."""
+        parameters = list(self.layers[step % len(self.layers)].parameters())
+        for parameter, noise in zip(parameters, self._noise, strict=True):
+            parameter.grad = noise
+        self.optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Of the bits of float32 tensors on the CPU, in order."""
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(tensor.detach().contiguous().numpy().data)
+    return hashed.hexdigest()[:16]
