@@ -70,7 +70,7 @@ class Whole(Mapping[str, Tensor]):
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self.parts = values.parts if isinstance(values, Whole) else values
+        self.parts: Mapping[str, Tensor] = values.parts if isinstance(values, Whole) else values
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.parts[name].detach()
