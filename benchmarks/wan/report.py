@@ -33,19 +33,20 @@ def tables(results: Sequence[Row]) -> str:
         rows = {row["method"]: row for row in results if row["link"] == link.name and row["work"]["compute"] == "pause"}
         if rows:
             lines += [f"## {link.name}", "", HEAD, "|---" * (HEAD.count("|") - 1) + "|"]
-            base_s = baseline_s(results, link.replicas)
+            base_s = baseline_s(results)
             lines += [describe(rows[method.name], method, link, base_s) for method in METHODS if method.name in rows]
             lines.append("")
     return "\n".join(lines + overlap_table(results))
 
 
-def baseline_s(results: Sequence[Row], replicas: int) -> float:
-    """Seconds per inner step without communication, with as many replicas on this machine; NaN if never measured."""
-    for row in results:
-        alone = row["method"] == METHODS[0].name and row["work"]["compute"] == "pause"
-        if alone and row["outcome"] == "finished" and len(row["replicas"]) == replicas:
-            return step_s(row)
-    return float("nan")
+def baseline_s(results: Sequence[Row]) -> float:
+    """Seconds per inner step without communication, of the run that was disturbed least; NaN if never measured."""
+    alone = [
+        step_s(row)
+        for row in results
+        if row["method"] == METHODS[0].name and row["work"]["compute"] == "pause" and row["outcome"] == "finished"
+    ]
+    return min(alone, default=float("nan"))
 
 
 def step_s(row: Row) -> float:
@@ -76,7 +77,7 @@ def describe(row: Row, method: Method, link: Link, base_s: float) -> str:
         f"{statistics.mean(waits_s):.2f}, {max(waits_s):.2f}" if waits_s else "",
         _transfers(transfers_s, replicas, link),
         _agreement(replicas),
-        f"{row['cpu_workers']:.0%}, {row['cpu_busy']:.0%}",
+        f"{row['cpu_workers'] or float('nan'):.0%}, {row['cpu_busy']:.0%}".replace("nan%", "?"),
     ]
     return "| " + " | ".join(cells) + " |"
 
