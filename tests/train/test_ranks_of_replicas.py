@@ -17,7 +17,7 @@ from tests.processes import Processes
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, open_group, unequal
 from tests.transport.wires import QUICK, at_once, rendezvous
 
-PATIENT = QUICK | {"round_timeout_s": 60.0, "silence_s": 60.0, "rendezvous_timeout_s": 60.0}
+PATIENT = QUICK | {"round_timeout_s": 300.0, "silence_s": 300.0, "rendezvous_timeout_s": 300.0}
 """A machine with few cores stands still for a while when four processes start."""
 
 

@@ -46,7 +46,7 @@ class Replica:
     def __init__(self, position: int, size: int, folder: Path, **hub: Any) -> None:
         store = dist.FileStore(str(folder / "store"), size)
         self.group = open_replica_group(
-            store, replica=1, position=position, size=size, device=torch.device("cpu"), timeout_s=30.0
+            store, replica=1, position=position, size=size, device=torch.device("cpu"), timeout_s=300.0
         )
         self.hub = InProcessTransport(2, **hub) if position == 0 else None
         self.transport = LeaderTransport(self.group, self.hub.endpoint(1) if self.hub else None)
@@ -147,7 +147,7 @@ def test_all_ranks_hear_what_the_leader_hears(tmp_path: Path) -> None:
 
 def rank_is_given_a_transport_too_many(position: int, folder: Path) -> str:
     store = dist.FileStore(str(folder / "store"), 2)
-    group = open_replica_group(store, replica=0, position=position, size=2, device=torch.device("cpu"), timeout_s=30.0)
+    group = open_replica_group(store, replica=0, position=position, size=2, device=torch.device("cpu"), timeout_s=300.0)
     with pytest.raises(ConfigurationError) as caught:
         LeaderTransport(group, InProcessTransport(1).endpoint(0))
     group.close()

@@ -16,7 +16,7 @@ from tests.processes import Processes, report, told
 CPU = torch.device("cpu")
 
 
-def open_group(position: int, size: int, folder: Path, *, replica: int = 0, timeout_s: float = 30.0) -> ReplicaGroup:
+def open_group(position: int, size: int, folder: Path, *, replica: int = 0, timeout_s: float = 300.0) -> ReplicaGroup:
     store = dist.FileStore(str(folder / "store"))
     return open_replica_group(store, replica=replica, position=position, size=size, device=CPU, timeout_s=timeout_s)
 

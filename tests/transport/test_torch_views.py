@@ -115,13 +115,14 @@ def go_on(processes: Processes, scenario: Scenario) -> None:
 
 
 def outcomes(processes: Processes, ranks: tuple[int, ...]) -> list[Outcome]:
-    """Of all of them, the one that came last; they have parted then."""
+    """Of all of them; they have parted then."""
     found = [processes.heard(rank, LIMIT_S) for rank in ranks]
     end(processes, ranks)
     return found
 
 
 def are_one(scenario: Scenario, found: list[Outcome], *, changes: int) -> None:
+    """Who came last holds what the others hold, and nobody had more void rounds than so many changes of view bring."""
     *others, joiner = found
     everybody = tuple(range(scenario.num_replicas))
     for outcome in found:
@@ -134,10 +135,9 @@ def are_one(scenario: Scenario, found: list[Outcome], *, changes: int) -> None:
         assert outcome.committed == others[0].committed
         assert len(outcome.void) <= changes * VOID_PER_CHANGE
     apart = [step for step in joiner.digests if joiner.digests[step] != others[0].digests[step]]
-    first_rounds = (
-        SCHEDULE.inner_steps + SCHEDULE.overlap_steps
-    )  # each fragment is sent and merged within so many steps
-    assert all(step < min(joiner.digests) + first_rounds - 1 for step in apart)
+    # by then each fragment has been sent and merged once since it came
+    one_round_later = min(joiner.digests) + SCHEDULE.inner_steps - 1 + SCHEDULE.overlap_steps
+    assert all(step < one_round_later for step in apart)
     assert len(joiner.void) <= SCHEDULE.num_fragments
     for round_id, contributors in joiner.committed.items():
         assert others[0].committed[round_id] == contributors
