@@ -29,7 +29,7 @@ import torch
 __all__ = ["Processes", "report", "told"]
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-PRELOADED = ["torch", "torch.distributed", "numpy", "hypothesis", "pytest", "diloco.train.replica"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "hypothesis", "pytest", "diloco.train.replica"]
 
 _parent: Connection | None = None
 

@@ -59,7 +59,7 @@ def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> R
     if setup.strategy == "none":
         return ReplicaGroup()
     store = dist.FileStore(str(folder / f"store-{replica}"), setup.size)
-    return open_replica_group(store, replica=replica, position=position, size=setup.size, device=CPU, timeout_s=60.0)
+    return open_replica_group(store, replica=replica, position=position, size=setup.size, device=CPU, timeout_s=300.0)
 
 
 class Rank:

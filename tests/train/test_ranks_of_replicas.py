@@ -78,7 +78,7 @@ def test_replicas_of_two_ranks_train_as_replicas_of_one(
 ) -> None:
     with rendezvous(2 if strategy == "ddp" else 4, 1 if strategy == "ddp" else 2) as address, Processes() as processes:
         processes.start(4, rank_of_two_replicas, strategy, address, tmp_path)
-        ranks = processes.results(timeout_s=240)
+        ranks = processes.results(timeout_s=300)
     for rank, done in ranks.items():
         replica, position = divmod(rank, 2)
         assert done["committed"] == alone[replica]["committed"] == 7

@@ -55,7 +55,7 @@ def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None
     """Bit for bit (invariant 6): with a round in flight, its residual undecided, and Adam at work."""
     with Processes() as processes:
         processes.start(2, rank_stops_and_goes_on, Setup(strategy="fsdp", size=2, **LOSSY), tmp_path)
-        ranks = processes.results(timeout_s=120)
+        ranks = processes.results(timeout_s=300)
     for rank in ranks.values():
         ran, went_on = rank["ran"], rank["went on"]
         for kind in ("loaded", "values"):
@@ -89,7 +89,7 @@ def run_relay(stages: Sequence[Setup], folder: Path) -> list[list[dict[str, Any]
     save(first, folder / "checkpoints")
     with Processes() as processes:
         processes.start(max(setup.size for setup in stages), rank_in_relay, stages, folder)
-        of_ranks = processes.results(timeout_s=120)
+        of_ranks = processes.results(timeout_s=300)
     last = Rank(replace(stages[0], strategy="none", size=1), ReplicaGroup())
     done = [[of_ranks[s].pop(0) for s in range(setup.size)] for setup in stages]
     return [[began], *done, [take_over(last, folder)]]

@@ -66,7 +66,7 @@ def ranks_fail_to_save(position: int, folder: Path) -> dict[str, dict[str, Any]]
 def test_all_ranks_save_or_none(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(2, ranks_fail_to_save, tmp_path)
-        ranks = processes.results(timeout_s=120)
+        ranks = processes.results(timeout_s=300)
     for rank in ranks.values():
         for number, (who, position) in enumerate(FAILURES.items()):
             seen, step = rank[who], 3 * number

@@ -121,7 +121,7 @@ def same(one: Any, other: Any) -> bool:
 def test_all_ranks_hear_what_the_leader_hears(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(3, rank_hears, tmp_path)
-        ranks = processes.results(timeout_s=60)
+        ranks = processes.results(timeout_s=300)
     leader = ranks[0]
     decoded = [make_codec("float32").decode(contribution(m).payload, SIZE) for m in (0, 1)]
     torch.testing.assert_close(leader["average"]["values"], (decoded[0] + decoded[1]) / 2)
@@ -157,7 +157,7 @@ def rank_is_given_a_transport_too_many(position: int, folder: Path) -> str:
 def test_a_second_way_out_is_refused_on_all_ranks(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(2, rank_is_given_a_transport_too_many, tmp_path)
-        words = processes.results(timeout_s=60)
+        words = processes.results(timeout_s=300)
     assert "another rank" in words[0]
     assert "position 1 was given one" in words[1]
 

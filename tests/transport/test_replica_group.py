@@ -56,7 +56,7 @@ def rank_tells(rank: int, folder: Path) -> dict[str, Any]:
 def test_each_replica_by_itself(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(6, rank_tells, tmp_path)
-        ranks = processes.results(timeout_s=60)
+        ranks = processes.results(timeout_s=300)
     for rank, found in ranks.items():
         replica, position = divmod(rank, 3)
         numbers = [10 * replica + s for s in range(3)]
@@ -100,7 +100,7 @@ def test_a_batch_of_fewer_rows_than_ranks_is_refused() -> None:
 def rank_waits(position: int, folder: Path) -> str:
     group = open_group(position, 2, folder, replica=4)
     report("met")
-    told()
+    told(timeout_s=300)
     try:
         group.share({"nobody": "there"})
         group.gather(torch.ones(1))
@@ -112,10 +112,10 @@ def rank_waits(position: int, folder: Path) -> str:
 def test_the_loss_of_a_rank_is_an_error_that_names_the_replica(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(2, rank_waits, tmp_path)
-        assert [processes.heard(rank) for rank in (0, 1)] == ["met", "met"]
+        assert [processes.heard(rank, timeout_s=300) for rank in (0, 1)] == ["met", "met"]
         processes.kill(1)
         processes.tell(0, "go on")
-        words = processes.results(timeout_s=60)[0]
+        words = processes.results(timeout_s=300)[0]
     assert words.startswith("(4,) a rank of replica 4 is gone or silent")
 
 
@@ -128,7 +128,7 @@ def rank_is_alone(position: int, folder: Path) -> str:
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever(tmp_path: Path) -> None:
     with Processes() as processes:
         processes.start(1, rank_is_alone, tmp_path)
-        words = processes.results(timeout_s=60)[0]
+        words = processes.results(timeout_s=300)[0]
     assert words.startswith("position 0 of replica 7 did not find the other 1 ranks of it within 0.5 s")
 
 

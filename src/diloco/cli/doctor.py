@@ -23,11 +23,16 @@ __all__ = ["run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Check names, ports, latency and bandwidth of the way to other replicas."""
+    """Check names, ports, latency and bandwidth of the way to other replicas.
 
-    peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...")]] = ()
+    Examples:
+      diloco doctor 10.0.0.1:29400 10.0.0.2:29400   the way to two replicas
+      diloco doctor --listen 10.0.0.1:29400         answer where none runs yet
+    """
+
+    peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")]] = ()
     """Control addresses of replicas (each prints its own at its start), or of listening doctors."""
-    listen: str | None = None
+    listen: Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")] = None
     """Answer at this HOST:PORT until interrupted, on a machine where no replica runs yet."""
     megabytes: float = 10.0
     """How much to move each way, 0.1 to 64."""
