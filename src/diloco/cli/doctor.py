@@ -21,14 +21,16 @@ from diloco.transport.torch_distributed.address import parse_address
 __all__ = ["run"]
 
 
+DESCRIPTION = """Check names, ports, latency and bandwidth of the way to other replicas.
+
+Examples:
+  diloco doctor 10.0.0.1:29400 10.0.0.2:29400
+  diloco doctor --listen 10.0.0.1:29400"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Check names, ports, latency and bandwidth of the way to other replicas.
-
-    Examples:
-      diloco doctor 10.0.0.1:29400 10.0.0.2:29400   the way to two replicas
-      diloco doctor --listen 10.0.0.1:29400         answer where none runs yet
-    """
+    """What follows `diloco doctor`."""
 
     peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")]] = ()
     """Control addresses of replicas (each prints its own at its start), or of listening doctors."""
@@ -44,7 +46,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Examine or listen; returns 0 if all ways work, 1 if one does not."""
-    options = tyro.cli(Options, prog="diloco doctor", args=list(arguments))
+    options = tyro.cli(Options, prog="diloco doctor", description=DESCRIPTION, args=list(arguments))
     if bool(options.peers) == bool(options.listen):
         raise ConfigurationError(
             "peers to examine, or --listen HOST:PORT, one of the two would work: `diloco doctor 10.0.0.1:29400`. "
