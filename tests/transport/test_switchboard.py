@@ -221,7 +221,7 @@ STRANGERS = {
     "unknown kind": pack({"kind": "launch-missiles"}),
     "no rank": pack({"kind": "hello"}),
     "no number": pack({"kind": "hello", "rank": "first", "address": "a:1"}),
-    "no address": pack({"kind": "hello", "rank": 3, "address": 7}),
+    "no address": pack({"kind": "hello", "rank": 3, "address": "a:b"}),
     "half a frame": pack({"kind": "hello", "rank": 3, "address": "a:1"})[:-1],
 }
 
