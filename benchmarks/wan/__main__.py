@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _disturbance(row: dict[str, Any]) -> float:
     """Share of the CPU used by others than the workers: the emulated network's part, and other people's."""
-    return float(row["cpu_busy"] - row["cpu_workers"]) if row["outcome"] == "finished" else 0.0
+    return float(row["cpu_busy"] - (row["cpu_workers"] or 0)) if row["outcome"] == "finished" else 0.0
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:

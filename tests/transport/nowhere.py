@@ -44,6 +44,6 @@ def failure(function: Callable[..., object], *arguments: Any, **named: Any) -> s
     return str(caught.value)
 
 
-def diloco_threads() -> set[str]:
-    """Names of the threads of transports that are open in this process."""
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("diloco")}
+def diloco_threads() -> set[threading.Thread]:
+    """The threads of transports that are open in this process; one may still be going away after an earlier test."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("diloco")}

@@ -61,6 +61,7 @@ def work_together(num_replicas: int, address: Address, held: Sequence[int] = ())
 
 
 def test_a_port_that_is_taken_is_named_and_so_is_a_range_without_a_free_one() -> None:
+    before = diloco_threads()
     with socket.create_server(("127.0.0.1", 0)) as server, rendezvous(2) as address:
         port = server.getsockname()[1]
         taken = wire(host="127.0.0.1", ports=str(port))
@@ -70,7 +71,7 @@ def test_a_port_that_is_taken_is_named_and_so_is_a_range_without_a_free_one() ->
             connect(place(1, 2, address), taken)
         assert "Another port (transport.ports)" in str(caught.value)
         assert str(caught.value).endswith("Nothing was started.")
-        assert "diloco-post" not in diloco_threads()
+        assert not [thread for thread in diloco_threads() - before if thread.name == "diloco-post"]
 
 
 def test_of_a_range_the_first_free_port_is_taken(board: Switchboard) -> None:
@@ -102,7 +103,7 @@ def test_an_interface_that_is_not_there_is_named() -> None:
 
 def test_ranks_with_different_settings_are_all_refused_in_the_same_sentence() -> None:
     """Whichever comes first, and also who comes when it is known already."""
-    codecs = ["fp4", "int8", "fp4"]
+    codecs, before = ["fp4", "int8", "fp4"], diloco_threads()
 
     def one(rank: int) -> object:
         return connect(place(rank, 3, address), wire(facts={"codec": codecs[rank]}, rendezvous_timeout_s=20.0))
@@ -114,7 +115,7 @@ def test_ranks_with_different_settings_are_all_refused_in_the_same_sentence() ->
     assert words.endswith("; the same on both sides would work. Nothing was started.")
     for side in ("replica 0 (127.0.0.1:", "has codec = fp4", "replica 1 (127.0.0.1:", "has codec = int8"):
         assert side in words
-    assert not diloco_threads()
+    assert diloco_threads() <= before
 
 
 def test_two_processes_that_say_they_are_the_same_rank_are_refused() -> None:
