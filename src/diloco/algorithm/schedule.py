@@ -96,6 +96,18 @@ class SyncSchedule:
         ]
         return (*sends, *merges)
 
+    def busy_steps(self, steps: int) -> tuple[int, ...]:
+        """The steps in 1..``steps`` after which there is something to do, ascending.
+
+        >>> SyncSchedule(inner_steps=100, num_fragments=2, overlap_steps=5).busy_steps(250)
+        (100, 105, 150, 155, 200, 205, 250)
+        """
+        busy: set[int] = set()
+        for offset in self.fragment_offsets:
+            sent = range(offset + self.inner_steps, steps + 1, self.inner_steps)
+            busy.update(sent, (step + self.overlap_steps for step in sent))
+        return tuple(sorted(step for step in busy if step <= steps))
+
     def rounds(self, steps: int) -> int:
         """Number of sends, over all fragments, in steps 1..``steps``.
 
