@@ -20,6 +20,7 @@ ORDER = (
     "data",
     "train",
     "monitor",
+    "simulate",
     "config",
     "cli",
 )

@@ -1,0 +1,122 @@
+"""Where a run takes place: links, speeds, and what real machines spend beside computing and sending."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.errors import ConfigurationError
+from diloco.transport.links import Link, LinkArrays
+
+__all__ = ["IDEAL", "Cluster", "Overheads"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """What a run spends that is neither computing nor bits at the link's rate; all neutral: the ideal of the papers.
+
+    Attributes:
+        goodput: share of a link's rate that payload gets; the rest are headers and what is sent again.
+        round_trips: trips there and back that a round takes beside its payload and one vote: connections that get up
+            to speed, headers that go ahead.
+        send_s_per_value: time that the training loop stands still at a send, per value: pseudo-gradient, encoding.
+        merge_s_per_value: and at a merge: outer step, merge.
+        pause_s: and at each of them whatever the size.
+    """
+
+    goodput: float = 1.0
+    round_trips: float = 0.0
+    send_s_per_value: float = 0.0
+    merge_s_per_value: float = 0.0
+    pause_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        others = (self.round_trips, self.send_s_per_value, self.merge_s_per_value, self.pause_s)
+        if not 0 < self.goodput <= 1 or not all(0 <= value < math.inf for value in others):
+            raise ConfigurationError(
+                f"{self} was given; a goodput above 0 and up to 1, and all else 0 or more, would work. "
+                "Nothing was computed."
+            )
+
+
+IDEAL = Overheads()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Replicas, their links and their speeds. Arrays may have scenarios in front: ``(..., M)``.
+
+    Attributes:
+        bandwidth_bits_per_s: each way.
+        latency_s: one way.
+        step_time_s: compute time of one inner step, ``(M,)``.
+        half_duplex: ``(M,)``: sending and receiving take turns.
+        jitter: standard deviation of a step's time as a part of it; steps are drawn from a gamma distribution with the
+            mean ``step_time_s``, independently, by ``seed``.
+        seed: of the jitter.
+        overheads: beside that.
+    """
+
+    bandwidth_bits_per_s: NDArray[np.float64]
+    latency_s: NDArray[np.float64]
+    step_time_s: NDArray[np.float64]
+    half_duplex: NDArray[np.bool_]
+    jitter: float = 0.0
+    seed: int = 0
+    overheads: Overheads = field(default_factory=Overheads)
+
+    @classmethod
+    def of(
+        cls,
+        links: Sequence[Link],
+        step_time_s: float | Sequence[float],
+        *,
+        jitter: float = 0.0,
+        seed: int = 0,
+        overheads: Overheads = IDEAL,
+    ) -> Cluster:
+        """One link and one step time per replica; one step time for all is enough.
+
+        Raises:
+            ConfigurationError: for numbers that are none, or not one per replica.
+        """
+        times = [step_time_s] * len(links) if isinstance(step_time_s, int | float) else list(step_time_s)
+        if len(times) != len(links) or not links or not all(0 < each < math.inf for each in times):
+            raise ConfigurationError(
+                f"{len(links)} links and step times {times} were given; one of each per replica, and times above 0 s, "
+                "would work. Nothing was computed."
+            )
+        if not 0 <= jitter < math.inf:
+            raise ConfigurationError(f"a jitter of {jitter} was given; 0 or more would work. Nothing was computed.")
+        arrays = LinkArrays.of(links)
+        return cls(
+            bandwidth_bits_per_s=arrays.bandwidth_bits_per_s,
+            latency_s=arrays.latency_s,
+            step_time_s=np.array(times),
+            half_duplex=arrays.half_duplex,
+            jitter=jitter,
+            seed=seed,
+            overheads=overheads,
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """M."""
+        return int(self.step_time_s.shape[-1])
+
+    @property
+    def links(self) -> LinkArrays:
+        """The links as payload sees them."""
+        return LinkArrays(self.overheads.goodput * self.bandwidth_bits_per_s, self.latency_s, self.half_duplex)
+
+    def computed_s(self, steps: int) -> NDArray[np.float64]:
+        """By step and replica, ``(steps + 1, M)``: compute time of the first so many steps. No schedule changes it."""
+        if self.jitter == 0:
+            return np.arange(steps + 1)[:, None] * self.step_time_s
+        shape = 1 / self.jitter**2
+        drawn = np.random.default_rng(self.seed).gamma(shape, 1 / shape, (steps, self.num_replicas))
+        return np.concatenate([np.zeros((1, self.num_replicas)), np.cumsum(drawn * self.step_time_s, axis=0)])

@@ -1,0 +1,223 @@
+"""The simulator: a schedule's sends and merges on links and clocks, for any number of scenarios and replicas at once.
+
+``CU = compute time / (compute time + time that is not compute)``. Nothing here decides when something is sent
+(`SyncSchedule`), how large it is (`diloco.simulate.traffic`, from the codecs) or how long a link is taken
+(`diloco.transport.links.round_times`): those are the trainer's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.algorithm.schedule import Send
+from diloco.errors import ConfigurationError
+from diloco.simulate.cluster import Cluster
+from diloco.simulate.traffic import Parcel, Traffic
+from diloco.transport.links import RoundTimes, round_times
+
+__all__ = ["Round", "Simulated", "simulate", "simulate_cycles"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round, for drawing; times in seconds, ``(..., M)``.
+
+    Attributes:
+        fragment: p.
+        outer_step: counted from 0.
+        sent_bytes: by replica.
+        times: on the links.
+        merge_start_s: when the replica wanted the average.
+        merge_stop_s: and when it had it.
+    """
+
+    fragment: int
+    outer_step: int
+    sent_bytes: Floats
+    times: RoundTimes
+    merge_start_s: Floats
+    merge_stop_s: Floats
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What happened in the part of a run that was measured; arrays by scenario and replica, ``(..., M)``.
+
+    Attributes:
+        steps: inner steps measured.
+        rounds: merges in them.
+        compute_s: time spent computing.
+        waited_s: time spent waiting for a merge.
+        spent_s: time spent encoding, in outer steps and merging (`Overheads`).
+        longest_wait_s: the longest that a single merge took to come.
+        sent_bytes: payload handed in.
+        received_bytes: likewise.
+        history: all rounds of the run, if they were asked for.
+    """
+
+    steps: int
+    rounds: int
+    compute_s: Floats
+    waited_s: Floats
+    spent_s: Floats
+    longest_wait_s: Floats
+    sent_bytes: Floats
+    received_bytes: Floats
+    history: tuple[Round, ...] = ()
+
+    @property
+    def compute_utilization(self) -> Floats:
+        """CU by scenario, ``(...)``: the mean over replicas, as a run reports it."""
+        mean: Floats = (self.compute_s / (self.compute_s + self.waited_s + self.spent_s)).mean(-1)
+        return mean
+
+    @property
+    def wall_s(self) -> Floats:
+        """How long the measured part took, ``(...)``: the slowest replica's time."""
+        slowest: Floats = (self.compute_s + self.waited_s + self.spent_s).max(-1)
+        return slowest
+
+    @property
+    def stall_per_round_s(self) -> Floats:
+        """Mean wait of a merge, ``(...)``, over replicas."""
+        mean: Floats = self.waited_s.mean(-1) / max(1, self.rounds)
+        return mean
+
+    @property
+    def sent_bytes_per_s(self) -> Floats:
+        """Mean rate of payload, ``(...)``, of the replica that sends most."""
+        rate: Floats = self.sent_bytes.max(-1) / self.wall_s
+        return rate
+
+
+def simulate(
+    traffic: Traffic, cluster: Cluster, *, steps: int, measure_from: int = 0, history: bool = False
+) -> Simulated:
+    """Run ``steps`` inner steps.
+
+    Args:
+        traffic: what is sent and merged when.
+        cluster: where.
+        steps: inner steps of the whole run; what is in flight at its end is not waited for.
+        measure_from: the measured part begins after this step.
+        history: keep every round.
+
+    Raises:
+        ConfigurationError: if nothing is left to measure.
+
+    >>> from diloco.algorithm.codec import make_codec
+    >>> from diloco.algorithm.schedule import SyncSchedule
+    >>> from diloco.simulate.traffic import outer_traffic
+    >>> from diloco.transport.links import Link
+    >>> diloco = outer_traffic(SyncSchedule(inner_steps=10), [1_000_000], [make_codec("float32")], 2)
+    >>> simulate(diloco, Cluster.of([Link(8e6)] * 2, 1.0), steps=20).compute_utilization   # two rounds of 4 s
+    array(0.714...)
+    """
+    if not 0 <= measure_from < steps:
+        raise ConfigurationError(
+            f"steps={steps} with measure_from={measure_from} was given; 0 <= measure_from < steps would work. "
+            "Nothing was computed."
+        )
+    run = _Run(traffic, cluster, steps)
+    before = run.totals()
+    for step in traffic.schedule.busy_steps(steps):
+        if step > measure_from and run.measured_from is None:
+            run.measured_from, before = step, run.totals()
+            run.longest_wait_s = np.zeros(run.shape)
+        for action in traffic.schedule.actions(step):
+            if isinstance(action, Send):
+                run.send(action.fragment, step)
+            else:
+                run.merge(action.fragment, action.outer_step, step)
+    if run.measured_from is None:
+        before = run.totals()
+    counted = {name: after - before[name] for name, after in run.totals().items()}
+    return Simulated(
+        steps=steps - measure_from,
+        rounds=int(counted.pop("rounds")),
+        compute_s=np.broadcast_to(run.computed_s[steps] - run.computed_s[measure_from], run.shape),
+        longest_wait_s=run.longest_wait_s,
+        history=tuple(run.history) if history else (),
+        **counted,
+    )
+
+
+def simulate_cycles(traffic: Traffic, cluster: Cluster, *, cycles: int = 2, warm_up: int = 2) -> Simulated:
+    """The steady state: ``cycles`` times H steps, after every fragment has been through ``warm_up`` rounds."""
+    period = traffic.schedule.inner_steps
+    begin = (warm_up + 1) * period
+    return simulate(traffic, cluster, steps=begin + cycles * period, measure_from=begin)
+
+
+class _Run:
+    """Clocks and links of all scenarios and replicas, ``(..., M)``."""
+
+    def __init__(self, traffic: Traffic, cluster: Cluster, steps: int) -> None:
+        self.traffic = traffic
+        self.cluster = cluster
+        self.links = cluster.links
+        self.computed_s = cluster.computed_s(steps)
+        sizes = [array.shape for parcel in traffic.parcels for array in (parcel.sent_bytes, parcel.received_bytes)]
+        ways = (cluster.bandwidth_bits_per_s.shape, cluster.latency_s.shape, cluster.step_time_s.shape)
+        self.shape = np.broadcast_shapes(*sizes, *ways)
+        self.waited_s, self.spent_s, self.longest_wait_s = (np.zeros(self.shape) for _ in range(3))
+        self.up_free_s, self.down_free_s = np.zeros(self.shape), np.zeros(self.shape)
+        self.sent_bytes, self.received_bytes = np.zeros(self.shape), np.zeros(self.shape)
+        self.rounds = 0
+        self.measured_from: int | None = None
+        self.in_flight: dict[int, RoundTimes] = {}
+        self.history: list[Round] = []
+        trips = cluster.overheads.round_trips if self.shape[-1] > 1 else 0.0
+        self.trips_s = 2 * trips * cluster.latency_s.max(-1, keepdims=True)
+
+    def totals(self) -> dict[str, Floats]:
+        return {
+            "waited_s": self.waited_s.copy(),
+            "spent_s": self.spent_s.copy(),
+            "sent_bytes": self.sent_bytes.copy(),
+            "received_bytes": self.received_bytes.copy(),
+            "rounds": np.array(self.rounds),
+        }
+
+    def send(self, fragment: int, step: int) -> None:
+        parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
+        self.spent_s = self.spent_s + (overheads.pause_s + overheads.send_s_per_value * parcel.numel)
+        times = round_times(
+            self.links,
+            self._handed_in_s(parcel, step),
+            parcel.sent_bytes,
+            parcel.received_bytes,
+            self.up_free_s,
+            self.down_free_s,
+        )
+        self.up_free_s, self.down_free_s = times.up_end_s, np.maximum(self.down_free_s, times.down_end_s)
+        self.in_flight[fragment] = times
+        self.sent_bytes = self.sent_bytes + parcel.sent_bytes
+        self.received_bytes = self.received_bytes + parcel.received_bytes
+
+    def merge(self, fragment: int, outer_step: int, step: int) -> None:
+        parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
+        times = self.in_flight.pop(fragment)
+        now_s = self.computed_s[step] + self.waited_s + self.spent_s
+        waits_s = np.maximum(0.0, times.committed_s + self.trips_s - now_s)
+        self.waited_s = self.waited_s + waits_s
+        self.longest_wait_s = np.maximum(self.longest_wait_s, waits_s)
+        self.spent_s = self.spent_s + (overheads.pause_s + overheads.merge_s_per_value * parcel.numel)
+        self.rounds += 1
+        self.history.append(Round(fragment, outer_step, parcel.sent_bytes, times, now_s, now_s + waits_s))
+
+    def _handed_in_s(self, parcel: Parcel, step: int) -> Floats:
+        """From when on the parcel could have been sent in one piece, to be out at the same time as in its parts."""
+        began_s = self.computed_s[step - 1] + self.waited_s + self.spent_s
+        lasted_s = self.computed_s[step] - self.computed_s[step - 1]
+        whole_s = 8 * parcel.sent_bytes / self.links.bandwidth_bits_per_s
+        handed_in_s, gone = np.full(self.shape, -np.inf), 0.0
+        for fraction, share in parcel.releases:
+            handed_in_s = np.maximum(handed_in_s, began_s + fraction * lasted_s - gone * whole_s)
+            gone += share
+        return handed_in_s
