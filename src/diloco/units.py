@@ -1,4 +1,4 @@
-"""Numbers for people.
+"""Numbers for people, written and read.
 
 Scales are decimal (1 MB = 1000 kB = 1,000,000 bytes), with one decimal below 100 and none above, so that a value that
 grows does not make a column jump.
@@ -7,13 +7,22 @@ grows does not make a column jump.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
+
+from diloco.errors import ConfigurationError
 
 __all__ = [
     "format_bytes",
     "format_count",
     "format_duration",
     "format_perplexity",
+    "format_rate",
     "format_ratio",
+    "parse_count",
+    "parse_duration_s",
+    "parse_rate_bits_per_s",
+    "parse_share",
     "perplexity",
 ]
 
@@ -88,6 +97,76 @@ def format_duration(seconds: float) -> str:
     if whole < 86_400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+
+
+def format_rate(bits_per_s: float) -> str:
+    """Bits per second with three digits and a decimal unit.
+
+    >>> [format_rate(rate) for rate in (512, 94.3e6, 1e9, 1.25e12)]
+    ['512 bit/s', '94.3 Mbit/s', '1 Gbit/s', '1.25 Tbit/s']
+    """
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits_per_s >= 0.9995 * size and math.isfinite(bits_per_s):
+            return f"{bits_per_s / size:.3g} {unit}"
+    return f"{bits_per_s:.3g} bit/s"
+
+
+_DURATIONS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_RATES = {
+    f"{scale}{word}": factor
+    for scale, factor in (("", 1.0), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
+    for word in ("bit", "bit/s", "bps", "bits/s")
+}
+
+
+def parse_duration_s(text: str, name: str) -> float:
+    """Seconds; a number without a unit is seconds.
+
+    >>> parse_duration_s("80ms", "--latency"), parse_duration_s("1.5h", "--away"), parse_duration_s("2", "--away")
+    (0.08, 5400.0, 2.0)
+    >>> parse_duration_s("fast", "--latency")
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: --latency fast was given; a number with us, ms, s, min, h or d, such as 80ms, ...
+    """
+    return _parse(text, name, _DURATIONS, "a number with us, ms, s, min, h or d, such as 80ms,")
+
+
+def parse_rate_bits_per_s(text: str, name: str) -> float:
+    """Bits per second, decimal; the unit is needed, because bits are taken for bytes so easily.
+
+    >>> parse_rate_bits_per_s("500Mbit", "--bandwidth"), parse_rate_bits_per_s("1 Gbit/s", "--bandwidth")
+    (500000000.0, 1000000000.0)
+    >>> parse_rate_bits_per_s("500MB", "--bandwidth")
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: --bandwidth 500MB was given; a number with kbit, Mbit, Gbit or Tbit, ...
+    """
+    return _parse(text, name, _RATES, "a number with kbit, Mbit, Gbit or Tbit, such as 500Mbit,")
+
+
+def parse_count(text: str, name: str) -> int:
+    """A whole number, with K, M, B or T for thousands and so on.
+
+    >>> parse_count("1e9", "--parameters"), parse_count("1.1B", "--parameters"), parse_count("24", "--layers")
+    (1000000000, 1100000000, 24)
+    """
+    return round(_parse(text, name, _COUNTS, "a number, with K, M, B or T if need be,"))
+
+
+def parse_share(text: str, name: str) -> float:
+    """A share of 1 from per cent, with or without the sign.
+
+    >>> parse_share("95%", "--target-utilization"), parse_share("99.5", "--target-utilization")
+    (0.95, 0.995)
+    """
+    return round(_parse(text, name, {"": 1.0, "%": 1.0}, "per cent, such as 95%,") / 100, 12)
+
+
+def _parse(text: str, name: str, units: Mapping[str, float], works: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", text.lower())
+    if match is None or match[2] not in units:
+        raise ConfigurationError(f"{name} {text} was given; {works} would work. Nothing was done.")
+    return float(match[1]) * units[match[2]]
 
 
 def _scaled(count: float, units: tuple[str, ...]) -> str:

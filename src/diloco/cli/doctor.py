@@ -17,6 +17,7 @@ from tyro.conf import Positional, arg
 from diloco.cli.tables import columns
 from diloco.errors import ConfigurationError
 from diloco.transport.torch_distributed.address import parse_address
+from diloco.units import format_rate
 
 __all__ = ["run"]
 
@@ -108,14 +109,4 @@ def _listen(text: str) -> int:
 
 
 def _rate(bits_per_s: float | None) -> str:
-    """Three digits and a unit.
-
-    >>> _rate(94.3e6), _rate(None)
-    ('94.3 Mbit/s', '-')
-    """
-    if bits_per_s is None:
-        return "-"
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if bits_per_s >= size:
-            return f"{bits_per_s / size:.3g} {unit}"
-    return f"{bits_per_s / 1e3:.3g} kbit/s"
+    return "-" if bits_per_s is None else format_rate(bits_per_s)

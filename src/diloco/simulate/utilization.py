@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ __all__ = ["Round", "Simulated", "simulate", "simulate_cycles"]
 
 Floats = NDArray[np.float64]
 
+NEVER_S = np.array(math.inf)
+
 
 @dataclass(frozen=True)
 class Round:
@@ -31,17 +34,29 @@ class Round:
         fragment: p.
         outer_step: counted from 0.
         sent_bytes: by replica.
+        received_bytes: likewise.
         times: on the links.
-        merge_start_s: when the replica wanted the average.
+        send_step: the inner step after which it was sent.
+        send_start_s: when the replica began to encode.
+        send_stop_s: and when it went on.
+        merge_step: the inner step after which it was merged; None if the run ended before that.
+        merge_start_s: when the replica wanted the average; infinite, as the next two, if the run ended before that.
         merge_stop_s: and when it had it.
+        merged_s: and when it went on.
     """
 
     fragment: int
     outer_step: int
     sent_bytes: Floats
+    received_bytes: Floats
     times: RoundTimes
+    send_step: int
+    send_start_s: Floats
+    send_stop_s: Floats
+    merge_step: int | None
     merge_start_s: Floats
     merge_stop_s: Floats
+    merged_s: Floats
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,7 @@ class Simulated:
         longest_wait_s: the longest that a single merge took to come.
         sent_bytes: payload handed in.
         received_bytes: likewise.
-        history: all rounds of the run, if they were asked for.
+        history: all rounds of the run, if they were asked for; those in flight at its end come last.
     """
 
     steps: int
@@ -116,14 +131,14 @@ def simulate(
     >>> from diloco.transport.links import Link
     >>> diloco = outer_traffic(SyncSchedule(inner_steps=10), [1_000_000], [make_codec("float32")], 2)
     >>> simulate(diloco, Cluster.of([Link(8e6)] * 2, 1.0), steps=20).compute_utilization   # two rounds of 4 s
-    array(0.714...)
+    np.float64(0.714...)
     """
     if not 0 <= measure_from < steps:
         raise ConfigurationError(
             f"steps={steps} with measure_from={measure_from} was given; 0 <= measure_from < steps would work. "
             "Nothing was computed."
         )
-    run = _Run(traffic, cluster, steps)
+    run = _Run(traffic, cluster, steps, keep=history)
     before = run.totals()
     for step in traffic.schedule.busy_steps(steps):
         if step > measure_from and run.measured_from is None:
@@ -131,9 +146,9 @@ def simulate(
             run.longest_wait_s = np.zeros(run.shape)
         for action in traffic.schedule.actions(step):
             if isinstance(action, Send):
-                run.send(action.fragment, step)
+                run.send(action.fragment, action.outer_step, step)
             else:
-                run.merge(action.fragment, action.outer_step, step)
+                run.merge(action.fragment, step)
     if run.measured_from is None:
         before = run.totals()
     counted = {name: after - before[name] for name, after in run.totals().items()}
@@ -142,7 +157,7 @@ def simulate(
         rounds=int(counted.pop("rounds")),
         compute_s=np.broadcast_to(run.computed_s[steps] - run.computed_s[measure_from], run.shape),
         longest_wait_s=run.longest_wait_s,
-        history=tuple(run.history) if history else (),
+        history=(*run.history, *run.in_flight.values()) if history else (),
         **counted,
     )
 
@@ -157,7 +172,8 @@ def simulate_cycles(traffic: Traffic, cluster: Cluster, *, cycles: int = 2, warm
 class _Run:
     """Clocks and links of all scenarios and replicas, ``(..., M)``."""
 
-    def __init__(self, traffic: Traffic, cluster: Cluster, steps: int) -> None:
+    def __init__(self, traffic: Traffic, cluster: Cluster, steps: int, *, keep: bool) -> None:
+        self.keep = keep
         self.traffic = traffic
         self.cluster = cluster
         self.links = cluster.links
@@ -170,7 +186,7 @@ class _Run:
         self.sent_bytes, self.received_bytes = np.zeros(self.shape), np.zeros(self.shape)
         self.rounds = 0
         self.measured_from: int | None = None
-        self.in_flight: dict[int, RoundTimes] = {}
+        self.in_flight: dict[int, Round] = {}
         self.history: list[Round] = []
         trips = cluster.overheads.round_trips if self.shape[-1] > 1 else 0.0
         self.trips_s = 2 * trips * cluster.latency_s.max(-1, keepdims=True)
@@ -184,8 +200,9 @@ class _Run:
             "rounds": np.array(self.rounds),
         }
 
-    def send(self, fragment: int, step: int) -> None:
+    def send(self, fragment: int, outer_step: int, step: int) -> None:
         parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
+        began_s = self.computed_s[step] + self.waited_s + self.spent_s
         self.spent_s = self.spent_s + (overheads.pause_s + overheads.send_s_per_value * parcel.numel)
         times = round_times(
             self.links,
@@ -196,20 +213,38 @@ class _Run:
             self.down_free_s,
         )
         self.up_free_s, self.down_free_s = times.up_end_s, np.maximum(self.down_free_s, times.down_end_s)
-        self.in_flight[fragment] = times
+        self.in_flight[fragment] = Round(
+            fragment=fragment,
+            outer_step=outer_step,
+            sent_bytes=parcel.sent_bytes,
+            received_bytes=parcel.received_bytes,
+            times=times,
+            send_step=step,
+            send_start_s=began_s,
+            send_stop_s=self.computed_s[step] + self.waited_s + self.spent_s,
+            merge_step=None,
+            merge_start_s=NEVER_S,
+            merge_stop_s=NEVER_S,
+            merged_s=NEVER_S,
+        )
         self.sent_bytes = self.sent_bytes + parcel.sent_bytes
         self.received_bytes = self.received_bytes + parcel.received_bytes
 
-    def merge(self, fragment: int, outer_step: int, step: int) -> None:
+    def merge(self, fragment: int, step: int) -> None:
         parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
-        times = self.in_flight.pop(fragment)
+        sent = self.in_flight.pop(fragment)
         now_s = self.computed_s[step] + self.waited_s + self.spent_s
-        waits_s = np.maximum(0.0, times.committed_s + self.trips_s - now_s)
+        waits_s = np.maximum(0.0, sent.times.committed_s + self.trips_s - now_s)
         self.waited_s = self.waited_s + waits_s
         self.longest_wait_s = np.maximum(self.longest_wait_s, waits_s)
-        self.spent_s = self.spent_s + (overheads.pause_s + overheads.merge_s_per_value * parcel.numel)
+        merges_s = overheads.pause_s + overheads.merge_s_per_value * parcel.numel
+        self.spent_s = self.spent_s + merges_s
         self.rounds += 1
-        self.history.append(Round(fragment, outer_step, parcel.sent_bytes, times, now_s, now_s + waits_s))
+        if self.keep:
+            had_s = now_s + waits_s
+            self.history.append(
+                replace(sent, merge_step=step, merge_start_s=now_s, merge_stop_s=had_s, merged_s=had_s + merges_s)
+            )
 
     def _handed_in_s(self, parcel: Parcel, step: int) -> Floats:
         """From when on the parcel could have been sent in one piece, to be out at the same time as in its parts."""
