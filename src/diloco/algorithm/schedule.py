@@ -114,7 +114,11 @@ class SyncSchedule:
         >>> SyncSchedule(inner_steps=100, num_fragments=2).rounds(200)
         3
         """
-        return sum(max(0, (steps - offset) // self.inner_steps) for offset in self.fragment_offsets)
+        return sum(self.rounds_of(fragment, steps) for fragment in range(self.num_fragments))
+
+    def rounds_of(self, fragment: int, steps: int) -> int:
+        """Number of sends of one fragment in steps 1..``steps``."""
+        return max(0, (steps - self.fragment_offsets[fragment]) // self.inner_steps)
 
     def _outer_step(self, fragment: int, step: int) -> int | None:
         """The round of ``fragment`` that is sent at ``step``, or None."""

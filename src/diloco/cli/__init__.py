@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": "continue a text with a trained model",
     "inspect": "what a checkpoint holds",
     "doctor": "does the way to other replicas work, and what does it carry",
+    "simulate": "the compute utilisation that a link allows, and the link that one needs",
+    "plan": "the settings for a model and a link that harm the loss least",
     "presets": "the models to begin from, with their dimensions",
 }
 """Every command and what it does; the module of the same name has ``run(arguments) -> exit code``."""

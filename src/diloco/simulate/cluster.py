@@ -115,7 +115,7 @@ class Cluster:
 
     def computed_s(self, steps: int) -> NDArray[np.float64]:
         """By step and replica, ``(steps + 1, M)``: compute time of the first so many steps. No schedule changes it."""
-        if self.jitter == 0:
+        if self.jitter < 1e-6:  # less than a step can be told from another by, and the draw itself would overflow
             return np.arange(steps + 1)[:, None] * self.step_time_s
         shape = 1 / self.jitter**2
         drawn = np.random.default_rng(self.seed).gamma(shape, 1 / shape, (steps, self.num_replicas))

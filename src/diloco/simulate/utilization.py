@@ -111,15 +111,22 @@ class Simulated:
 
 
 def simulate(
-    traffic: Traffic, cluster: Cluster, *, steps: int, measure_from: int = 0, history: bool = False
+    traffic: Traffic,
+    cluster: Cluster,
+    *,
+    steps: int,
+    measure_from: int = 0,
+    drain: bool = False,
+    history: bool = False,
 ) -> Simulated:
     """Run ``steps`` inner steps.
 
     Args:
         traffic: what is sent and merged when.
         cluster: where.
-        steps: inner steps of the whole run; what is in flight at its end is not waited for.
+        steps: inner steps of the whole run.
         measure_from: the measured part begins after this step.
+        drain: wait at the end for what is in flight, as a run does that is finished.
         history: keep every round.
 
     Raises:
@@ -151,6 +158,9 @@ def simulate(
                 run.merge(action.fragment, step)
     if run.measured_from is None:
         before = run.totals()
+    if drain:
+        for fragment in tuple(run.in_flight):  # in the order in which they were sent
+            run.merge(fragment, steps)
     counted = {name: after - before[name] for name, after in run.totals().items()}
     return Simulated(
         steps=steps - measure_from,

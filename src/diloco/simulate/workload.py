@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Literal
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
+from diloco.model.presets import count_parameters
+from diloco.model.settings import ModelSettings
 from diloco.simulate.compute_graph import StepGraph
 from diloco.simulate.traffic import (
     AT_END_OF_STEP,
@@ -45,6 +48,18 @@ class Workload:
     layers: int
     step_time_s: float
     outside: int = 0
+
+    @classmethod
+    def of_model(cls, model: ModelSettings, vocab_size: int, step_time_s: float) -> Workload:
+        """The native decoder, to the value: its fragments are those of `diloco.algorithm.fragments.partition`.
+
+        >>> Workload.of_model(ModelSettings(layers=2, width=8, ffn_width=16, heads=2), 10, 1.0).fragment_sizes(3)
+        (168, 656, 656)
+        """
+        parameters = count_parameters(model, vocab_size)
+        layer = count_parameters(dataclasses.replace(model, layers=model.layers + 1), vocab_size) - parameters
+        outside = parameters - model.layers * layer
+        return cls(parameters=parameters, layers=model.layers, outside=outside, step_time_s=step_time_s)
 
     def __post_init__(self) -> None:
         fits = self.layers >= 1 and 0 <= self.outside <= self.parameters - self.layers
@@ -136,13 +151,24 @@ class Method:
     codec: str = "bfloat16"
     data_parallel: bool = False
 
-    def schedule(self, workload: Workload, inner_steps: int, *, num_fragments: int | None = None) -> SyncSchedule:
-        """The schedule of this method; P is `Workload.default_fragments` unless given, and at most H."""
+    def schedule(
+        self,
+        workload: Workload,
+        inner_steps: int,
+        *,
+        num_fragments: int | None = None,
+        overlap_steps: int | None = None,
+    ) -> SyncSchedule:
+        """The schedule of this method; by default P is `Workload.default_fragments`, at most H, and tau its own.
+
+        P and tau count where fragments take turns, tau where the method overlaps.
+        """
         number = num_fragments or min(workload.default_fragments, inner_steps)
+        overlap = self.overlap_steps if overlap_steps is None or not self.overlap_steps else overlap_steps
         return SyncSchedule(
             inner_steps=inner_steps,
             num_fragments=number if self.streaming else 1,
-            overlap_steps=min(self.overlap_steps, inner_steps - 1),
+            overlap_steps=overlap if overlap_steps is not None else min(overlap, inner_steps - 1),
         )
 
 

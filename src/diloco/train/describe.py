@@ -66,7 +66,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)
     payloads = [codec.payload_bytes(size) for size in fragment_sizes]
     exchanges = [plan_exchange(codec, size, replicas) for size in fragment_sizes]
-    rounds = [max(0, (local_steps - offset) // schedule.inner_steps) for offset in schedule.fragment_offsets]
+    rounds = [schedule.rounds_of(fragment, local_steps) for fragment in range(schedule.num_fragments)]
     sent = sum(count * exchange.mean_bytes for count, exchange in zip(rounds, exchanges, strict=True))
     parameters = sum(fragment_sizes)
     per_gradient = data_parallel_bytes(parameters, replicas, 1)

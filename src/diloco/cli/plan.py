@@ -1,0 +1,69 @@
+"""``diloco plan``: the settings that reach a compute utilisation on given links with the least harm to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import arg
+
+__all__ = ["Options", "run"]
+
+DESCRIPTION = """Which method, H, P, tau and codec, for a model on links: what reaches the target with the least loss.
+
+Examples:
+  diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s --target-utilization 95%
+  diloco plan --preset 35m --measure --peers 10.0.0.2:29400 --config run.toml
+  diloco plan --preset 1b --bandwidth 1Gbit --step-time 0.8s --price-per-hour 24 --json
+
+The loss that a setting costs is what papers measured, each cited; it is no promise for your data.
+Exit code 1: nothing reaches the target; what would is printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What follows `diloco plan`."""
+
+    preset: Annotated[str | None, arg(help_behavior_hint="")] = None
+    """A model of `diloco presets`, with its training settings."""
+    parameters: Annotated[str | None, arg(help_behavior_hint="")] = None
+    """Or a model by numbers: its parameters, 1e9 or 1.1B, all of them in ..."""
+    layers: Annotated[int | None, arg(help_behavior_hint="")] = None
+    """... so many layers that are alike."""
+    replicas: int = 4
+    """M."""
+    bandwidth: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    """Each way, such as 500Mbit; one for all replicas, or one for each."""
+    latency: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    """One way, such as 80ms; one for all replicas, or one for each. Default: 0."""
+    step_time: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    """Compute time of one inner step, such as 0.8s; one for all replicas, or one for each."""
+    measure: bool = False
+    """Time the preset's inner step here, and the links to --peers, in place of what is not given."""
+    peers: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
+    """With --measure: replicas, or listening doctors (`diloco doctor --listen`); planned for is the slowest way."""
+    device: str = "auto"
+    """With --measure: cpu, cuda, cuda:N or auto."""
+    target_utilization: str = "95%"
+    """Compute utilisation to reach, in per cent."""
+    steps: Annotated[int | None, arg(help_behavior_hint="")] = None
+    """Inner steps of the run. Default: the preset's; 10,000 by numbers."""
+    price_per_hour: Annotated[float | None, arg(help_behavior_hint="")] = None
+    """What an hour of one replica costs, in any currency."""
+    price_per_gb: float = 0.0
+    """What 10^9 bytes sent cost."""
+    config: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    """Write the settings to this file, for `diloco train FILE`: in one process, on the same links emulated."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Plan, print, write."""
+    options = tyro.cli(Options, prog="diloco plan", description=DESCRIPTION, args=list(arguments))
+    from diloco.cli import plan_model
+
+    return plan_model.run(options)

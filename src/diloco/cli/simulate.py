@@ -1,0 +1,126 @@
+"""``diloco simulate``: the compute utilisation that a link allows, and the link that a compute utilisation needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import arg
+
+from diloco.cli.tables import columns
+from diloco.errors import ConfigurationError
+
+__all__ = ["run"]
+
+DESCRIPTION = """Compute utilisation of data-parallel training, DiLoCo and Streaming DiLoCo, before anything is rented.
+
+Without --bandwidth: the bandwidth that each target needs. With it: what happens on that link.
+
+Examples:
+  diloco simulate --table streaming-diloco
+  diloco simulate --parameters 1e9 --layers 24 --step-time 0.1s --method streaming-overlap-fp4
+  diloco simulate --preset 1b --step-time 0.8s --bandwidth 500Mbit --latency 80ms --assume trainer
+  diloco simulate --preset 1b --step-time 0.8s --plot utilization.svg
+  diloco simulate --preset 1b --step-time 0.8s --method streaming-overlap-fp4 --bandwidth 20Mbit --timeline run.html"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What follows `diloco simulate`."""
+
+    table: Annotated[Literal["streaming-diloco"] | None, arg(help_behavior_hint="")] = None
+    """Print a paper's table, the simulated cell beside the published one. Takes no other option but --json."""
+    preset: Annotated[str | None, arg(help_behavior_hint="")] = None
+    """A model of `diloco presets`."""
+    parameters: Annotated[str | None, arg(help_behavior_hint="")] = None
+    """Or a model by numbers: its parameters, 1e9 or 1.1B, all of them in ..."""
+    layers: Annotated[int | None, arg(help_behavior_hint="")] = None
+    """... so many layers that are alike."""
+    step_time: tuple[str, ...] = ("0.1s",)
+    """Compute time of one inner step; one for all replicas, or one for each."""
+    replicas: int = 2
+    """M."""
+    bandwidth: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    """Each way, such as 500Mbit; one for all replicas, or one for each."""
+    latency: tuple[str, ...] = ("0ms",)
+    """One way, such as 80ms; one for all replicas, or one for each."""
+    half_duplex: bool = False
+    """Sending and receiving take turns."""
+    jitter: float = 0.0
+    """Standard deviation of a step's time, as a part of it."""
+    seed: int = 0
+    """Of the jitter."""
+    method: Annotated[tuple[str, ...], arg(metavar="METHOD...", help_behavior_hint="")] = ()
+    """data-parallel, diloco, streaming, streaming-overlap, streaming-overlap-fp4. Default: all."""
+    inner_steps: int = 100
+    """H."""
+    fragments: Annotated[int | None, arg(help_behavior_hint="")] = None
+    """P of the streaming methods. Default: one per three layers, and one for what is outside them."""
+    overlap_steps: Annotated[int | None, arg(help_behavior_hint="")] = None
+    """tau. Default: the method's own, 1 or 0."""
+    codec: Annotated[str | None, arg(help_behavior_hint="")] = None
+    """What payloads are sent as. Default: the method's own, fp4 or bfloat16."""
+    assume: Literal["paper", "trainer"] = "paper"
+    """paper: no costs but the payload, and each layer may leave while the backward pass goes on; trainer: what
+    `diloco train` does, with what its runs were measured to spend beside it."""
+    targets: str = "50,80,90,95,99"
+    """Compute utilisations in per cent."""
+    json: bool = False
+    """Print JSON: `target` in per cent as given, `compute_utilization` from 0 to 1."""
+    plot: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    """Draw utilisation against bandwidth: .svg, .png or .html."""
+    timeline: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    """With --bandwidth and one --method: draw who computes, waits, sends and receives when."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Simulate, print, draw."""
+    options = tyro.cli(Options, prog="diloco simulate", description=DESCRIPTION, args=list(arguments))
+    if options.table:
+        return _table(options)
+    from diloco.cli import simulate_model
+
+    return simulate_model.run(options)
+
+
+def _table(options: Options) -> int:
+    from diloco.simulate.paper_table import PAPER, paper_cells
+
+    if options != Options(table=options.table, json=options.json):
+        raise ConfigurationError(
+            "--table was given with options of other simulations; --table streaming-diloco alone, or with --json, "
+            "would work. Nothing was computed."
+        )
+    cells = paper_cells()
+    if options.json:
+        fields = [{**vars(cell), "target": 100 * cell.target} for cell in cells]
+        print(json.dumps(fields, indent=2))
+        return 0
+    targets = sorted({cell.target for cell in cells})
+    rows = []
+    for first in cells[:: len(targets)]:
+        row = [cell for cell in cells if (cell.model, cell.method) == (first.model, first.method)]
+        rows.append(
+            [
+                f"{first.model} {first.method}",
+                *(_cell(c.published_gbit_per_s, c.simulated_gbit_per_s, c.grid_steps) for c in row),
+            ]
+        )
+    print(f"{PAPER}\nGbit/s that a compute utilisation needs: simulated (published)\n")
+    print(columns(["", *(f"{100 * target:g} %" for target in targets)], rows))
+    same = sum(cell.grid_steps == 0 for cell in cells)
+    near = sum(abs(cell.grid_steps) <= 1 for cell in cells)
+    print(
+        f"\n{same} of {len(cells)} cells on the published point of the grid, {near} within one step of it (x1.21)",
+        end="",
+    )
+    print("; farther ones are marked !" if near < len(cells) else "")
+    return 0
+
+
+def _cell(published: float, simulated: float, grid_steps: int) -> str:
+    return f"{simulated:.1f} ({published:.1f}){'!' if abs(grid_steps) > 1 else ' '}"

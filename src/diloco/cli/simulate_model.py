@@ -1,0 +1,221 @@
+"""What `diloco simulate` does about a model by numbers or of a preset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from diloco.algorithm.codec import make_codec
+from diloco.cli.sites import each, make_links, make_workload
+from diloco.cli.tables import columns
+from diloco.errors import ConfigurationError
+from diloco.simulate.cluster import IDEAL, Cluster
+from diloco.simulate.overheads import MEASURED, accuracy
+from diloco.simulate.picture_files import check_picture_path
+from diloco.simulate.pictures import draw_timeline, draw_utilization
+from diloco.simulate.targets import Needed, bandwidth_needed, utilization_curve
+from diloco.simulate.timeline import peak_bytes_per_s, timeline
+from diloco.simulate.traffic import Traffic
+from diloco.simulate.utilization import Simulated, simulate
+from diloco.simulate.workload import METHODS, Method, Workload, method_named
+from diloco.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    parse_duration_s,
+    parse_rate_bits_per_s,
+    parse_share,
+)
+
+if TYPE_CHECKING:
+    from diloco.cli.simulate import Options
+
+__all__ = ["run"]
+
+CYCLES = 3
+"""Cycles of H steps in a timeline, and the last of them in what is reported for one link."""
+
+
+def run(options: Options) -> int:
+    """Print and draw what was asked for."""
+    methods = [method_named(name) for name in options.method] or list(METHODS)
+    targets = [parse_share(word, "--targets") for word in options.targets.split(",") if word.strip()]
+    if not targets or not all(0 < target <= 1 for target in targets):
+        raise ConfigurationError(
+            f"--targets {options.targets} was given; per cents above 0 and up to 100, such as 50,80,95, would work. "
+            "Nothing was computed."
+        )
+    for path in (options.plot, options.timeline):
+        if path is not None:
+            check_picture_path(path)
+    if options.timeline and not (options.bandwidth and len(methods) == 1):
+        raise ConfigurationError(
+            "--timeline was given without --bandwidth and one --method; it shows one method on one link. "
+            "Nothing was computed."
+        )
+    cluster = _cluster(options)
+    workload = make_workload(options.preset, options.parameters, options.layers, float(cluster.step_time_s.mean()))
+    traffics = {method: _traffic(options, method, workload) for method in methods}
+    facts = _facts(options, workload)
+    if options.bandwidth:
+        records = [_on_link(method, traffics[method], cluster, options.timeline) for method in methods]
+        _print_on_link(records, facts, options)
+    else:
+        found = {method: bandwidth_needed(traffics[method], cluster, targets) for method in methods}
+        _print_needed(found, facts, options)
+    if options.plot:
+        _plot(traffics, cluster, targets, f"{facts['model']}, {facts['run']}", options.plot)
+    for path in (options.plot, options.timeline):
+        if path is not None and not options.json:
+            print(f"\ndrawn: {path}")
+    return 0
+
+
+def _cluster(options: Options) -> Cluster:
+    links = make_links(options.bandwidth or ("1Tbit",), options.latency, options.replicas, options.half_duplex)
+    return Cluster.of(
+        links,
+        each([parse_duration_s(text, "--step-time") for text in options.step_time], options.replicas, "--step-time"),
+        jitter=options.jitter,
+        seed=options.seed,
+        overheads=IDEAL if options.assume == "paper" else MEASURED,
+    )
+
+
+def _traffic(options: Options, method: Method, workload: Workload) -> Traffic:
+    codec = make_codec(options.codec or method.codec)
+    release = "layer" if options.assume == "paper" else "step"
+    if method.data_parallel:
+        return workload.gradients(codec, options.replicas, release="layer")
+    schedule = method.schedule(
+        workload, options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
+    )
+    return workload.traffic(schedule, [codec], options.replicas, release=release)  # type: ignore[arg-type]
+
+
+def _facts(options: Options, workload: Workload) -> dict[str, str]:
+    assumed = {
+        "paper": "as the paper: nothing costs but payload; layers leave during the backward pass (--assume trainer "
+        "says what `diloco train` does)",
+        "trainer": f"as `diloco train` was measured: {accuracy()}",
+    }
+    return {
+        "model": f"{format_count(workload.parameters)} parameters, {workload.layers} layers",
+        "run": f"{options.replicas} replicas, H = {options.inner_steps}, steps of {', '.join(options.step_time)}",
+        "assumed": assumed[options.assume],
+    }
+
+
+def _on_link(method: Method, traffic: Traffic, cluster: Cluster, picture: Path | None) -> dict[str, Any]:
+    """One method on the given links, in its steady state."""
+    period = traffic.schedule.inner_steps
+    steps = (CYCLES + 1) * period
+    result = simulate(traffic, cluster, steps=steps, measure_from=CYCLES * period, history=True)
+    if picture is not None:
+        title = f"{method.title}: {float(result.compute_utilization):.1%} compute utilisation"
+        draw_timeline(timeline(result, cluster, steps), picture, title=title)
+    return {"method": method.name, **_numbers(result, cluster)}
+
+
+def _numbers(result: Simulated, cluster: Cluster) -> dict[str, Any]:
+    return {
+        "compute_utilization": float(result.compute_utilization),
+        "stall_per_round_s": float(result.stall_per_round_s),
+        "longest_stall_s": float(result.longest_wait_s.max()),
+        "rounds": result.rounds,
+        "inner_steps": result.steps,
+        "wall_s": float(result.wall_s),
+        "sent_bytes_per_replica": float(result.sent_bytes.max()),
+        "mean_bytes_per_s": float(result.sent_bytes_per_s),
+        "peak_bytes_per_s": float(np.max(peak_bytes_per_s(result, float(np.mean(cluster.step_time_s))))),
+    }
+
+
+def _print_on_link(records: Sequence[dict[str, Any]], facts: dict[str, str], options: Options) -> None:
+    if options.json:
+        print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
+        return
+    link = f"{', '.join(format_rate(parse_rate_bits_per_s(text, '')) for text in options.bandwidth)}"
+    _print_facts(facts | {"link": f"{link}, {', '.join(options.latency)} one way"})
+    header = [
+        "method",
+        "utilisation",
+        "stall per round",
+        "longest",
+        "time per H steps",
+        "sent",
+        "mean rate",
+        "peak rate",
+    ]
+    rows = [
+        [
+            record["method"],
+            f"{record['compute_utilization']:.1%}",
+            format_duration(record["stall_per_round_s"]),
+            format_duration(record["longest_stall_s"]),
+            format_duration(record["wall_s"] * options.inner_steps / record["inner_steps"]),
+            format_bytes(record["sent_bytes_per_replica"] * options.inner_steps / record["inner_steps"]),
+            format_rate(8 * record["mean_bytes_per_s"]),
+            format_rate(8 * record["peak_bytes_per_s"]),
+        ]
+        for record in records
+    ]
+    print(columns(header, rows))
+
+
+def _print_needed(found: dict[Method, tuple[Needed, ...]], facts: dict[str, str], options: Options) -> None:
+    if options.json:
+        records = [
+            {
+                **({"method": method.name} if len(found) > 1 else {}),
+                "target": round(100 * needed.target, 10),
+                "bandwidth_gbit_per_s": needed.bandwidth_bits_per_s and needed.bandwidth_bits_per_s / 1e9,
+                "compute_utilization": needed.compute_utilization,
+            }
+            for method, all_needed in found.items()
+            for needed in all_needed
+        ]
+        print(json.dumps(records, indent=2))
+        return
+    _print_facts(facts | {"latency": f"{', '.join(options.latency)} one way"})
+    first = next(iter(found.values()))
+    header = ["bandwidth for", *(f"{100 * needed.target:g} %" for needed in first)]
+    rows = [
+        [
+            method.name,
+            *(
+                format_rate(needed.bandwidth_bits_per_s)
+                if needed.bandwidth_bits_per_s
+                else f"none ({needed.compute_utilization:.1%} at most)"
+                for needed in all_needed
+            ),
+        ]
+        for method, all_needed in found.items()
+    ]
+    print(columns(header, rows))
+
+
+def _print_facts(facts: dict[str, str]) -> None:
+    for name, words in facts.items():
+        print(f"{name:9} {words}")
+    print()
+
+
+def _plot(traffics: dict[Method, Traffic], cluster: Cluster, targets: Sequence[float], title: str, path: Path) -> None:
+    """From where nobody computes much to where everybody does."""
+    grid = np.logspace(4, 15, 441)
+    curves = {
+        method.name: utilization_curve(traffic, cluster, [float(rate) for rate in grid])
+        for method, traffic in traffics.items()
+    }
+    low = min(int(np.argmax(curve > 0.02)) for curve in curves.values())
+    high = max(int(np.argmax(curve >= min(0.995, float(curve[-1]) - 0.002))) for curve in curves.values())
+    shown = slice(max(0, low - 1), high + 2)
+    draw_utilization(
+        {name: (grid[shown] / 1e9, curve[shown]) for name, curve in curves.items()}, path, title=title, targets=targets
+    )

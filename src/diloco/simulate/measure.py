@@ -1,0 +1,145 @@
+"""What a plan needs to know of the machines at hand: how long an inner step takes, and what the links carry."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.errors import ConfigurationError, TransportError
+from diloco.model.transformer import Transformer, build_model
+from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
+from diloco.train.replica import DiLoCo
+from diloco.train.settings import RunSettings
+from diloco.transport.links import Link
+from diloco.transport.torch_distributed.address import parse_address
+from diloco.transport.torch_distributed.doctor import examine
+
+__all__ = ["MeasuredStep", "measure_links", "measure_step", "synchronisation_s"]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """How long inner steps took, and the work of a synchronisation.
+
+    Attributes:
+        median_s: of the steps that were timed.
+        spread: the largest over the smallest.
+        steps: how many were timed.
+        send_s_per_value: pseudo-gradient and encoding, fp4.
+        merge_s_per_value: mean of one payload, outer step, merge.
+        device: where.
+    """
+
+    median_s: float
+    spread: float
+    steps: int
+    send_s_per_value: float
+    merge_s_per_value: float
+    device: str
+
+
+def measure_step(
+    settings: RunSettings, device: torch.device, *, steps: int = 5, at_most_s: float = 60.0
+) -> MeasuredStep:
+    """Time inner steps (forward, backward, clipping, optimizer) of the model of ``settings`` on random tokens, and
+    sends and merges of the whole of it.
+
+    Of a batch that is computed in pieces one piece is timed, and counted as often as there are pieces. One step goes
+    before, which is not counted; none begins after ``at_most_s``, once one was timed.
+
+    Args:
+        settings: resolved, with the vocabulary known.
+        device: to run on.
+        steps: to time.
+        at_most_s: the longest to go on.
+
+    Raises:
+        ConfigurationError: if the model does not fit on the device.
+    """
+    train, vocab_size = settings.train, settings.model.vocab_size
+    assert vocab_size is not None, "the tokeniser's vocabulary, or the preset's"
+    rows = train.batch_size // train.gradient_accumulation
+    tokens = torch.randint(vocab_size, (rows, train.sequence_length + 1), device=device)
+    taken_s: list[float] = []
+    try:
+        model = build_model(settings.model, seed=0, device=device)
+        inner = InnerLoop(
+            model,
+            make_inner_optimizer(settings.inner, model),
+            learning_rate=inner_learning_rate(settings.inner, train.steps),
+            clip_norm=settings.inner.clip_norm,
+            precision=train.precision,
+        )
+        began_s = time.perf_counter()
+        while len(taken_s) <= steps and (len(taken_s) < 2 or time.perf_counter() - began_s < at_most_s):
+            started_s = time.perf_counter()
+            # reading the loss, and the norm in `apply`, waits for the device
+            float(inner.accumulate_gradients(tokens[:, :-1], tokens[:, 1:]))
+            piece_s = time.perf_counter() - started_s
+            inner.unscale()
+            inner.apply(len(taken_s))
+            _settle(device)
+            apply_s = time.perf_counter() - started_s - piece_s
+            taken_s.append(train.gradient_accumulation * piece_s + apply_s)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the model of {settings.model.layers} layers with {rows} sequences at once does not fit on {device}: "
+            f"{str(error).splitlines()[0]} More gradient accumulation, or a smaller model, would work. "
+            "Nothing was planned."
+        ) from error
+    timed = taken_s[1:]
+    send_s, merge_s = synchronisation_s(model, inner.optimizer, device)
+    values = model.num_parameters()
+    spread = max(timed) / min(timed)
+    return MeasuredStep(statistics.median(timed), spread, len(timed), send_s / values, merge_s / values, str(device))
+
+
+def synchronisation_s(
+    model: Transformer, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4", rounds: int = 3
+) -> tuple[float, float]:
+    """Time a send and a merge of all of ``model``, of a replica that is alone: the least of ``rounds``, in seconds."""
+    diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec=codec)
+    sends_s, merges_s = [], []
+    for _ in range(rounds):
+        started_s = time.perf_counter()
+        diloco.begin()
+        _settle(device)
+        sent_s = time.perf_counter()
+        diloco.finish()
+        _settle(device)
+        sends_s.append(sent_s - started_s)
+        merges_s.append(time.perf_counter() - sent_s)
+    return min(sends_s), min(merges_s)
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what the device still has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_links(peers: Sequence[str], *, num_bytes: int, timeout_s: float) -> list[Link]:
+    """The way from here to each peer, one after the other: half the round trip, and the slower of both directions.
+
+    Args:
+        peers: addresses at which replicas or `diloco doctor --listen` answer.
+        num_bytes: to move each way.
+        timeout_s: for each step of it.
+
+    Raises:
+        TransportError: if the way to one of them does not work; it says how.
+    """
+    links = []
+    for peer in peers:
+        found = asyncio.run(examine(parse_address(peer, key="the peer"), num_bytes, timeout_s))
+        rates = (found.up_bits_per_s, found.down_bits_per_s)
+        if not found.ok or found.latency_s is None or rates[0] is None or rates[1] is None:
+            raise TransportError(f"{peer}: {found.problem}; {found.advice}. Nothing was planned.")
+        links.append(Link(min(rates[0], rates[1]), found.latency_s / 2))
+    return links

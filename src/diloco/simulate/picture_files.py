@@ -1,0 +1,144 @@
+"""Files of pictures: where they may be written, what all of them look like, and SVG, PNG and HTML.
+
+matplotlib is imported only where something is drawn.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import io
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["SUFFIXES", "check_picture_path", "picture_style", "write_picture"]
+
+SUFFIXES = (".svg", ".png", ".html")
+
+STYLE = {
+    "svg.hashsalt": "diloco",
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#d9d9d9",
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.7,
+    "savefig.dpi": 150,
+}
+
+
+def check_picture_path(path: Path) -> None:
+    """Can a picture be written there? To be called before anything is computed.
+
+    Raises:
+        ConfigurationError: for a suffix other than .svg, .png and .html, a folder that is not there, a path that is a
+            folder, and without matplotlib.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigurationError(
+            f"a picture {path} was asked for; a name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} would "
+            "work. Nothing was drawn."
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        trouble = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigurationError(
+            f"a picture {path} was asked for, but {trouble}; a file in a folder that is there would work. "
+            "Nothing was drawn."
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            f"the picture {path} needs matplotlib, which is not installed: pip install 'diloco[plots]'. "
+            "Nothing was drawn."
+        )
+
+
+@contextmanager
+def picture_style() -> Iterator[None]:
+    """Our looks, whatever a matplotlibrc says; afterwards all is as before."""
+    from matplotlib import style
+
+    with style.context(["default", STYLE]):
+        yield
+
+
+def write_picture(figure: Figure, path: Path, names: Mapping[str, str], title: str) -> None:
+    """Write beside and rename, so that nobody reads half a picture.
+
+    Args:
+        figure: drawn within `picture_style`, and still within it.
+        path: its suffix is the format.
+        names: by the identity that a part of the figure was given (``gid``, "part-" and a number): what it is.
+        title: of the page.
+    """
+    stream = io.BytesIO()
+    if path.suffix == ".png":
+        figure.savefig(stream, format="png", metadata={"Software": None})
+        content = stream.getvalue()
+    else:
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+        svg = _with_names(stream.getvalue().decode(), names)
+        content = (svg if path.suffix == ".svg" else _page(svg, title)).encode()
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+def _with_names(svg: str, names: Mapping[str, str]) -> str:
+    """Give each named part its words, which browsers show where the pointer is."""
+
+    def named(opening: re.Match[str]) -> str:
+        return f"{opening[0]}<title>{html.escape(names[opening[1]])}</title>"
+
+    return re.sub(r'<g id="(part-\d+)">', named, svg)
+
+
+def _page(svg: str, title: str) -> str:
+    """One page that needs nothing else: the picture, a slider for its size, and what to do with them on paper."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{html.escape(title)}</title>
+<style>
+:root {{ color-scheme: light; }}
+body {{ margin: 0; background: #fff; color: #111; font: 14px sans-serif; }}
+#bar {{ padding: 8px 12px; }}
+#bar input {{ width: 220px; vertical-align: middle; }}
+#view {{ overflow: auto; }}
+#view svg {{ display: block; height: auto; }}
+#view text {{ pointer-events: none; }}
+#view g[id^="part-"]:hover > path {{ stroke: #000 !important; stroke-width: 2 !important; }}
+@media print {{ #bar {{ display: none; }} #view {{ overflow: visible; }} #view svg {{ width: 100% !important; }} }}
+</style>
+</head>
+<body>
+<div id="bar"><label>Size <input id="size" type="range" min="-1" max="4" step="0.05" value="0"></label>
+Point at a part to see what it is.</div>
+<div id="view">
+{svg[svg.index("<svg") :]}</div>
+<script>
+const view = document.getElementById("view"), picture = view.querySelector("svg");
+const natural = picture.getBoundingClientRect().width;
+document.getElementById("size").addEventListener("input", event => {{
+  const middle = (view.scrollLeft + view.clientWidth / 2) / view.scrollWidth;
+  picture.style.width = natural * 2 ** event.target.value + "px";
+  view.scrollLeft = middle * view.scrollWidth - view.clientWidth / 2;
+}});
+</script>
+</body>
+</html>
+"""

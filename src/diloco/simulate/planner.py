@@ -1,0 +1,246 @@
+"""Which settings reach a compute utilisation on given links with the least harm to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.simulate.cluster import Cluster, Overheads
+from diloco.simulate.loss_cost import CostPart, loss_cost
+from diloco.simulate.overheads import MEASURED
+from diloco.simulate.targets import bandwidth_needed
+from diloco.simulate.traffic import Traffic, outer_traffic
+from diloco.simulate.utilization import simulate_cycles
+from diloco.simulate.workload import Workload
+from diloco.transport.links import Link
+
+__all__ = ["INNER_STEPS", "OVERLAPS", "Candidate", "Plan", "Site", "candidates", "plan", "predict"]
+
+INNER_STEPS = (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 125, 150, 200, 250, 300, 400, 500, 750, 1000)
+"""H, as far as the papers went."""
+
+OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)
+"""tau, as far as the paper went."""
+
+CODECS = ("float32", "bfloat16", "int8", "fp4")
+GRADIENT_CODECS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where it is to run.
+
+    Attributes:
+        workload: the model; its step time is not used.
+        links: one for each replica.
+        step_time_s: likewise.
+        overheads: what runs spend beside computing and sending.
+    """
+
+    workload: Workload
+    links: tuple[Link, ...]
+    step_time_s: tuple[float, ...]
+    overheads: Overheads = MEASURED
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The replicas to simulate: all, or where all are alike two that stand for them."""
+        alike = len(set(self.links)) == len(set(self.step_time_s)) == 1
+        return tuple(range(min(2, len(self.links)) if alike else len(self.links)))
+
+    @property
+    def cluster(self) -> Cluster:
+        chosen = self.positions
+        return Cluster.of(
+            [self.links[position] for position in chosen],
+            [self.step_time_s[position] for position in chosen],
+            overheads=self.overheads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Settings, and what they are predicted to do.
+
+    Attributes:
+        algorithm: data-parallel, diloco or streaming.
+        inner_steps: H; 1 for data-parallel.
+        num_fragments: P.
+        overlap_steps: tau.
+        codec: by name.
+        compute_utilization: predicted, mean over replicas.
+        step_s: predicted wall time of an inner step, of the slowest replica.
+        sent_bytes_per_step: of the replica that sends most.
+        cost_parts: of the loss.
+    """
+
+    algorithm: str
+    inner_steps: int
+    num_fragments: int
+    overlap_steps: int
+    codec: str
+    compute_utilization: float
+    step_s: float
+    sent_bytes_per_step: float
+    cost_parts: tuple[CostPart, ...] = field(repr=False)
+
+    @property
+    def loss_cost(self) -> float:
+        """Relative increase of the loss over data-parallel training."""
+        return sum(part.cost for part in self.cost_parts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What came out.
+
+    Attributes:
+        target: the compute utilisation that was asked for.
+        choice: the settings that reach it with the least harm; None if none does.
+        others: the next best, and why not them.
+        nearest: the settings that come nearest to the target, reached or not.
+        bandwidth_needed_bits_per_s: with which ``nearest`` would reach it; None if no bandwidth does, or not needed.
+        searched: how many settings were looked at.
+    """
+
+    target: float
+    choice: Candidate | None
+    others: tuple[tuple[Candidate, str], ...]
+    nearest: Candidate
+    bandwidth_needed_bits_per_s: float | None
+    searched: int
+
+
+def candidates(
+    site: Site,
+    *,
+    inner_steps: Sequence[int] = INNER_STEPS,
+    overlaps: Sequence[int] = OVERLAPS,
+    codecs: Sequence[str] = CODECS,
+) -> tuple[Candidate, ...]:
+    """Every combination, simulated; data-parallel, DiLoCo (one fragment, nothing overlapped) and Streaming DiLoCo."""
+    found = [
+        *_simulated(site, "data-parallel", SyncSchedule(inner_steps=1), [c for c in GRADIENT_CODECS if c in codecs])
+    ]
+    for steps in inner_steps:
+        found += _simulated(site, "diloco", SyncSchedule(inner_steps=steps), codecs)
+        fragments = min(site.workload.default_fragments, steps)
+        for overlap in overlaps:
+            if overlap < steps:
+                schedule = SyncSchedule(inner_steps=steps, num_fragments=fragments, overlap_steps=overlap)
+                found += _simulated(site, "streaming", schedule, codecs)
+    return tuple(found)
+
+
+def predict(site: Site, candidate: Candidate, overheads: Overheads) -> float:
+    """The compute utilisation of ``candidate`` with other overheads."""
+    elsewhere = Site(workload=site.workload, links=site.links, step_time_s=site.step_time_s, overheads=overheads)
+    (same,) = _simulated(elsewhere, candidate.algorithm, _schedule(candidate), [candidate.codec])
+    return same.compute_utilization
+
+
+def plan(site: Site, target: float, found: Sequence[Candidate]) -> Plan:
+    """Choose among ``found``.
+
+    Args:
+        site: where ``found`` was simulated.
+        target: compute utilisation, 0 to 1.
+        found: of `candidates`.
+    """
+    reaching = sorted((c for c in found if c.compute_utilization >= target), key=_harm)
+    nearest = reaching[0] if reaching else max(found, key=lambda c: (c.compute_utilization, -c.loss_cost))
+    needed = None
+    if not reaching:
+        (answer,) = bandwidth_needed(_traffic(site, _schedule(nearest), [nearest.codec]), site.cluster, [target])
+        needed = answer.bandwidth_bits_per_s
+    choice = reaching[0] if reaching else None
+    others = tuple(_others(found, target, choice)) if choice else ()
+    return Plan(target, choice, others, nearest, needed, len(found))
+
+
+def _harm(candidate: Candidate) -> tuple[float, float, float]:
+    """Least loss first (to a thousandth of a per cent), then fewest bytes, then the highest utilisation."""
+    return (round(candidate.loss_cost, 5), candidate.sent_bytes_per_step, -candidate.compute_utilization)
+
+
+def _others(found: Sequence[Candidate], target: float, choice: Candidate) -> list[tuple[Candidate, str]]:
+    """The best of each other kind, those that reach the target first."""
+    kinds: dict[tuple[str, str], list[Candidate]] = {}
+    for candidate in found:
+        kinds.setdefault((candidate.algorithm, candidate.codec), []).append(candidate)
+    listed: list[tuple[Candidate, str]] = []
+    for members in kinds.values():
+        reaching = sorted((c for c in members if c.compute_utilization >= target and c != choice), key=_harm)
+        if reaching:
+            listed.append((reaching[0], _why_not(reaching[0], choice)))
+        elif choice not in members:
+            best = max(members, key=lambda c: c.compute_utilization)
+            listed.append((best, f"reaches {best.compute_utilization:.1%} at most"))
+    missing = [c for c in found if c.compute_utilization < target and c.loss_cost < choice.loss_cost]
+    if missing:
+        gentler = max(missing, key=lambda c: c.compute_utilization)
+        words = (
+            f"costs {choice.loss_cost - gentler.loss_cost:.2%} less loss, but reaches {gentler.compute_utilization:.1%}"
+        )
+        listed.append((gentler, words))
+    return sorted(listed, key=lambda pair: (pair[0].compute_utilization < target, _harm(pair[0])))
+
+
+def _why_not(candidate: Candidate, choice: Candidate) -> str:
+    more = candidate.loss_cost - choice.loss_cost
+    if more >= 0.5e-5:
+        return f"costs {more:.2%} more loss"
+    ratio = candidate.sent_bytes_per_step / max(1.0, choice.sent_bytes_per_step)
+    return f"costs as much loss, and sends {ratio:.1f} times the bytes"
+
+
+def _schedule(candidate: Candidate) -> SyncSchedule:
+    return SyncSchedule(
+        inner_steps=candidate.inner_steps,
+        num_fragments=candidate.num_fragments,
+        overlap_steps=candidate.overlap_steps,
+    )
+
+
+def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str]) -> Traffic:
+    return outer_traffic(
+        schedule,
+        site.workload.fragment_sizes(schedule.num_fragments),
+        [make_codec(name) for name in codecs],
+        len(site.links),
+        positions=site.positions,
+    )
+
+
+def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Sequence[str]) -> list[Candidate]:
+    """All codecs at once, as scenarios."""
+    if not codecs:
+        return []
+    result = simulate_cycles(_traffic(site, schedule, codecs), site.cluster, cycles=1)
+    reached = np.broadcast_to(result.compute_utilization, len(codecs))
+    walls = np.broadcast_to(result.wall_s, len(codecs))
+    sent = np.broadcast_to(result.sent_bytes.max(-1), len(codecs))
+    return [
+        Candidate(
+            algorithm=algorithm,
+            inner_steps=schedule.inner_steps,
+            num_fragments=schedule.num_fragments,
+            overlap_steps=schedule.overlap_steps,
+            codec=codec,
+            compute_utilization=float(reached[index]),
+            step_s=float(walls[index]) / result.steps,
+            sent_bytes_per_step=float(sent[index]) / result.steps,
+            cost_parts=loss_cost(
+                parameters=site.workload.parameters,
+                num_replicas=len(site.links),
+                inner_steps=schedule.inner_steps,
+                overlap_steps=schedule.overlap_steps,
+                codec=codec,
+            ),
+        )
+        for index, codec in enumerate(codecs)
+    ]
