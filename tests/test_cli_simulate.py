@@ -1,0 +1,228 @@
+"""``diloco simulate`` and ``diloco plan`` as people and scripts call them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli import main
+from diloco.config import load_configuration
+from diloco.simulate.workload import METHODS
+from diloco.train.resolve import resolve
+from diloco.transport.torch_distributed.doctor import serve_probes
+from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+
+BY_NUMBERS = "--parameters 1e9 --layers 24 --step-time 0.1s"
+LINK = "--bandwidth 500Mbit --latency 80ms"
+
+
+def said(arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    capsys.readouterr()
+    assert main(arguments.split()) == code, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def read(arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    return json.loads(said(f"{arguments} --json", capsys, code))
+
+
+def test_the_papers_table_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    words = said("simulate --table streaming-diloco", capsys)
+    assert "1B streaming-overlap" in words
+    assert "16.0 (16.0)" in words
+    assert "46 of 50 cells on the published point of the grid, 50 within one step" in words
+    cells = read("simulate --table streaming-diloco", capsys)
+    assert len(cells) == 50
+    assert cells[0] | {"simulated_gbit_per_s": 0, "compute_utilization": 0} == {
+        "model": "1B",
+        "method": "data-parallel",
+        "target": 50,
+        "published_gbit_per_s": 86.8,
+        "simulated_gbit_per_s": 0,
+        "grid_steps": 0,
+        "compute_utilization": 0,
+    }
+
+
+@pytest.mark.parametrize("method", [method.name for method in METHODS])
+def test_the_bandwidth_for_targets(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = read(f"simulate {BY_NUMBERS} --inner-steps 100 --method {method} --targets 50,80,90,95,99", capsys)
+    assert [row["target"] for row in rows] == [50, 80, 90, 95, 99]
+    assert all(set(row) == {"target", "bandwidth_gbit_per_s", "compute_utilization"} for row in rows)
+    rates = [row["bandwidth_gbit_per_s"] for row in rows]
+    assert rates == sorted(rates)
+    assert all(row["target"] / 100 <= row["compute_utilization"] <= 1 for row in rows)
+
+
+def test_bandwidths_are_near_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its payloads are smaller by a factor of 0.835, and its cells up to a grid step of 1.21 too high."""
+    rows = read(f"simulate {BY_NUMBERS} --method streaming-overlap", capsys)
+    for row, published in zip(rows, (1.4, 4.3, 6.2, 9.1, 11.0), strict=True):
+        assert published / 1.25 <= row["bandwidth_gbit_per_s"] <= published * 1.25
+
+
+def test_a_target_that_no_bandwidth_reaches(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"simulate {BY_NUMBERS} --method diloco --latency 500ms --targets 95"
+    (row,) = read(arguments, capsys)
+    assert row["bandwidth_gbit_per_s"] is None
+    assert row["compute_utilization"] == pytest.approx(10 / 11, abs=2e-3)
+    assert "none (90." in said(arguments, capsys)
+
+
+def test_what_happens_on_one_link(capsys: pytest.CaptureFixture[str]) -> None:
+    """1e9 bfloat16 values at 1 Gbit/s take 16 s after every 10 s of compute."""
+    (record,) = [
+        row
+        for row in read(f"simulate {BY_NUMBERS} --assume trainer --bandwidth 1Tbit", capsys)
+        if row["method"] == "streaming"
+    ]
+    assert record["compute_utilization"] > 0.99
+    record = read(f"simulate {BY_NUMBERS} --method diloco --bandwidth 1Gbit", capsys)
+    assert record["compute_utilization"] == pytest.approx(10 / 26, abs=1e-3)
+    assert record["stall_per_round_s"] == pytest.approx(16, abs=0.1)
+    assert record["sent_bytes_per_replica"] == 2e9
+    assert record["peak_bytes_per_s"] == pytest.approx(1e9 / 8, rel=1e-6)
+    assert record["mean_bytes_per_s"] == pytest.approx(2e9 / 26, rel=0.01)
+
+
+def test_unequal_replicas_and_jitter(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"simulate --parameters 1e6 --layers 4 --replicas 3 --method diloco {LINK} --step-time"
+    equal, slower, shaken = (
+        read(f"{arguments} {more}", capsys)["compute_utilization"]
+        for more in ("0.1s", "0.1s 0.1s 0.2s", "0.1s --jitter 0.5 --seed 3")
+    )
+    assert slower < equal * 0.9
+    assert shaken < equal
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    plot, line = tmp_path / f"plot.{suffix}", tmp_path / f"line.{suffix}"
+    said(f"simulate {BY_NUMBERS} --plot {plot}", capsys)
+    words = said(f"simulate {BY_NUMBERS} --inner-steps 20 --method streaming-overlap {LINK} --timeline {line}", capsys)
+    assert plot.stat().st_size > 5000
+    assert line.stat().st_size > 5000
+    assert f"drawn: {line}" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("simulate", "a model is needed"),
+        ("simulate --preset 1b --layers 4", "a model is needed"),
+        ("simulate --table streaming-diloco --preset 1b", "--table streaming-diloco alone"),
+        (f"simulate {BY_NUMBERS} --method streming", "there is no method 'streming'"),
+        (f"simulate {BY_NUMBERS} --targets 0", "per cents above 0"),
+        (f"simulate {BY_NUMBERS} --targets 101", "per cents above 0"),
+        (f"simulate {BY_NUMBERS} --bandwidth 500", "such as 500Mbit, would work"),
+        (f"simulate {BY_NUMBERS} --bandwidth 1Gbit 2Gbit 3Gbit", "3 values for 2 replicas"),
+        (f"simulate {BY_NUMBERS} --replicas 0", "at least 1"),
+        (f"simulate {BY_NUMBERS} --timeline x.svg", "without --bandwidth and one --method"),
+        (f"simulate {BY_NUMBERS} --plot x.pdf", ".svg"),
+        (f"simulate {BY_NUMBERS} --plot no/such/folder/x.svg", "folder"),
+        (f"simulate {BY_NUMBERS} --codec fp5", "there is no codec 'fp5'"),
+        (f"simulate {BY_NUMBERS} --overlap-steps 100", "0 to 99 would work"),
+        (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "1 to 24 would work"),
+        ("simulate --parameters 1e9 --layers 24 --step-time 0s", "above 0"),
+        (f"plan --preset 1b {LINK}", "how long an inner step takes is not known"),
+        ("plan --preset 1b --step-time 1s", "what the links carry is not known"),
+        (f"plan {BY_NUMBERS} {LINK} --config x.toml", "by numbers, of which no run can be made"),
+        (f"plan --parameters 1e9 --layers 24 --measure {LINK}", "which can't be run"),
+        (f"plan --preset 1b --step-time 1s {LINK} --target-utilization 100%", "below 100 %"),
+        (f"plan --preset 1b --step-time 1s {LINK} --config no/such/folder/x.toml", "no folder"),
+        (f"plan --preset 1b --step-time 1s {LINK} --steps 0", "at least 1"),
+    ],
+)
+def test_misuse_ends_with_2_and_says_what_would_work(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "Nothing was" in said.err
+    assert not said.out
+
+
+PLAN = f"plan --preset 1b --replicas 4 {LINK} --step-time 0.8s"
+
+
+def test_a_plan_reaches_its_target_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    record = read(f"{PLAN} --target-utilization 95% --price-per-hour 10 --price-per-gb 0.01", capsys)
+    choice = record["choice"]
+    assert record["reached"]
+    assert choice["compute_utilization"] >= 0.95
+    assert choice["hours"] == pytest.approx(44_000 * 0.8 / 3600 / choice["compute_utilization"], rel=1e-3)
+    money = 4 * (10 * choice["hours"] + 0.01 * choice["sent_bytes_per_replica"] / 1e9)
+    assert choice["cost"] == pytest.approx(money)
+    assert sum(part["cost"] for part in choice["loss_cost_parts"]) == pytest.approx(choice["loss_cost"])
+    assert all(part["source"] for part in choice["loss_cost_parts"])
+    assert len({other["why_not"] for other in record["others"]}) >= 3
+    words = said(f"{PLAN} --target-utilization 95%", capsys)
+    assert "the choice" in words
+    assert "2501.18512" in words
+    assert "why not" in words
+    assert "reaches" in words
+
+
+def test_a_plan_that_reaches_nothing_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.toml"
+    slow = f"plan --preset 1b --bandwidth 1Mbit --step-time 0.8s --config {file}"
+    words = said(slow, capsys, code=1)
+    assert "Nothing reaches 95.0%." in words
+    assert "each way would reach it" in words
+    assert not file.exists()
+    record = read(slow, capsys, code=1)
+    assert not record["reached"]
+    assert record["choice"] is None
+    assert record["bandwidth_needed_bits_per_s"] > 1e6
+
+
+@pytest.mark.parametrize(
+    ("link", "algorithm"),
+    [("--bandwidth 20Mbit --latency 80ms", "streaming"), ("--bandwidth 100Gbit", "data-parallel")],
+)
+def test_the_file_of_a_plan_is_a_run(
+    link: str, algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.toml"
+    record = read(f"plan --preset tiny {link} --step-time 0.2s --steps 500 --config {file}", capsys)
+    configuration = load_configuration([str(file)])
+    settings = resolve(configuration, num_layers=configuration.model.layers)
+    assert (settings.algorithm, settings.train.steps) == (algorithm, 500) == (record["choice"]["algorithm"], 500)
+    assert settings.codec.name == record["choice"]["codec"]
+    assert settings.transport.step_time_s == (0.2,)
+    if algorithm == "streaming":
+        assert settings.schedule.inner_steps == record["choice"]["inner_steps"]
+        assert settings.schedule.overlap_steps == record["choice"]["overlap_steps"]
+        assert settings.fragments.num_fragments == record["choice"]["num_fragments"]
+        assert settings.train.data_parallel_steps == 0
+
+
+@pytest.fixture
+def peer() -> Iterator[str]:
+    board = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
+    serve_probes(board)
+    yield str(board.listen("127.0.0.1", range(1), "127.0.0.1"))
+    board.close()
+
+
+def test_measuring_the_step_and_the_link(peer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"plan --preset tiny --measure --peers {peer} --replicas 2 --target-utilization 50%"
+    record = read(arguments, capsys)
+    step, link = record["measured"]["step"], record["measured"]["links"][peer]
+    assert 0 < step["median_s"] < 60
+    assert step["steps"] >= 1
+    assert 0 < step["send_s_per_value"] < 1e-3
+    assert link["bandwidth_bits_per_s"] > 1e6
+    assert 0 <= link["latency_s"] < 1
+    words = said(f"{arguments} --step-time 0.2s", capsys)
+    assert f"to {peer}" in words
+
+
+def test_a_peer_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said("plan --preset tiny --measure --step-time 1s --peers 127.0.0.1:9", capsys, code=1)
