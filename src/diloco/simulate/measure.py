@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError, TransportError
-from diloco.model.transformer import Transformer, build_model
+from diloco.model.transformer import build_model
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
 from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
@@ -101,7 +102,7 @@ def measure_step(
 
 
 def synchronisation_s(
-    model: Transformer, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4", rounds: int = 3
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4", rounds: int = 3
 ) -> tuple[float, float]:
     """Time a send and a merge of all of ``model``, of a replica that is alone: the least of ``rounds``, in seconds."""
     diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec=codec)

@@ -19,7 +19,7 @@ from diloco.simulate.cluster import Cluster
 from diloco.simulate.traffic import Parcel, Traffic
 from diloco.transport.links import RoundTimes, round_times
 
-__all__ = ["Round", "Simulated", "simulate", "simulate_cycles"]
+__all__ = ["Round", "Simulated", "handed_in_s", "simulate", "simulate_cycles"]
 
 Floats = NDArray[np.float64]
 
@@ -216,7 +216,12 @@ class _Run:
         self.spent_s = self.spent_s + (overheads.pause_s + overheads.send_s_per_value * parcel.numel)
         times = round_times(
             self.links,
-            self._handed_in_s(parcel, step),
+            handed_in_s(
+                parcel,
+                self.computed_s[step - 1] + self.waited_s + self.spent_s,
+                self.computed_s[step] - self.computed_s[step - 1],
+                self.links.bandwidth_bits_per_s,
+            ),
             parcel.sent_bytes,
             parcel.received_bytes,
             self.up_free_s,
@@ -256,13 +261,19 @@ class _Run:
                 replace(sent, merge_step=step, merge_start_s=now_s, merge_stop_s=had_s, merged_s=had_s + merges_s)
             )
 
-    def _handed_in_s(self, parcel: Parcel, step: int) -> Floats:
-        """From when on the parcel could have been sent in one piece, to be out at the same time as in its parts."""
-        began_s = self.computed_s[step - 1] + self.waited_s + self.spent_s
-        lasted_s = self.computed_s[step] - self.computed_s[step - 1]
-        whole_s = 8 * parcel.sent_bytes / self.links.bandwidth_bits_per_s
-        handed_in_s, gone = np.full(self.shape, -np.inf), 0.0
-        for fraction, share in parcel.releases:
-            handed_in_s = np.maximum(handed_in_s, began_s + fraction * lasted_s - gone * whole_s)
-            gone += share
-        return handed_in_s
+
+def handed_in_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
+    """From when on the parcel could have been sent in one piece, to be out at the same time as in its parts.
+
+    Args:
+        parcel: what is sent.
+        began_s: when the step of sending began, ``(..., M)``, as the result.
+        lasted_s: how long it was computed, ``(..., M)`` or what broadcasts to it, as the next.
+        bandwidth_bits_per_s: of the links.
+    """
+    whole_s = 8 * parcel.sent_bytes / bandwidth_bits_per_s
+    latest_s, gone = np.full_like(began_s, -np.inf), 0.0
+    for fraction, share in parcel.releases:
+        latest_s = np.maximum(latest_s, began_s + fraction * lasted_s - gone * whole_s)
+        gone += share
+    return latest_s

@@ -1,0 +1,1 @@
+"""Up to 1000 replicas, simulated: ``python -m benchmarks.scale``."""

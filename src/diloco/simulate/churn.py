@@ -1,0 +1,158 @@
+"""Who comes and goes: losses, their notice, returns and downloads of joiners, drawn ahead of the rounds.
+
+None of it depends on the rounds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["Churn", "Membership", "ViewChange", "void_probability"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Churn:
+    """How replicas come and go.
+
+    Attributes:
+        mtbf_s: mean time between failures of one replica, exponential.
+        away_s: mean time until its process runs again, exponential.
+        silence_s: until a replica that says nothing counts as lost.
+        silent_share: share of losses noticed in that way; the others at once, by their connections.
+        view_change_s: from the notice until payloads can travel again: reports, and connections between all members.
+        state_share: share of a link that the download of a joiner gets; the donor's payloads have the rest meanwhile.
+        donors: whom joiners ask: the first member, as the trainer does today, or whoever is free first. One at a time.
+        refetch: whether a joiner fetches a fragment that has changed since its download again, in its own merge, while
+            the others wait for it; the trainer does.
+        seed: of the draws.
+    """
+
+    mtbf_s: float = math.inf
+    away_s: float = 600.0
+    silence_s: float = 15.0
+    silent_share: float = 0.5
+    view_change_s: float = 0.5
+    state_share: float = 0.5
+    donors: Literal["first", "spread"] = "first"
+    refetch: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        times = (self.away_s, self.silence_s, self.view_change_s)
+        fits = self.mtbf_s > 0 and all(0 <= time_s < math.inf for time_s in times) and 0 < self.state_share < 1
+        if not fits or not 0 <= self.silent_share <= 1 or self.donors not in ("first", "spread"):
+            raise ConfigurationError(
+                f"{self} was given; times of 0 s or more, an mtbf_s above 0, a state_share between 0 and 1, a "
+                "silent_share from 0 to 1, and donors first or spread, would work. Nothing was computed."
+            )
+
+
+def void_probability(members: float, round_s: float, churn: Churn, *, overlap_s: float = math.inf) -> float:
+    """Chance that a round of ``round_s`` is void, where as many join as are lost, one after the other.
+
+    ``1 - exp(-(M / mtbf) * (2 * round_s + silent_share * min(silence_s, overlap_s)))``: a loss or a joiner in the
+    round's time, or a loss before it that nobody has noticed. After a loss rounds are sent for ``overlap_s`` at most,
+    tau inner steps, since then the first merge waits for the notice.
+    """
+    unnoticed_s = churn.silent_share * min(churn.silence_s, overlap_s)
+    return -math.expm1(-members / churn.mtbf_s * (2 * round_s + unnoticed_s))
+
+
+class ViewChange(NamedTuple):
+    """The end of a view: when members notice, since when no round can be committed, and who is the reason."""
+
+    notice_s: float
+    cause_s: float
+    replica: int
+    joins: bool
+
+
+class Membership:
+    """Who is there, as time goes on. Changes are drawn up to any time and taken when they are noticed."""
+
+    def __init__(self, churn: Churn, bandwidth_bits_per_s: Floats, state_bytes: float) -> None:
+        self.churn, self.bandwidth, self.state_bytes = churn, bandwidth_bits_per_s, state_bytes
+        number = len(bandwidth_bits_per_s)
+        self.random = np.random.default_rng(churn.seed)
+        self.running = np.ones(number, dtype=bool)
+        self.serves_from_s, self.serves_until_s, self.fetched_s = np.zeros(number), np.zeros(number), np.zeros(number)
+        self.pending: list[ViewChange] = []
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Literal["fail", "return", "join"], int]] = []
+        if math.isfinite(churn.mtbf_s):
+            for replica, time_s in enumerate(self.random.exponential(churn.mtbf_s, number)):
+                self._at(float(time_s), "fail", replica)
+
+    def draw(self, until_s: float) -> None:
+        """Draw all changes with a cause up to then."""
+        while self._events and self._events[0][0] <= until_s:
+            time_s, _, kind, replica = heapq.heappop(self._events)
+            if kind == "fail":
+                self.running[replica] = False
+                self.serves_until_s[replica] = min(time_s, float(self.serves_until_s[replica]))
+                silent = self.random.random() < self.churn.silent_share
+                notice_s = time_s + silent * self.churn.silence_s
+                heapq.heappush(self.pending, ViewChange(notice_s, time_s, replica, joins=False))
+                self._at(max(notice_s, time_s + self.random.exponential(self.churn.away_s)), "return", replica)
+            elif kind == "return":
+                self._download(replica, time_s)
+            else:
+                self.running[replica] = True
+                heapq.heappush(self.pending, ViewChange(time_s, time_s, replica, joins=True))
+
+    def void_at_s(self, committed_s: float) -> float:
+        """When a round in flight, which else is committed then, turns out to be void; infinite if it does not."""
+        self.draw(committed_s)
+        if not any(change.cause_s < committed_s for change in self.pending):
+            return math.inf
+        self.draw(self.pending[0].notice_s)  # a joiner before that notice ends the view as well
+        return self.pending[0].notice_s
+
+    def next_event_s(self) -> float:
+        """Of the process that comes back next, or fails."""
+        return self._events[0][0]
+
+    def serves_at(self, time_s: float) -> NDArray[np.bool_]:
+        """Who hands its state to a joiner then."""
+        return (self.serves_from_s <= time_s) & (time_s < self.serves_until_s)
+
+    def transfer_s(self, replica: int, donor: int, state_bytes: float) -> float:
+        """Time of a download."""
+        return 8 * state_bytes / (self.churn.state_share * float(min(self.bandwidth[[replica, donor]])))
+
+    def _download(self, replica: int, time_s: float) -> None:
+        """Ask a donor; who finds nobody goes on from its own checkpoint, and who fails meanwhile comes back later.
+
+        Where the donor is lost, the download goes on from another one and takes no longer.
+        """
+        fails_s = time_s + self.random.exponential(self.churn.mtbf_s)
+        begin_s = ready_s = time_s
+        donors = np.flatnonzero(self.running)
+        if len(donors):
+            spread = self.churn.donors == "spread"
+            donor = int(donors[np.argmin(self.serves_until_s[donors])] if spread else donors[0])
+            begin_s = max(time_s, float(self.serves_until_s[donor]))
+            ready_s = begin_s + self.transfer_s(replica, donor, self.state_bytes)
+            if begin_s > self.serves_until_s[donor]:
+                self.serves_from_s[donor] = begin_s
+            self.serves_until_s[donor] = max(float(self.serves_until_s[donor]), min(ready_s, fails_s))
+        self.fetched_s[replica] = begin_s
+        if fails_s < ready_s:
+            self._at(fails_s + self.random.exponential(self.churn.away_s), "return", replica)
+        else:
+            self._at(ready_s, "join", replica)
+            self._at(fails_s, "fail", replica)
+
+    def _at(self, time_s: float, kind: Literal["fail", "return", "join"], replica: int) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), kind, replica))
