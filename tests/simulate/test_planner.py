@@ -120,6 +120,18 @@ def test_the_choice_trained_on_the_virtual_link_keeps_the_promise(bandwidth: flo
     assert reached == pytest.approx(predict(here, choice, IDEAL), abs=0.05)
 
 
+def test_rounds_that_the_usual_time_out_would_end_get_a_longer_one() -> None:
+    here = site(2e6)
+    (slow, quick) = (
+        max(found, key=lambda candidate: candidate.longest_round_s)
+        for found in (candidates(here, inner_steps=FEW), candidates(site(1e12), inner_steps=FEW))
+    )
+    times = [planned_values("tiny", choice, here, 100).get("transport.round_timeout_s") for choice in (slow, quick)]
+    assert times[1] is None
+    assert times[0] is not None
+    assert times[0] >= 3 * slow.longest_round_s > 600
+
+
 def test_published_losses_are_given_back() -> None:
     """Streaming DiLoCo, Tables 5 and 6."""
     for size, replicas, inner_steps, loss, reference in (

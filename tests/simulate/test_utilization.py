@@ -214,8 +214,3 @@ def test_nothing_to_measure_is_refused() -> None:
 def test_clusters_that_are_none_are_refused(times: list[float]) -> None:
     with pytest.raises(ConfigurationError, match="one of each per replica"):
         Cluster.of([Link()] * 2, times)
-
-
-def test_the_busy_steps_are_those_with_actions() -> None:
-    for schedule in (SyncSchedule(inner_steps=7, num_fragments=3, overlap_steps=5), SyncSchedule(inner_steps=1)):
-        assert schedule.busy_steps(40) == tuple(step for step in range(41) if schedule.actions(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 from diloco.config.toml import write_values
 from diloco.model.presets import get_preset
 from diloco.simulate.planner import Candidate, Site
+from diloco.transport.settings import TransportSettings
 
 __all__ = ["planned_values", "write_config"]
+
+MARGIN = 3
+"""How many times a round's predicted time the time-out must leave at least."""
 
 
 def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> dict[str, Any]:
@@ -29,6 +34,8 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> di
     if choice.algorithm == "streaming":
         values["fragments.num_fragments"] = choice.num_fragments
         values["schedule.overlap_steps"] = choice.overlap_steps
+    if choice.longest_round_s > TransportSettings.round_timeout_s / MARGIN:
+        values["transport.round_timeout_s"] = float(math.ceil(MARGIN * choice.longest_round_s))
     emulated = {
         "transport.bandwidth_bits_per_s": tuple(link.bandwidth_bits_per_s for link in site.links),
         "transport.latency_s": tuple(link.latency_s for link in site.links),

@@ -117,7 +117,7 @@ def _on_link(method: Method, traffic: Traffic, cluster: Cluster, picture: Path |
     steps = (CYCLES + 1) * period
     result = simulate(traffic, cluster, steps=steps, measure_from=CYCLES * period, history=True)
     if picture is not None:
-        title = f"{method.title}: {float(result.compute_utilization):.1%} compute utilisation"
+        title = f"{method.name}: {float(result.compute_utilization):.1%} compute utilisation"
         draw_timeline(timeline(result, cluster, steps), picture, title=title)
     return {"method": method.name, **_numbers(result, cluster)}
 

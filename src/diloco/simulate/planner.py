@@ -75,6 +75,7 @@ class Candidate:
         compute_utilization: predicted, mean over replicas.
         step_s: predicted wall time of an inner step, of the slowest replica.
         sent_bytes_per_step: of the replica that sends most.
+        longest_round_s: what the longest round takes at most, from sending to having the average.
         cost_parts: of the loss.
     """
 
@@ -86,6 +87,7 @@ class Candidate:
     compute_utilization: float
     step_s: float
     sent_bytes_per_step: float
+    longest_round_s: float
     cost_parts: tuple[CostPart, ...] = field(repr=False)
 
     @property
@@ -224,6 +226,9 @@ def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Seque
     reached = np.broadcast_to(result.compute_utilization, len(codecs))
     walls = np.broadcast_to(result.wall_s, len(codecs))
     sent = np.broadcast_to(result.sent_bytes.max(-1), len(codecs))
+    # a round that nobody waited for was over within the overlap
+    longest = np.broadcast_to(result.longest_wait_s.max(-1), len(codecs))
+    overlapped_s = schedule.overlap_steps * max(site.step_time_s)
     return [
         Candidate(
             algorithm=algorithm,
@@ -234,6 +239,7 @@ def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Seque
             compute_utilization=float(reached[index]),
             step_s=float(walls[index]) / result.steps,
             sent_bytes_per_step=float(sent[index]) / result.steps,
+            longest_round_s=float(longest[index]) + overlapped_s,
             cost_parts=loss_cost(
                 parameters=site.workload.parameters,
                 num_replicas=len(site.links),
