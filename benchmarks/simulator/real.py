@@ -57,7 +57,7 @@ def _link(row: Mapping[str, Any]) -> Link:
 def bare_step_s() -> float:
     """An inner step without communication, measured in the same series."""
     every = json.loads(RESULTS.read_text(encoding="utf-8"))
-    walls = [
+    walls: list[float] = [
         max(replica["wall_s"] / replica["steps"] for replica in row["replicas"])
         for row in every
         if row["method"] == "no communication" and row["work"]["compute"] == "pause"
