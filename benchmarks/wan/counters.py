@@ -50,10 +50,11 @@ def retransmitted_segments(table: str | None = None) -> int:
 
 
 def busy_s() -> float:
-    """CPU seconds that all cores of this machine have worked since it started, without what gives way (nice)."""
+    """CPU seconds that all cores of this machine have worked, or were kept from it by others' machines, since it
+    started."""
     ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
-    nice, idle, waiting = ticks[1], ticks[3], ticks[4]
-    return (sum(ticks[:8]) - nice - idle - waiting) / os.sysconf("SC_CLK_TCK")
+    idle, waiting = ticks[3], ticks[4]
+    return (sum(ticks[:8]) - idle - waiting) / os.sysconf("SC_CLK_TCK")
 
 
 def sessions_s(sessions: Collection[int]) -> float:

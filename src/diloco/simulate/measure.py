@@ -102,9 +102,9 @@ def measure_step(
 
 
 def synchronisation_s(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4", rounds: int = 3
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4", rounds: int = 5
 ) -> tuple[float, float]:
-    """Time a send and a merge of all of ``model``, of a replica that is alone: the least of ``rounds``, in seconds."""
+    """Time a send and a merge of all of ``model``, of a replica that is alone: the median of ``rounds``, in seconds."""
     diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec=codec)
     sends_s, merges_s = [], []
     for _ in range(rounds):
@@ -116,7 +116,7 @@ def synchronisation_s(
         _settle(device)
         sends_s.append(sent_s - started_s)
         merges_s.append(time.perf_counter() - sent_s)
-    return min(sends_s), min(merges_s)
+    return statistics.median(sends_s), statistics.median(merges_s)
 
 
 def _settle(device: torch.device) -> None:
