@@ -117,7 +117,7 @@ def fit(costs: Costs) -> Overheads:
     """Goodput and round trips that make the mean error of the fitted link's rows least; too fast counts twice."""
 
     def error(overheads: Overheads) -> float:
-        errors = [
+        errors: list[float] = [
             row["predicted"]["step_s"] / row["measured"]["step_s"] - 1
             for row in compare(overheads, costs)
             if row["fitted"]

@@ -20,4 +20,4 @@ LARGEST_ERROR = 0.175
 
 def accuracy() -> str:
     """How far predictions were off, in words."""
-    return f"{RUNS} real runs took {MEDIAN_ERROR:.1%} more or less than predicted in the median, {LARGEST_ERROR:.0%} at most"
+    return f"{RUNS} real runs were off by {MEDIAN_ERROR:.1%} in the median, {LARGEST_ERROR:.0%} at most"
