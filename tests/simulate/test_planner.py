@@ -114,10 +114,9 @@ def test_the_choice_trained_on_the_virtual_link_keeps_the_promise(bandwidth: flo
     if choice.algorithm == "diloco":
         flags += " --fragments 1 --overlap-steps 0"
     summary = train(write_text(tmp_path), tmp_path / "run", f"{flags} --steps {10 * choice.inner_steps}")
-    reached = summary["compute_utilization"]
-    assert reached >= choice.compute_utilization - 0.05
     # a run's first H steps exchange nothing, and its end waits for what is in flight
-    assert reached == pytest.approx(predict(here, choice, IDEAL), abs=0.05)
+    assert summary["compute_utilization"] == pytest.approx(choice.compute_utilization, abs=0.05)
+    assert choice.compute_utilization < predict(here, choice, IDEAL), "the file's link carries what payload gets"
 
 
 def test_rounds_that_the_usual_time_out_would_end_get_a_longer_one() -> None:

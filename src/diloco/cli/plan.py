@@ -56,7 +56,7 @@ class Options:
     price_per_gb: float = 0.0
     """What 10^9 bytes sent cost."""
     config: Annotated[Path | None, arg(help_behavior_hint="")] = None
-    """Write the settings to this file, for `diloco train FILE`: in one process, on the same links emulated."""
+    """Write the settings to this file, for `diloco train FILE`: in one process, with the links emulated."""
     json: bool = False
     """Print JSON."""
 

@@ -19,7 +19,10 @@ MARGIN = 3
 
 
 def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> dict[str, Any]:
-    """Keys of `diloco train` that make ``choice``, on the links of ``site`` emulated in one process."""
+    """Keys of `diloco train` that make ``choice``, on the links of ``site`` emulated in one process.
+
+    The emulated links carry what payload gets of the real ones, so that the run is as fast as was predicted.
+    """
     values: dict[str, Any] = {
         "preset": get_preset(preset).name,
         "algorithm": choice.algorithm,
@@ -37,7 +40,9 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> di
     if choice.longest_round_s > TransportSettings.round_timeout_s / MARGIN:
         values["transport.round_timeout_s"] = float(math.ceil(MARGIN * choice.longest_round_s))
     emulated = {
-        "transport.bandwidth_bits_per_s": tuple(link.bandwidth_bits_per_s for link in site.links),
+        "transport.bandwidth_bits_per_s": tuple(
+            site.overheads.goodput * link.bandwidth_bits_per_s for link in site.links
+        ),
         "transport.latency_s": tuple(link.latency_s for link in site.links),
         "transport.step_time_s": site.step_time_s,
     }
@@ -48,8 +53,8 @@ def write_config(path: Path, preset: str, choice: Candidate, site: Site, steps: 
     """Write beside and rename."""
     text = (
         f"# Planned: {choice.compute_utilization:.1%} compute utilisation, +{choice.loss_cost:.2%} loss.\n"
-        "# It runs in one process, with the links emulated on a virtual clock. On real machines: --transport torch,\n"
-        "# without the three lines of emulation at the end of [transport].\n\n"
+        "# It runs in one process, on a virtual clock, with links that carry what payload gets of the real ones.\n"
+        "# On machines: --transport torch, without the three lines of emulation at the end of [transport].\n\n"
         f"{write_values(planned_values(preset, choice, site, steps))}"
     )
     beside = path.with_name(f".{path.name}.partial")

@@ -157,7 +157,7 @@ def _predicted(candidate: Candidate, site: Site, steps: int, options: Options) -
     price = options.price_per_hour
     money = None if price is None else replicas * (hours * price + sent / 1e9 * options.price_per_gb)
     return _settings(candidate) | {
-        "virtual_clock_compute_utilization": predict(site, candidate, IDEAL),
+        "ideal_compute_utilization": predict(site, candidate, IDEAL),
         "steps": steps,
         "hours": hours,
         "sent_bytes_per_replica": sent,
@@ -188,7 +188,7 @@ def _print(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping[
             "settings": _in_words(made.choice),
             "utilisation": (
                 f"{chosen['compute_utilization']:.1%} ({accuracy()}); "
-                f"{chosen['virtual_clock_compute_utilization']:.1%} on the virtual clock, which knows no overheads"
+                f"{chosen['ideal_compute_utilization']:.1%} if payload got all of the link"
             ),
             "run": f"{chosen['steps']:,} steps in {format_duration(3600 * chosen['hours'])}",
             "sent": f"{format_bytes(chosen['sent_bytes_per_replica'])} per replica",

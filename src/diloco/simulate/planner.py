@@ -186,7 +186,7 @@ def _others(found: Sequence[Candidate], target: float, choice: Candidate) -> lis
     if missing:
         gentler = max(missing, key=lambda c: c.compute_utilization)
         words = (
-            f"costs {choice.loss_cost - gentler.loss_cost:.2%} less loss, but reaches {gentler.compute_utilization:.1%}"
+            f"costs {choice.loss_cost - gentler.loss_cost:.2%} less loss, but reaches {gentler.compute_utilization:.2%}"
         )
         listed.append((gentler, words))
     return sorted(listed, key=lambda pair: (pair[0].compute_utilization < target, _harm(pair[0])))
