@@ -13,8 +13,10 @@ import pytest
 
 from diloco.errors import RendezvousError
 from diloco.transport.torch_distributed.address import Address
+from diloco.transport.torch_distributed.connect import Place, Wire
+from tests.transport.wires import QUICK
 
-__all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at"]
+__all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at", "place", "wire"]
 
 PATIENCE_S = 1.0
 """The rendezvous time-out of tests in which it runs out."""
@@ -47,3 +49,11 @@ def failure(function: Callable[..., object], *arguments: Any, **named: Any) -> s
 def diloco_threads() -> set[threading.Thread]:
     """The threads of transports that are open in this process; one may still be going away after an earlier test."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("diloco")}
+
+
+def place(rank: int, num_replicas: int, address: Address | None) -> Place:
+    return Place(replica=rank, num_replicas=num_replicas, rendezvous=address)
+
+
+def wire(**given: Any) -> Wire:
+    return Wire(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,28 +11,13 @@ import torch
 from diloco.errors import TransportError
 from diloco.transport.base import Average
 from diloco.transport.torch_distributed.address import Address, parse_address
-from diloco.transport.torch_distributed.connect import Connected, Place, Wire, connect
+from diloco.transport.torch_distributed.connect import Connected, connect
 from diloco.transport.torch_distributed.registry import Entry, Registry
 from diloco.transport.torch_distributed.rendezvous import ask, serve
-from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.switchboard import Switchboard
 from tests.transport.contract import contribution, exchange
-from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at
-from tests.transport.wires import QUICK, at_once, rendezvous
-
-
-@pytest.fixture
-def board() -> Iterator[Switchboard]:
-    made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
-    yield made
-    made.close()
-
-
-def place(rank: int, num_replicas: int, address: Address | None) -> Place:
-    return Place(replica=rank, num_replicas=num_replicas, rendezvous=address)
-
-
-def wire(**given: Any) -> Wire:
-    return Wire(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))
+from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, wire
+from tests.transport.wires import at_once, rendezvous
 
 
 def work_together(num_replicas: int, address: Address, held: Sequence[int] = ()) -> list[Connected]:

@@ -7,36 +7,19 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 
 from diloco.transport.torch_distributed.address import Address
-from diloco.transport.torch_distributed.connect import Place, Wire, connect
+from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.frames import PROTOCOL, pack, read_frame
 from diloco.transport.torch_distributed.registry import Entry, Registry
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
 from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
-from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at
-from tests.transport.wires import QUICK, at_once, rendezvous
-
-
-@pytest.fixture
-def board() -> Iterator[Switchboard]:
-    made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
-    yield made
-    made.close()
-
-
-def place(rank: int, num_replicas: int, address: Address | None) -> Place:
-    return Place(replica=rank, num_replicas=num_replicas, rendezvous=address)
-
-
-def wire(**given: Any) -> Wire:
-    return Wire(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))
-
+from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
+from tests.transport.wires import at_once, rendezvous
 
 # Nobody, nowhere, or somebody else.
 

@@ -61,7 +61,7 @@ class Options:
     fragments: Annotated[int | None, arg(help_behavior_hint="")] = None
     """P of the streaming methods. Default: one per three layers, and one for what is outside them."""
     overlap_steps: Annotated[int | None, arg(help_behavior_hint="")] = None
-    """tau. Default: the method's own, 1 or 0."""
+    """tau of the methods that overlap. Default: 1."""
     codec: Annotated[str | None, arg(help_behavior_hint="")] = None
     """What payloads are sent as. Default: the method's own, fp4 or bfloat16."""
     assume: Literal["paper", "trainer"] = "paper"

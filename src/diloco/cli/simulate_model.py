@@ -21,7 +21,7 @@ from diloco.simulate.targets import Needed, bandwidth_needed, utilization_curve
 from diloco.simulate.timeline import peak_bytes_per_s, timeline
 from diloco.simulate.traffic import Traffic
 from diloco.simulate.utilization import Simulated, simulate
-from diloco.simulate.workload import METHODS, Method, Workload, method_named
+from diloco.simulate.workload import METHODS, Method, Release, Workload, method_named
 from diloco.units import (
     format_bytes,
     format_count,
@@ -49,6 +49,11 @@ def run(options: Options) -> int:
         raise ConfigurationError(
             f"--targets {options.targets} was given; per cents above 0 and up to 100, such as 50,80,95, would work. "
             "Nothing was computed."
+        )
+    if options.overlap_steps is not None and not any(method.overlap_steps for method in methods):
+        raise ConfigurationError(
+            f"--overlap-steps {options.overlap_steps} was given, and {', '.join(method.name for method in methods)} "
+            "overlaps nothing; --method streaming-overlap or streaming-overlap-fp4 would work. Nothing was computed."
         )
     for path in (options.plot, options.timeline):
         if path is not None:
@@ -89,13 +94,13 @@ def _cluster(options: Options) -> Cluster:
 
 def _traffic(options: Options, method: Method, workload: Workload) -> Traffic:
     codec = make_codec(options.codec or method.codec)
-    release = "layer" if options.assume == "paper" else "step"
+    release: Release = "layer" if options.assume == "paper" else "step"
     if method.data_parallel:
         return workload.gradients(codec, options.replicas, release="layer")
     schedule = method.schedule(
         workload, options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
     )
-    return workload.traffic(schedule, [codec], options.replicas, release=release)  # type: ignore[arg-type]
+    return workload.traffic(schedule, [codec], options.replicas, release=release)
 
 
 def _facts(options: Options, workload: Workload) -> dict[str, str]:
