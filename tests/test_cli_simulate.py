@@ -137,6 +137,7 @@ def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (f"plan --preset 1b --step-time 1s {LINK} --target-utilization 100%", "below 100 %"),
         (f"plan --preset 1b --step-time 1s {LINK} --config no/such/folder/x.toml", "no folder"),
         (f"plan --preset 1b --step-time 1s {LINK} --steps 0", "at least 1"),
+        (f"plan --preset 1b --step-time 1s {LINK} --price-per-hour -1", "or more would work"),
     ],
 )
 def test_misuse_ends_with_2_and_says_what_would_work(
@@ -202,6 +203,13 @@ def test_the_file_of_a_plan_is_a_run(
         assert settings.schedule.overlap_steps == record["choice"]["overlap_steps"]
         assert settings.fragments.num_fragments == record["choice"]["num_fragments"]
         assert settings.train.data_parallel_steps == 0
+
+
+def test_a_file_that_cannot_be_written_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").mkdir()
+    arguments = f"plan --preset tiny --bandwidth 1Gbit --step-time 0.2s --config {tmp_path / 'taken'}"
+    assert main(arguments.split()) == 1
+    assert "can't be written" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from diloco.config.toml import write_values
 from diloco.model.presets import get_preset
 from diloco.simulate.planner import Candidate, Site
+from diloco.train.whole_file import write_whole
 from diloco.transport.settings import TransportSettings
 
 __all__ = ["planned_values", "write_config"]
@@ -50,13 +50,11 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> di
 
 
 def write_config(path: Path, preset: str, choice: Candidate, site: Site, steps: int) -> None:
-    """Write beside and rename."""
+    """Write it for `diloco train`, as a whole or not at all."""
     text = (
         f"# Planned: {choice.compute_utilization:.1%} compute utilisation, +{choice.loss_cost:.2%} loss.\n"
         "# It runs in one process, on a virtual clock, with links that carry what payload gets of the real ones.\n"
         "# On machines: --transport torch, without the three lines of emulation at the end of [transport].\n\n"
         f"{write_values(planned_values(preset, choice, site, steps))}"
     )
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, text)

@@ -74,6 +74,11 @@ def _check(options: Options, target: float) -> None:
         )
     if options.steps is not None and options.steps < 1:
         raise ConfigurationError(f"--steps {options.steps} was given; at least 1 is needed. Nothing was planned.")
+    if min(options.price_per_hour or 0.0, options.price_per_gb) < 0:
+        raise ConfigurationError(
+            f"--price-per-hour {options.price_per_hour} and --price-per-gb {options.price_per_gb} were given; 0 or "
+            "more would work. Nothing was planned."
+        )
     without_step = not options.step_time and not options.measure
     without_link = not options.bandwidth and not (options.measure and options.peers)
     if without_step or without_link:

@@ -16,6 +16,7 @@ from diloco.config.keys import Values
 from diloco.config.run_plan import CONFIG_FILE, RunPlan, plan_run
 from diloco.errors import ConfigurationError
 from diloco.train.roles import TorchRun, read_torchrun, role_of
+from diloco.train.whole_file import write_whole
 
 __all__ = ["claim_numbered", "continue_record", "run"]
 
@@ -112,9 +113,7 @@ def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
 
     if folder != source:
         load_tokenizer(source).save(folder)
-    beside = folder / f".{CONFIG_FILE}.partial"
-    beside.write_text(plan.record, encoding="utf-8")
-    os.replace(beside, folder / CONFIG_FILE)
+    write_whole(folder / CONFIG_FILE, plan.record)
 
 
 def _facts(configuration: Configuration) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import importlib.util
 import io
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.errors import ConfigurationError
+from diloco.train.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,9 +91,7 @@ def write_picture(figure: Figure, path: Path, names: Mapping[str, str], title: s
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
         svg = _with_names(stream.getvalue().decode(), names)
         content = (svg if path.suffix == ".svg" else _page(svg, title)).encode()
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_bytes(content)
-    os.replace(beside, path)
+    write_whole(path, content)
 
 
 def _with_names(svg: str, names: Mapping[str, str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +42,7 @@ from diloco.train.session_state import load_session, save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
 from diloco.train.trained import read_weights
+from diloco.train.whole_file import write_whole
 from diloco.units import format_bytes
 
 __all__ = ["run_training"]
@@ -217,7 +217,7 @@ class _Run:
         totals.wall_s = wall_before_s + time.perf_counter() - started_s
         summary = self._summary(evaluation, interrupted)
         fleet.finish()
-        _write_json(self.folder / "summary.json", summary)
+        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self._emit(RunFinished(step=self.step, summary=summary))
         return summary
 
@@ -365,10 +365,3 @@ def held_step(folder: Path, resume: Path) -> int:
     if resume.name.startswith("step-"):
         found = [path for path in found if path.name == resume.name]
     return open_checkpoint(found[-1]).step if found else -1
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write beside and rename, so that nobody reads half a file."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)
