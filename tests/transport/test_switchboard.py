@@ -310,3 +310,23 @@ def test_closing_ends_the_thread_and_may_be_done_twice(make: Make) -> None:
     second.board.post(lambda: pytest.fail("after the end"))
     assert not second.board._thread.is_alive()
     assert first.losses.get(timeout=LIMIT_S)[0] == 1
+
+
+def test_who_says_hello_while_the_other_one_closes_is_shown_out(make: Make) -> None:
+    """Its task may be past the point where it can be told to end, and opens a line when the others are closed."""
+    first = make(0)
+    with closing(socket.create_connection((first.address.host, first.address.port))) as late:
+        first.settled()
+
+        async def hello_in_the_last_moment(turns: int) -> None:
+            late.sendall(pack({"kind": "hello", "rank": 5, "address": "127.0.0.1:1"}))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await first.board._close()
+
+        first.board.call(hello_in_the_last_moment(0), LIMIT_S)
+        assert first.board.connected == frozenset()
+        first.board.close()
+        late.settimeout(LIMIT_S)
+        while late.recv(4096):
+            pass

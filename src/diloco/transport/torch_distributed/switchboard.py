@@ -28,6 +28,7 @@ Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamW
 """Takes over a connection whose first message asked for it; the connection is closed when it returns."""
 
 _FIRST_MESSAGE_S = 10.0
+_FLUSH_S = 1.0
 _LOW_DELAY = 0x10  # of the type-of-service byte: routers that know it let these packets pass payloads
 
 
@@ -95,7 +96,6 @@ class Switchboard:
         self._lost = lost
         self._lines: dict[int, _Line] = {}
         self._server: asyncio.Server | None = None
-        self._closing = False
         self._beat_s = math.inf  # of the last beat, once there are any
         self._woke_s = -math.inf
         self.loop = asyncio.new_event_loop()
@@ -324,20 +324,28 @@ class Switchboard:
             self._lost(line.rank, Loss("silent", text))
 
     async def _close(self) -> None:
-        self._closing = True
         if self._server is not None:
             self._watch.cancel()
             self._server.close()
-        for rank, line in list(self._lines.items()):
-            with contextlib.suppress(OSError, TimeoutError):
-                await asyncio.wait_for(line.writer.drain(), 1.0)
-            self.hang_up(rank)
         for _ in range(4):  # turns of the loop, in which connections that have just come get the tasks that close them
             await asyncio.sleep(0)
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended: list[asyncio.StreamWriter] = []
+        while True:  # a task that is told to end may still open a line, if its hello had come already
+            ended += [line.writer for line in self._lines.values()]
+            for rank in self.connected:
+                self.hang_up(rank)
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            if not tasks:
+                break
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        flushed = [asyncio.create_task(writer.wait_closed()) for writer in ended]
+        if flushed:
+            await asyncio.wait(flushed, timeout=_FLUSH_S)
+        for writer in ended:
+            writer.transport.abort()  # what the other side did not take by now it never will
+        await asyncio.gather(*flushed, return_exceptions=True)
 
 
 def _tune(writer: asyncio.StreamWriter, silence_s: float) -> None:
