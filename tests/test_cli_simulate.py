@@ -13,8 +13,9 @@ from diloco.cli import main
 from diloco.config import load_configuration
 from diloco.simulate.workload import METHODS
 from diloco.train.resolve import resolve
+from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 BY_NUMBERS = "--parameters 1e9 --layers 24 --step-time 0.1s"
 LINK = "--bandwidth 500Mbit --latency 80ms"
@@ -214,7 +215,7 @@ def test_a_file_that_cannot_be_written_is_told_of(tmp_path: Path, capsys: pytest
 
 @pytest.fixture
 def peer() -> Iterator[str]:
-    board = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
+    board = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     serve_probes(board)
     yield str(board.listen("127.0.0.1", range(1), "127.0.0.1"))
     board.close()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from diloco.transport.address import Address
 from diloco.transport.in_process import InProcessTransport
 from diloco.transport.leader import LeaderTransport
+from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
-from diloco.transport.torch_distributed.address import Address
 from diloco.transport.torch_distributed.connect import Place, Wire, connect
-from diloco.transport.torch_distributed.transport import TorchTransport
 from tests.processes import Processes
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, open_group, unequal
 from tests.transport.wires import QUICK, at_once, rendezvous
@@ -35,7 +35,7 @@ def result_of(rank: Rank) -> dict[str, Any]:
     }
 
 
-def connected(place: Place) -> TorchTransport:
+def connected(place: Place) -> PeerTransport:
     return connect(place, Wire(**PATIENT)).transport
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 
 @pytest.fixture
 def board() -> Iterator[Switchboard]:
     """A switchboard that hears nobody."""
-    made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
+    made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     yield made
     made.close()

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from diloco.transport.torch_distributed import switchboard
-from diloco.transport.torch_distributed.data_link import DataLink
-from diloco.transport.torch_distributed.switchboard import Switchboard
+from diloco.transport.peers import switchboard
+from diloco.transport.peers.data_link import Work
+from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.torch_distributed.data_link import GlooLink
 
 __all__ = ["Cut"]
 
@@ -35,7 +34,7 @@ class Cut:
         for owner, method in (
             (asyncio.StreamWriter, "write"),
             (asyncio.StreamWriter, "close"),
-            (DataLink, "close"),
+            (GlooLink, "close"),
         ):
             setattr(owner, method, self._putting_off(getattr(owner, method)))
         self._hold_back_payloads()
@@ -70,17 +69,17 @@ class Cut:
         return put_off
 
     def _hold_back_payloads(self) -> None:
-        send, receive = DataLink.send, DataLink.receive
+        send, receive = GlooLink.send, GlooLink.receive
 
-        def held_send(link: DataLink, values: Tensor, stream: int, tag: int) -> dist.Work:
+        def held_send(link: GlooLink, values: Tensor, stream: int, tag: int) -> Work:
             self._whole.wait()
             return send(link, values, stream, tag)
 
-        def held_receive(link: DataLink, values: Tensor, stream: int, tag: int) -> Any:
+        def held_receive(link: GlooLink, values: Tensor, stream: int, tag: int) -> Any:
             return _Held(receive(link, values, stream, tag), self._whole)
 
-        DataLink.send = held_send  # type: ignore[method-assign]
-        DataLink.receive = held_receive  # type: ignore[method-assign]
+        GlooLink.send = held_send  # type: ignore[method-assign]
+        GlooLink.receive = held_receive  # type: ignore[method-assign]
 
     def _hold_back_control(self) -> None:
         read_frame, open_connection = switchboard.read_frame, asyncio.open_connection
@@ -102,12 +101,12 @@ class Cut:
 class _Held:
     """A receipt of which nobody hears while the way is cut."""
 
-    def __init__(self, work: dist.Work, whole: threading.Event) -> None:
+    def __init__(self, work: Work, whole: threading.Event) -> None:
         self._work = work
         self._whole = whole
 
-    def wait(self, timeout: timedelta) -> bool:
+    def wait(self) -> None:
         try:
-            return bool(self._work.wait(timeout))
+            self._work.wait()
         finally:
             self._whole.wait()

@@ -21,13 +21,13 @@ from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.errors import TransportError
 from diloco.events import Event
 from diloco.train.replica import DiLoCo
+from diloco.transport.address import Address
 from diloco.transport.base import Transport
-from diloco.transport.torch_distributed.address import Address
+from diloco.transport.peers.payloads import PayloadExchange, _tag
+from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.connect import Place, connect, join
-from diloco.transport.torch_distributed.data_link import DataLink
-from diloco.transport.torch_distributed.payloads import PayloadExchange, _tag
-from diloco.transport.torch_distributed.pending import TorchPending
-from diloco.transport.torch_distributed.switchboard import Switchboard
+from diloco.transport.torch_distributed.data_link import GlooLink
 from tests.processes import PRELOADED, report, told
 from tests.replicas import quadratic
 from tests.transport.cut import Cut
@@ -135,7 +135,7 @@ class Victim:
         self.scenario = scenario
         self.words = words
         self.way = Cut()
-        self.links: list[DataLink] = []
+        self.links: list[GlooLink] = []
         self.board: Switchboard | None = None
         self.decided = {TARGET: threading.Event(), BEFORE: threading.Event()}
         words.acts["heal"] = self.heal
@@ -143,19 +143,19 @@ class Victim:
             self._stop_in_flight()
         elif scenario.stage == "vote":
             self._stop_at_vote()
-        resolve, made = TorchPending.resolve, DataLink.__init__
+        resolve, made = PeerPending.resolve, GlooLink.__init__
 
-        def remembered(link: DataLink, *arguments: Any) -> None:
+        def remembered(link: GlooLink, *arguments: Any) -> None:
             made(link, *arguments)
             self.links.append(link)
 
-        def resolved(pending: TorchPending, outcome: Any) -> None:
+        def resolved(pending: PeerPending, outcome: Any) -> None:
             resolve(pending, outcome)
             if pending.round in self.decided:
                 self.decided[pending.round].set()
 
-        TorchPending.resolve = resolved  # type: ignore[method-assign]
-        DataLink.__init__ = remembered  # type: ignore[method-assign]
+        PeerPending.resolve = resolved  # type: ignore[method-assign]
+        GlooLink.__init__ = remembered  # type: ignore[method-assign]
 
     def hold(self) -> None:
         """Here it happens, in whatever thread this is."""
@@ -175,9 +175,9 @@ class Victim:
         self.way.heal(self.board)
 
     def _stop_in_flight(self) -> None:
-        send, pieces = DataLink.send, 0
+        send, pieces = GlooLink.send, 0
 
-        def stop_at_second(link: DataLink, values: Tensor, stream: int, tag: int) -> Any:
+        def stop_at_second(link: GlooLink, values: Tensor, stream: int, tag: int) -> Any:
             nonlocal pieces
             if tag >> 18 == _tag(TARGET, 0, False) >> 18:
                 pieces += 1
@@ -185,7 +185,7 @@ class Victim:
                     self.hold()
             return send(link, values, stream, tag)
 
-        DataLink.send = stop_at_second  # type: ignore[method-assign]
+        GlooLink.send = stop_at_second  # type: ignore[method-assign]
 
     def _stop_at_vote(self) -> None:
         reduce, send, last = PayloadExchange.reduce, Switchboard.send, max(self.scenario.others)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import RendezvousError
-from diloco.transport.torch_distributed.address import Address
+from diloco.transport.address import Address
 from diloco.transport.torch_distributed.connect import Place, Wire
 from tests.transport.wires import QUICK
 

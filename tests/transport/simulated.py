@@ -1,4 +1,4 @@
-"""The real protocol of a rank, from `TorchTransport` to its votes, on the network of `tests.membership.network`.
+"""The real protocol of a rank, from `PeerTransport` to its votes, on the network of `tests.membership.network`.
 
 Only threads, sockets and payloads are replaced: what another thread would do later is a thing that the rank does next
 of its own accord, and every average is the same.
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from unittest import mock
 
 import torch
@@ -21,14 +21,16 @@ from diloco.algorithm.codec import make_codec
 from diloco.errors import RoundVoidError, TransportError
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
+from diloco.transport.address import Address
 from diloco.transport.base import Average
-from diloco.transport.torch_distributed import rounds, transport, views
-from diloco.transport.torch_distributed.address import Address
-from diloco.transport.torch_distributed.registry import Entry
-from diloco.transport.torch_distributed.rounds import Rules
-from diloco.transport.torch_distributed.switchboard import Loss, Timing
-from diloco.transport.torch_distributed.transport import TorchTransport
-from diloco.transport.torch_distributed.views import Policies
+from diloco.transport.peers import rounds, transport, views
+from diloco.transport.peers.data_link import LinkRequest
+from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.switchboard import Loss, Timing
+from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.peers.views import Policies
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.membership.network import Limits, Network, explore
 
 __all__ = ["Rank", "simulate", "without_threads"]
@@ -68,6 +70,10 @@ class _Board:
         except StopIteration:
             return
         raise AssertionError("something waits in the control thread")
+
+
+def _no_link(request: LinkRequest) -> NoReturn:
+    raise AssertionError("links are the network's")
 
 
 class _Thread:
@@ -113,8 +119,9 @@ class Rank:
         self._exchanges: list[tuple[Any, Any]] = []
         rules = Rules(rank, rank // size, size, None, 10.0, 1 << 19)
         with mock.patch.object(transport, "Switchboard", return_value=_Board(network, rank, self._todo)):
-            self.transport = TorchTransport(rules, policies, Timing())
+            self.transport = PeerTransport(rules, policies, Timing(), TcpStreams())
         entries = {other: Entry(other, f"simulated:{other}") for other in range(replicas * size)}
+        registry = Registry(len(entries), size, list(entries.values()))
         view = View.of(replicas)
         self._joins: Entry | None = None
         self._asked = 1
@@ -123,7 +130,7 @@ class Rank:
             reached = sorted({other // size for other in self.transport.board.connected})
             view = View(-1, tuple(reached) or (rank // size,))
             self._todo.append(lambda: self.transport.ask_to_join(entries[rank]))
-        self._run(lambda: self.transport.begin(view, entries, None, member=not joining))
+        self._run(lambda: self.transport.begin(view, registry, _no_link, member=not joining))
 
     @property
     def view(self) -> View:

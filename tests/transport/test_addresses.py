@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError
-from diloco.transport.torch_distributed.address import Address, local_host_towards, parse_address, parse_ports
+from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 
 PORTS = st.integers(0, 65535)
 

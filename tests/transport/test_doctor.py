@@ -12,16 +12,17 @@ from contextlib import contextmanager
 import pytest
 
 from diloco.cli import main
-from diloco.transport.torch_distributed.address import Address
+from diloco.transport.address import Address
+from diloco.transport.peers.frames import pack
+from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.torch_distributed.doctor import MOST_BYTES, Finding, examine, serve_probes
-from diloco.transport.torch_distributed.frames import pack
-from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.transport.wires import Wires
 
 
 @contextmanager
 def listening(host: str = "127.0.0.1") -> Iterator[Address]:
-    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None)
+    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
         serve_probes(board)
         yield board.listen(host, range(1), host)

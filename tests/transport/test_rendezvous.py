@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from diloco.transport.torch_distributed.address import Address
+from diloco.transport.address import Address
+from diloco.transport.peers.frames import PROTOCOL, pack, read_frame
+from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.torch_distributed.connect import connect
-from diloco.transport.torch_distributed.frames import PROTOCOL, pack, read_frame
-from diloco.transport.torch_distributed.registry import Entry, Registry
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
-from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
 from tests.transport.wires import at_once, rendezvous
 
@@ -90,7 +91,7 @@ def test_replica_0_may_come_last(board: Switchboard) -> None:
     asked = threading.Thread(target=lambda: tables.append(ask(board, address, entries[1], 20.0)))
     tables: list[Any] = []
     asked.start()
-    late = Switchboard(0, Timing(), lambda *_: None, lambda *_: None)
+    late = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
         serve(late, Registry(2))
         late.listen(address.host, range(address.port, address.port + 1), address.host)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from diloco.errors import TransportError
-from diloco.transport.torch_distributed import switchboard
-from diloco.transport.torch_distributed.address import Address
-from diloco.transport.torch_distributed.frames import MAX_BLOB_BYTES, pack, read_frame
-from diloco.transport.torch_distributed.switchboard import Loss, Switchboard, Timing
+from diloco.transport.address import Address
+from diloco.transport.peers import switchboard
+from diloco.transport.peers.frames import MAX_BLOB_BYTES, pack, read_frame
+from diloco.transport.peers.switchboard import Loss, Switchboard, Timing
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.processes import Processes, report, told
 
 QUICK = Timing(heartbeat_s=0.1, silence_s=1.0)
@@ -36,6 +37,7 @@ class Rank:
             timing,
             lambda sender, message, blob: self.heard.put((sender, message, blob, time.monotonic())),
             lambda other, loss: self.losses.put((other, loss)),
+            TcpStreams(),
         )
         self.address = self.board.listen("127.0.0.1", range(1), "127.0.0.1")
 

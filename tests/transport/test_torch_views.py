@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco.transport.torch_distributed.switchboard import Loss
-from diloco.transport.torch_distributed.transport import TorchTransport
+from diloco.transport.peers.switchboard import Loss
+from diloco.transport.peers.transport import PeerTransport
 from tests.processes import Processes
 from tests.transport.fault_replicas import replica
 from tests.transport.fault_scenarios import LIMIT_S, PAUSE, SCHEDULE, VOID_PER_CHANGE, Outcome, Scenario, name
@@ -157,7 +157,7 @@ def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> 
     for transport, event in zip(transports, told, strict=True):
         transport.on_change = lambda following, event=event: event.set()  # type: ignore[misc]
 
-    def part(mine: TorchTransport, other: int) -> None:
+    def part(mine: PeerTransport, other: int) -> None:
         mine.board.hang_up(other)
         mine._lost(other, Loss("silent", "as if nothing came"))
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from diloco.transport.torch_distributed.address import Address
+from diloco.transport.address import Address
+from diloco.transport.peers.registry import Registry
+from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Connected, Place, Wire, connect
-from diloco.transport.torch_distributed.registry import Registry
 from diloco.transport.torch_distributed.rendezvous import serve
-from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
-from diloco.transport.torch_distributed.transport import TorchTransport
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s": 20.0, "rendezvous_timeout_s": 20.0}
 
@@ -20,7 +21,7 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 @contextmanager
 def rendezvous(num_ranks: int, ranks_per_replica: int = 1) -> Iterator[Address]:
     """An address to meet at, which is no rank's."""
-    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None)
+    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
         address = board.listen("127.0.0.1", range(1), "127.0.0.1")
         serve(board, Registry(num_ranks, ranks_per_replica))
@@ -51,10 +52,10 @@ class Wires:
     """Makes and closes transports of ranks that meet at one address."""
 
     def __init__(self) -> None:
-        self._open: list[TorchTransport] = []
+        self._open: list[PeerTransport] = []
         self._exits: list[Any] = []
 
-    def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **wire: Any) -> list[TorchTransport]:
+    def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **wire: Any) -> list[PeerTransport]:
         context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica)
         self.address = context.__enter__()
         self._exits.append(context)

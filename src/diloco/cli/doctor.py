@@ -16,7 +16,7 @@ from tyro.conf import Positional, arg
 
 from diloco.cli.tables import columns
 from diloco.errors import ConfigurationError
-from diloco.transport.torch_distributed.address import parse_address
+from diloco.transport.address import parse_address
 from diloco.units import format_rate
 
 __all__ = ["run"]
@@ -90,12 +90,13 @@ def _examine(options: Options) -> int:
 
 
 def _listen(text: str) -> int:
+    from diloco.transport.peers.switchboard import Switchboard, Timing
     from diloco.transport.torch_distributed.doctor import serve_probes
-    from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+    from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
     address, ends = parse_address(text, key="--listen"), {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which inherit it
-    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None)
+    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
         heard = board.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(board)

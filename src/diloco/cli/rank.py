@@ -13,7 +13,7 @@ from diloco.config.run_plan import CONFIG_FILE, RunPlan
 from diloco.errors import ConfigurationError
 from diloco.train.roles import Role
 from diloco.train.settings import TrainSettings
-from diloco.transport.torch_distributed.address import Address
+from diloco.transport.address import Address
 
 if TYPE_CHECKING:
     from diloco.train.fleet import TorchFleet

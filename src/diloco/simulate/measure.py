@@ -17,8 +17,8 @@ from diloco.model.transformer import build_model
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
 from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
+from diloco.transport.address import parse_address
 from diloco.transport.links import Link
-from diloco.transport.torch_distributed.address import parse_address
 from diloco.transport.torch_distributed.doctor import examine
 
 __all__ = ["MeasuredStep", "measure_links", "measure_step", "synchronisation_s"]

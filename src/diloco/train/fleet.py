@@ -9,9 +9,9 @@ from diloco.errors import TransportError
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 from diloco.transport.links import VirtualNetwork
+from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.torch_distributed.connect import Connected, join
-from diloco.transport.torch_distributed.transport import TorchTransport
 
 __all__ = ["Fleet", "InProcessFleet", "TorchFleet"]
 
@@ -124,7 +124,7 @@ class TorchFleet:
 
     def __init__(self, connected: Connected, group: ReplicaGroup | None = None) -> None:
         self.connected = connected
-        self.transport: TorchTransport = connected.transport
+        self.transport: PeerTransport = connected.transport
         self.joining = connected.joining
         self.group = group or ReplicaGroup()
 

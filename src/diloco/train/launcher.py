@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import ConfigurationError
+from diloco.transport.address import Address
+from diloco.transport.peers.registry import Registry
+from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.settings import TransportSettings
-from diloco.transport.torch_distributed.address import Address
-from diloco.transport.torch_distributed.registry import Registry
 from diloco.transport.torch_distributed.rendezvous import serve
-from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 __all__ = ["Ended", "exit_code", "launch"]
 
@@ -56,7 +57,7 @@ def launch(
     Returns:
         The exit code of the whole, see `exit_code`.
     """
-    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None)
+    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
         host = settings.host or "127.0.0.1"
         address = board.listen(host, range(1), host)

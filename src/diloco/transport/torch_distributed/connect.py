@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
+from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.links import Link
-from diloco.transport.torch_distributed.address import Address, local_host_towards, parse_address, parse_ports
-from diloco.transport.torch_distributed.data_link import make_device
-from diloco.transport.torch_distributed.registry import Entry, Registry
+from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.peers.views import Policies
+from diloco.transport.torch_distributed.data_link import link_opener, make_device
+from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.rendezvous import Table, ask, exchange_word, serve
-from diloco.transport.torch_distributed.rounds import Rules
-from diloco.transport.torch_distributed.switchboard import Switchboard, Timing
-from diloco.transport.torch_distributed.transport import TorchTransport
-from diloco.transport.torch_distributed.views import Policies
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 __all__ = ["Connected", "Place", "Wire", "connect", "join"]
 
@@ -99,7 +101,7 @@ class Connected:
         joining: whether the run was going on already.
     """
 
-    transport: TorchTransport
+    transport: PeerTransport
     table: Table
     joining: bool
 
@@ -139,7 +141,8 @@ def connect(place: Place, wire: Wire, *, held_step: int = -1) -> Connected:
         streams=wire.streams or max(1, round(4 / max(1, others))),
         connect_timeout_s=min(wire.rendezvous_timeout_s, max(10.0, 4 * wire.silence_s)),
     )
-    transport = TorchTransport(rules, policies, Timing(wire.heartbeat_s, wire.silence_s), wire.link)
+    transport = PeerTransport(rules, policies, Timing(wire.heartbeat_s, wire.silence_s), TcpStreams(), wire.link)
+    serve_probes(transport.board)
     try:
         return _connect(transport, place, wire, held_step)
     except BaseException:
@@ -147,7 +150,7 @@ def connect(place: Place, wire: Wire, *, held_step: int = -1) -> Connected:
         raise
 
 
-def _connect(transport: TorchTransport, place: Place, wire: Wire, held_step: int) -> Connected:
+def _connect(transport: PeerTransport, place: Place, wire: Wire, held_step: int) -> Connected:
     board, size = transport.board, place.ranks_per_replica
     host = wire.host or _my_host(place)
     ports = parse_ports(wire.ports, key="transport.ports")
@@ -170,7 +173,8 @@ def _connect(transport: TorchTransport, place: Place, wire: Wire, held_step: int
         )
     entry = Entry(place.rank, str(board.address), wire.facts, held_step)
     table = ask(board, meeting, entry, wire.rendezvous_timeout_s)
-    device = make_device(host, wire.interface)
+    open_link = link_opener(make_device(host, wire.interface), transport.mailbox)
+    registry = Registry(len(table.entries), size, list(table.entries.values()))
     reached = board.call(_dial(board, table, place, wire.rendezvous_timeout_s))
     if table.running:
         if not reached:
@@ -179,10 +183,12 @@ def _connect(transport: TorchTransport, place: Place, wire: Wire, held_step: int
                 "would work. Nothing was started."
             )
         members = tuple(sorted({rank // size for rank in reached}))
-        transport.begin(View(-1, members), table.entries, device, member=False)
+        serve(board, registry)
+        transport.begin(View(-1, members), registry, open_link, member=False)
     else:
         board.call(_arrived(board, place, wire.rendezvous_timeout_s, table))
-        transport.begin(View.of(place.num_replicas), table.entries, device, member=True)
+        serve(board, registry)
+        transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
     return Connected(transport, table, table.running)
 
 

@@ -7,7 +7,6 @@ else. Groups find each other through the control connection, so no store has to 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,50 +17,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from diloco.errors import TransportError
+from diloco.transport.peers.data_link import LinkRequest, OpenLink
+from diloco.transport.peers.mailbox import Mailbox
 
-__all__ = ["NEVER", "DataLink", "Mailbox", "gloo_words", "link_errors", "make_device", "open_link"]
+__all__ = ["GlooLink", "gloo_words", "link_opener", "make_device"]
 
-NEVER = timedelta(days=30)
+_NEVER = timedelta(days=30)
 """For ``Work.wait``: our own watch ends a wait, by closing the link."""
 
 _ABORT_TAG = (1 << 31) - 1
-
-
-class Mailbox:
-    """Short values by key, put there by control messages and waited for in other threads."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._values: dict[str, bytes] = {}
-        self._closed = ""
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def take(self, key: str, timeout_s: float) -> bytes:
-        """The value of ``key``, waiting for it; it stays.
-
-        Raises:
-            TransportError: if it does not come in time.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._values or self._closed, timeout_s)
-            if key not in self._values:
-                raise TransportError(f"{key} did not come within {timeout_s:g} s. {self._closed}")
-            return self._values[key]
-
-    def forget(self, prefix: str) -> None:
-        """Drop what begins with ``prefix``."""
-        with self._changed:
-            self._values = {key: value for key, value in self._values.items() if not key.startswith(prefix)}
-
-    def close(self, reason: str) -> None:
-        """Let nobody wait any more."""
-        with self._changed:
-            self._closed = reason
-            self._changed.notify_all()
 
 
 class _PairStore(Store):
@@ -82,13 +46,13 @@ class _PairStore(Store):
     def get(self, key: str) -> bytes:
         return self._mailbox.take(self._prefix + key, self._timeout_s)
 
-    def wait(self, keys: list[str], timeout: timedelta = NEVER) -> None:
+    def wait(self, keys: list[str], timeout: timedelta = _NEVER) -> None:
         for key in keys:
             self._mailbox.take(self._prefix + key, min(self._timeout_s, timeout.total_seconds()))
 
 
 @contextlib.contextmanager
-def link_errors() -> Iterator[None]:
+def _link_errors() -> Iterator[None]:
     """Around what uses a link: gloo's plain errors become a `TransportError`."""
     try:
         yield
@@ -106,7 +70,18 @@ def gloo_words(error: RuntimeError) -> str:
     return words.partition("] ")[2] if words.startswith("[") else words
 
 
-class DataLink:
+class _GlooWork:
+    """A gloo operation whose errors are ours."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _link_errors():
+            self._work.wait(_NEVER)
+
+
+class GlooLink:
     """Payload streams to one other rank.
 
     Args:
@@ -122,23 +97,23 @@ class DataLink:
     def num_streams(self) -> int:
         return len(self._groups)
 
-    def send(self, values: Tensor, stream: int, tag: int) -> dist.Work:
+    def send(self, values: Tensor, stream: int, tag: int) -> _GlooWork:
         """Start sending a contiguous CPU tensor; it must stay as it is until the work is done.
 
         Raises:
             TransportError: if the connection has ended.
         """
-        with link_errors():
-            return self._groups[stream % len(self._groups)].send([values], self._peer, tag)
+        with _link_errors():
+            return _GlooWork(self._groups[stream % len(self._groups)].send([values], self._peer, tag))
 
-    def receive(self, values: Tensor, stream: int, tag: int) -> dist.Work:
+    def receive(self, values: Tensor, stream: int, tag: int) -> _GlooWork:
         """Start receiving into a contiguous CPU tensor.
 
         Raises:
             TransportError: if the connection has ended.
         """
-        with link_errors():
-            return self._groups[stream % len(self._groups)].recv([values], self._peer, tag)
+        with _link_errors():
+            return _GlooWork(self._groups[stream % len(self._groups)].recv([values], self._peer, tag))
 
     def close(self) -> None:
         """End the connections; whoever waits on them gets an error at once.
@@ -175,40 +150,29 @@ def _as_group(backend: Any) -> dist.ProcessGroup:
     return group
 
 
-def open_link(
-    key: str,
-    *,
-    first: bool,
-    streams: int,
-    device: object,
-    mailbox: Mailbox,
-    tell: Callable[[str, bytes], None],
-    timeout_s: float,
-) -> DataLink:
-    """Connect to a peer that opens the same ``key`` with the other value of ``first``.
+def link_opener(device: object, mailbox: Mailbox) -> OpenLink:
+    """Opens links whose ends find each other by control messages.
 
     Args:
-        key: names this link and this attempt, alike on both sides.
-        first: whether I am the one of the lower rank.
-        streams: number of connections.
         device: of `make_device`.
         mailbox: where the peer's words come in.
-        tell: sends a key and a value to the peer's mailbox.
-        timeout_s: the longest to wait for the peer.
-
-    Raises:
-        TransportError: if it does not come to be; nothing stays open.
     """
+    return lambda request: _open_link(request, device, mailbox)
+
+
+def _open_link(request: LinkRequest, device: object, mailbox: Mailbox) -> GlooLink:
     groups: list[dist.ProcessGroup] = []
+    place = 0 if request.first else 1
     try:
-        for stream in range(streams):
+        for stream in range(request.streams):
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
             options._threads = 1
-            options._timeout = timedelta(seconds=timeout_s)  # of connecting; waits have their own
+            options._timeout = timedelta(seconds=request.timeout_s)  # of connecting; waits have their own
             options._devices = [device]
-            store = _PairStore(f"{key}/{stream}/", mailbox, tell, timeout_s)
-            groups.append(_as_group(ProcessGroupGloo(store, 0 if first else 1, 2, options)))
+            store = _PairStore(f"{request.key}/{stream}/", mailbox, request.tell, request.timeout_s)
+            groups.append(_as_group(ProcessGroupGloo(store, place, 2, options)))
     except (RuntimeError, TransportError) as error:
-        DataLink(groups, 1 if first else 0).close()
-        raise TransportError(f"the payload connection {key} could not be made: {str(error).splitlines()[0]}") from error
-    return DataLink(groups, 1 if first else 0)
+        GlooLink(groups, 1 - place).close()
+        why = str(error).splitlines()[0]
+        raise TransportError(f"the payload connection {request.key} could not be made: {why}") from error
+    return GlooLink(groups, 1 - place)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import TransportError
-from diloco.transport.torch_distributed.address import Address
-from diloco.transport.torch_distributed.frames import pack, read_frame
-from diloco.transport.torch_distributed.switchboard import Switchboard
+from diloco.transport.address import Address
+from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.switchboard import Switchboard
 
 __all__ = ["Finding", "examine", "serve_probes"]
 

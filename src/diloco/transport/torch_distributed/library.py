@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from diloco.transport.torch_distributed.address import parse_address
+from diloco.transport.address import parse_address
+from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Connected, Place, Wire, connect
-from diloco.transport.torch_distributed.transport import TorchTransport
 
 __all__ = ["connect_replica", "replica_connection"]
 
@@ -22,7 +22,7 @@ def connect_replica(
     on_failure: Literal["stop", "continue"] = "stop",
     facts: Mapping[str, str] | None = None,
     **wire: Any,
-) -> Iterator[TorchTransport]:
+) -> Iterator[PeerTransport]:
     """A transport to the other replicas, which run the same in processes of their own, here or elsewhere.
 
     Leaving the ``with`` waits until all replicas have come as far, and parts. An error on its way out parts at once.

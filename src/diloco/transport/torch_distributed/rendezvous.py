@@ -15,10 +15,10 @@ from datetime import timedelta
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.transport.torch_distributed.address import Address
-from diloco.transport.torch_distributed.frames import pack, read_frame
-from diloco.transport.torch_distributed.registry import Entry, Registry
-from diloco.transport.torch_distributed.switchboard import Switchboard
+from diloco.transport.address import Address
+from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.switchboard import Switchboard
 
 __all__ = ["Table", "ask", "exchange_word", "serve"]
 

@@ -16,12 +16,13 @@ from diloco.errors import ReplicaLostError, RoundVoidError, TransportError, View
 from diloco.membership.change import Change, NextView, Report
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
-from diloco.transport.torch_distributed.data_link import DataLink, Mailbox, open_link
-from diloco.transport.torch_distributed.payloads import Postman
-from diloco.transport.torch_distributed.pending import TorchPending
-from diloco.transport.torch_distributed.rounds import RoundBook, Rules
-from diloco.transport.torch_distributed.switchboard import Loss, Switchboard
-from diloco.transport.torch_distributed.view_messages import adopted, change_message, next_view, report_of
+from diloco.transport.peers.data_link import DataLink, LinkRequest, OpenLink
+from diloco.transport.peers.mailbox import Mailbox
+from diloco.transport.peers.payloads import Postman
+from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.rounds import RoundBook, Rules
+from diloco.transport.peers.switchboard import Loss, Switchboard
+from diloco.transport.peers.view_messages import adopted, change_message, next_view, report_of
 
 __all__ = ["Policies", "ViewKeeper"]
 
@@ -49,7 +50,7 @@ class Policies:
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     contribution: Contribution
-    pending: TorchPending
+    pending: PeerPending
     step: int
 
 
@@ -62,7 +63,7 @@ class ViewKeeper:
         policies: see there.
         board: control connections.
         postman: of payloads.
-        device: of `make_device`.
+        open_link: makes payload connections.
         mailbox: of payload connections being made.
         step: tells the inner step that this rank has begun to synchronise.
         on_change: told of every next view.
@@ -75,7 +76,7 @@ class ViewKeeper:
         policies: Policies,
         board: Switchboard,
         postman: Postman,
-        device: object,
+        open_link: OpenLink,
         mailbox: Mailbox,
         step: Callable[[], int],
         on_change: Callable[[NextView], None],
@@ -89,7 +90,7 @@ class ViewKeeper:
         self._policies = policies
         self._board = board
         self._postman = postman
-        self._device = device
+        self._open_link = open_link
         self._mailbox = mailbox
         self._step = step
         self._on_change = on_change
@@ -138,7 +139,7 @@ class ViewKeeper:
         for sender, message in early:
             self.heard(sender, message)
 
-    def begin(self, contribution: Contribution, pending: TorchPending, step: int) -> None:
+    def begin(self, contribution: Contribution, pending: PeerPending, step: int) -> None:
         """A contribution sent at inner step ``step``."""
         if self.failure is not None:
             failed = self._failure_of(pending.round)
@@ -385,14 +386,15 @@ class ViewKeeper:
 
             low, high = sorted((me, peer))
             try:
-                made[peer] = open_link(
-                    f"{view.id}/{low}-{high}/{self._rules.rank % size}",
-                    first=me < peer,
-                    streams=self._policies.streams,
-                    device=self._device,
-                    mailbox=self._mailbox,
-                    tell=tell,
-                    timeout_s=self._policies.connect_timeout_s,
+                made[peer] = self._open_link(
+                    LinkRequest(
+                        f"{view.id}/{low}-{high}/{self._rules.rank % size}",
+                        rank=rank,
+                        first=me < peer,
+                        streams=self._policies.streams,
+                        timeout_s=self._policies.connect_timeout_s,
+                        tell=tell,
+                    )
                 )
             except TransportError as error:
                 failed[peer] = str(error)

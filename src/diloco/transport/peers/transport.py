@@ -1,4 +1,4 @@
-"""`TorchTransport`: one rank's way to the others, as the training thread sees it."""
+"""`PeerTransport`: one rank's way to the others, as the training thread sees it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.membership.change import NextView
 from diloco.membership.view import View
+from diloco.transport.address import Address
 from diloco.transport.base import Average, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
+from diloco.transport.peers.data_link import OpenLink
+from diloco.transport.peers.host_copies import HostCopies
+from diloco.transport.peers.mailbox import Mailbox
+from diloco.transport.peers.payloads import Postman
+from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.state_service import fetch_state, serve_state
+from diloco.transport.peers.streams import Streams
+from diloco.transport.peers.switchboard import Loss, Switchboard, Timing
+from diloco.transport.peers.view_messages import next_view
+from diloco.transport.peers.views import Policies, ViewKeeper
 from diloco.transport.shaping import Pacer
-from diloco.transport.torch_distributed.address import Address, parse_address
-from diloco.transport.torch_distributed.data_link import Mailbox
-from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.host_copies import HostCopies
-from diloco.transport.torch_distributed.payloads import Postman
-from diloco.transport.torch_distributed.pending import TorchPending
-from diloco.transport.torch_distributed.registry import Entry, Registry
-from diloco.transport.torch_distributed.rendezvous import serve
-from diloco.transport.torch_distributed.rounds import Rules
-from diloco.transport.torch_distributed.state_service import fetch_state, serve_state
-from diloco.transport.torch_distributed.switchboard import Loss, Switchboard, Timing
-from diloco.transport.torch_distributed.view_messages import next_view
-from diloco.transport.torch_distributed.views import Policies, ViewKeeper
 
-__all__ = ["TorchTransport"]
+__all__ = ["PeerTransport"]
 
 
-class TorchTransport(Transport):
-    """Replicas in processes of their own. Made by `diloco.transport.torch_distributed.connect.connect`.
+class PeerTransport(Transport):
+    """Replicas in processes of their own.
 
     Contributions leave in the background as soon as they are handed in; `Pending.wait` waits for what is left. All
     methods are for the training thread.
@@ -41,6 +41,7 @@ class TorchTransport(Transport):
         rules: who I am, and how rounds go.
         policies: what happens when replicas are lost.
         timing: of heartbeats.
+        streams: of control connections.
         link: emulated, at this end; None: none.
 
     Attributes:
@@ -49,23 +50,23 @@ class TorchTransport(Transport):
         on_change: called with every next view, in the control thread.
     """
 
-    def __init__(self, rules: Rules, policies: Policies, timing: Timing, link: Link | None = None) -> None:
+    def __init__(
+        self, rules: Rules, policies: Policies, timing: Timing, streams: Streams, link: Link | None = None
+    ) -> None:
         self.rules = rules
         self.policies = policies
         self.replica = rules.replica
         self.step = 0
         self.on_change: Callable[[NextView], None] = lambda following: None
         self.transfers: list[tuple[RoundId, int, float]] = []
-        self._mailbox = Mailbox()
+        self.mailbox = Mailbox()
         self._postman = Postman(Pacer(link) if link else None)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
-        self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost)
+        self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost, streams)
         self._publication = serve_state(self.board)
-        serve_probes(self.board)
         self._keeper: ViewKeeper | None = None
-        self._entries: dict[int, Entry] = {}
         self._early: list[tuple[int, dict[str, Any], bytes]] = []
-        self._sent: dict[int, TorchPending] = {}
+        self._sent: dict[int, PeerPending] = {}
         self._meetings: dict[str, dict[int, int]] = {}
         self._met = threading.Condition()
         self._stop_asked = threading.Event()
@@ -101,7 +102,7 @@ class TorchTransport(Transport):
             )
         keeper = self._keeper
         assert keeper is not None, "connect comes first"
-        pending = TorchPending(round_id, contribution.payload.numel(), self._guard_s(), self._missing, self._taken)
+        pending = PeerPending(round_id, contribution.payload.numel(), self._guard_s(), self._missing, self._taken)
         self._sent[round_id.fragment] = pending
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
@@ -120,7 +121,7 @@ class TorchTransport(Transport):
 
     def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
         rank = donor * self.rules.ranks_per_replica + self.rules.rank % self.rules.ranks_per_replica
-        if rank not in self._entries or (donor not in self.view.members):
+        if rank not in self._registry.entries or (donor not in self.view.members):
             raise TransportError(
                 f"replica {donor} was asked for fragment {fragment}, but it is no member of the view "
                 f"{self.view.members}.",
@@ -128,8 +129,9 @@ class TorchTransport(Transport):
             )
         sent = self._sent.get(fragment)
         after = sent.round.outer_step + 1 if sent is not None and sent.outcome is not None else 0
-        address = parse_address(self._entries[rank].address)
-        return self.board.call(fetch_state(address, fragment, after, donor, self.rules.round_timeout_s))
+        streams = self.board.streams
+        address = streams.address(self._registry.entries[rank].address)
+        return self.board.call(fetch_state(streams, address, fragment, after, donor, self.rules.round_timeout_s))
 
     def close_to_joiners(self, reason: str) -> None:
         """Let nobody join for now, for ``reason``; "" opens again."""
@@ -176,7 +178,7 @@ class TorchTransport(Transport):
         if keeper is not None:
             left = TransportError(f"replica {self.replica} has closed its transport")
             self.board.call(self._leave(keeper, left))
-        self._mailbox.close("the transport was closed")
+        self.mailbox.close("the transport was closed")
         self.board.close()
         self._postman.close()
         self._copies.close()
@@ -192,11 +194,18 @@ class TorchTransport(Transport):
 
     # Called by `connect`.
 
-    def begin(self, view: View, entries: Mapping[int, Entry], device: object, *, member: bool) -> None:
-        """The control connections stand: open ``view``, or, for one who is no member yet, only look at it."""
+    def begin(self, view: View, registry: Registry, open_link: OpenLink, *, member: bool) -> None:
+        """The control connections stand: open ``view``, or, for one who is no member yet, only look at it.
+
+        Args:
+            view: the first one.
+            registry: of all ranks; kept up to date from now on.
+            open_link: makes payload connections.
+            member: whether this rank is in the view.
+        """
         self.view = view
-        self._entries = dict(entries)
-        self.board.call(self._begin(view, device, member))
+        self._registry = registry
+        self.board.call(self._begin(view, open_link, member))
 
     def enter(self, answer: Mapping[str, Any]) -> None:
         """Take part in the view that a welcome names."""
@@ -217,20 +226,18 @@ class TorchTransport(Transport):
 
     # In the control thread.
 
-    async def _begin(self, view: View, device: object, member: bool) -> None:
+    async def _begin(self, view: View, open_link: OpenLink, member: bool) -> None:
         keeper = ViewKeeper(
             view,
             self.rules,
             self.policies,
             self.board,
             self._postman,
-            device,
-            self._mailbox,
+            open_link,
+            self.mailbox,
             lambda: self.step,
             self._changed,
         )
-        self._registry = Registry(len(entries := self._entries), self.rules.ranks_per_replica, list(entries.values()))
-        serve(self.board, self._registry)
         self._keeper = keeper
         if member:
             keeper.open(view, 0)
@@ -249,7 +256,7 @@ class TorchTransport(Transport):
     def _deliver(self, sender: int, message: dict[str, Any], blob: bytes) -> None:
         kind, keeper = message["kind"], self._keeper
         if kind == "store":
-            self._mailbox.put(str(message["key"]), blob)
+            self.mailbox.put(str(message["key"]), blob)
         elif kind == "meet":
             with self._met:
                 self._meetings.setdefault(str(message["name"]), {})[sender] = int(message["value"])
@@ -263,7 +270,7 @@ class TorchTransport(Transport):
         elif keeper is None:
             self._early.append((sender, message, blob))
         elif kind == "join":
-            self._entries[sender] = self._registry.entries[sender] = Entry.from_message(message)
+            self._registry.entries[sender] = Entry.from_message(message)
             keeper.join(sender)
         elif kind == "excluded":
             if int(message["view"]) >= keeper.view.id:
@@ -323,7 +330,7 @@ class TorchTransport(Transport):
         book = self._keeper.book if self._keeper else None
         return book.missing(round_id) if book else ()
 
-    def _taken(self, pending: TorchPending, outcome: Average | TransportError) -> None:
+    def _taken(self, pending: PeerPending, outcome: Average | TransportError) -> None:
         if isinstance(outcome, Average):
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes

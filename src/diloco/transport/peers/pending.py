@@ -11,10 +11,10 @@ from diloco.algorithm.averaging import RoundId
 from diloco.errors import RoundTimeoutError, TransportError
 from diloco.transport.base import Average
 
-__all__ = ["TorchPending"]
+__all__ = ["PeerPending"]
 
 
-class TorchPending:
+class PeerPending:
     """Resolved once, by the control thread: with the average, or with the error that everybody gets.
 
     Args:
@@ -31,7 +31,7 @@ class TorchPending:
         payload_bytes: int,
         guard_s: float,
         missing: Callable[[RoundId], tuple[int, ...]],
-        taken: Callable[[TorchPending, Average | TransportError], None],
+        taken: Callable[[PeerPending, Average | TransportError], None],
     ) -> None:
         self.round = round_id
         self.payload_bytes = payload_bytes

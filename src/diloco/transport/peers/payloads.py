@@ -16,15 +16,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import Exchange
 from diloco.errors import CodecError, TransportError
+from diloco.transport.peers.data_link import DataLink, Work
 from diloco.transport.shaping import Pacer
-from diloco.transport.torch_distributed.data_link import NEVER, DataLink, gloo_words, link_errors
 
 __all__ = ["Part", "PayloadExchange", "Postman"]
 
@@ -49,16 +48,16 @@ class Postman:
 
     def __init__(self, pacer: Pacer | None = None) -> None:
         self._pacer = pacer
-        self._queue: list[tuple[float, int, Callable[[], dist.Work], Future[dist.Work]]] = []
+        self._queue: list[tuple[float, int, Callable[[], Work], Future[Work]]] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="diloco-post", daemon=True)
         self._thread.start()
 
-    def post(self, num_bytes: int, send: Callable[[], dist.Work]) -> Future[dist.Work]:
+    def post(self, num_bytes: int, send: Callable[[], Work]) -> Future[Work]:
         """Call ``send`` when what was posted before is on its way and the link has had time for ``num_bytes``."""
-        future: Future[dist.Work] = Future()
+        future: Future[Work] = Future()
         with self._changed:
             due_s = self._pacer.arrival_s(time.monotonic(), num_bytes) if self._pacer else 0.0
             heapq.heappush(self._queue, (due_s, next(self._numbers), send, future))
@@ -119,10 +118,10 @@ class PayloadExchange:
         self.links = links
         self._postman = postman
         self._piece_bytes = piece_bytes
-        self._sends: list[Future[dist.Work]] = []
-        self._incoming: dict[int, list[tuple[Tensor, dist.Work]]] = {}
-        self._extras: dict[int, tuple[Tensor, dist.Work]] = {}
-        self._means: list[tuple[int, dist.Work]] = []
+        self._sends: list[Future[Work]] = []
+        self._incoming: dict[int, list[tuple[Tensor, Work]]] = {}
+        self._extras: dict[int, tuple[Tensor, Work]] = {}
+        self._means: list[tuple[int, Work]] = []
         self.values = torch.zeros(contribution.numel, dtype=torch.float32)
 
     def start(self) -> None:
@@ -219,9 +218,8 @@ class PayloadExchange:
         Raises:
             TransportError: if a link ended.
         """
-        with link_errors():
-            for future in self._sends:
-                future.result().wait(NEVER)
+        for future in self._sends:
+            future.result().wait()
 
     def _mine(self) -> tuple[int, int]:
         """The values that I sum."""
@@ -270,20 +268,18 @@ class PayloadExchange:
     def _extra_bytes(self) -> int:
         return len(_extras_of(self.contribution))
 
-    def _receive(self, link: DataLink, room: Tensor, piece: int, *, second: bool = False) -> tuple[Tensor, dist.Work]:
+    def _receive(self, link: DataLink, room: Tensor, piece: int, *, second: bool = False) -> tuple[Tensor, Work]:
         return room, link.receive(room, piece, _tag(self.contribution.round, piece, second))
 
     def _send(self, link: DataLink, values: Tensor, piece: int, *, second: bool = False) -> None:
         tag = _tag(self.contribution.round, piece, second)
         self._sends.append(self._postman.post(values.nbytes, lambda: link.send(values, piece, tag)))
 
-    def _wait(self, member: int, work: dist.Work) -> None:
+    def _wait(self, member: int, work: Work) -> None:
         try:
-            work.wait(NEVER)
-        except RuntimeError as error:
-            raise TransportError(
-                f"the payload connection to replica {member} ended: {gloo_words(error)}", replicas=[member]
-            ) from error
+            work.wait()
+        except TransportError as error:
+            raise TransportError(f"the payloads of replica {member} stopped: {error}", replicas=[member]) from error
 
 
 def _extras_of(contribution: Contribution) -> Tensor:

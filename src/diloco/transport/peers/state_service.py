@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from diloco.errors import TransportError
+from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
-from diloco.transport.torch_distributed.address import Address
-from diloco.transport.torch_distributed.frames import pack, read_frame
-from diloco.transport.torch_distributed.switchboard import Switchboard
+from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.streams import Streams
+from diloco.transport.peers.switchboard import Switchboard
 
 __all__ = ["fetch_state", "serve_state"]
 
@@ -67,7 +68,9 @@ def serve_state(board: Switchboard) -> _Publication:
     return publication
 
 
-async def fetch_state(address: Address, fragment: int, after: int, donor: int, timeout_s: float) -> dict[str, Any]:
+async def fetch_state(
+    streams: Streams, address: Address, fragment: int, after: int, donor: int, timeout_s: float
+) -> dict[str, Any]:
     """The state of ``fragment`` at the donor, once it has finished ``after`` rounds of it.
 
     Raises:
@@ -78,7 +81,9 @@ async def fetch_state(address: Address, fragment: int, after: int, donor: int, t
     asked = f"replica {donor} was asked for fragment {fragment}"
     try:
         while True:
-            state = await asyncio.wait_for(_fetch_once(address, fragment, after, asked), deadline_s - loop.time())
+            state = await asyncio.wait_for(
+                _fetch_once(streams, address, fragment, after, asked), deadline_s - loop.time()
+            )
             if state is not None:
                 return state
             await asyncio.sleep(_POLL_S)
@@ -92,8 +97,10 @@ async def fetch_state(address: Address, fragment: int, after: int, donor: int, t
         ) from error
 
 
-async def _fetch_once(address: Address, fragment: int, after: int, asked: str) -> dict[str, Any] | None:
-    reader, writer = await asyncio.open_connection(address.host, address.port)
+async def _fetch_once(
+    streams: Streams, address: Address, fragment: int, after: int, asked: str
+) -> dict[str, Any] | None:
+    reader, writer = await streams.open(address)
     try:
         writer.write(pack({"kind": "fetch", "fragment": fragment, "after": after}))
         answer, _ = await read_frame(reader)

@@ -18,10 +18,10 @@ from diloco.errors import DiLoCoError, DivergedError, RoundVoidError, TransportE
 from diloco.membership.ballot import Vote, tally
 from diloco.membership.view import View
 from diloco.transport.base import Average
-from diloco.transport.torch_distributed.data_link import DataLink
-from diloco.transport.torch_distributed.header import Header, header_of, judge_headers
-from diloco.transport.torch_distributed.payloads import Part, PayloadExchange, Postman
-from diloco.transport.torch_distributed.pending import TorchPending
+from diloco.transport.peers.data_link import DataLink
+from diloco.transport.peers.header import Header, header_of, judge_headers
+from diloco.transport.peers.payloads import Part, PayloadExchange, Postman
+from diloco.transport.peers.pending import PeerPending
 
 __all__ = ["RoundBook", "Rules"]
 
@@ -53,7 +53,7 @@ class _Round:
     votes: dict[int, Vote] = field(default_factory=dict)
     fault: DivergedError | None = None
     contribution: Contribution | None = None
-    pending: TorchPending | None = None
+    pending: PeerPending | None = None
     plan: Exchange | None = None
     taking_over: bool = False
     judged: Future[Verdict] = field(default_factory=Future)
@@ -107,7 +107,7 @@ class RoundBook:
         self.ranks = tuple(m * size + s for m in view.members for s in range(size))
         self._positions = {rank: rank % size for rank in self.ranks}
 
-    def begin(self, contribution: Contribution, pending: TorchPending, *, taking_over: bool) -> None:
+    def begin(self, contribution: Contribution, pending: PeerPending, *, taking_over: bool) -> None:
         """My contribution to a round."""
         state = self._state(contribution.round)
         state.contribution, state.pending, state.taking_over = contribution, pending, taking_over

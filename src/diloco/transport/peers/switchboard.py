@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from diloco.errors import TransportError
-from diloco.transport.torch_distributed.address import Address
-from diloco.transport.torch_distributed.frames import pack, read_frame
+from diloco.transport.address import Address
+from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.streams import Streams
 
 __all__ = ["Loss", "Service", "Switchboard", "Timing"]
 
@@ -29,7 +29,6 @@ Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamW
 
 _FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
-_LOW_DELAY = 0x10  # of the type-of-service byte: routers that know it let these packets pass payloads
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ class Switchboard:
         timing: of heartbeats.
         deliver: called with the sender's rank, the message and its blob.
         lost: called once for a rank whose connection is given up.
+        streams: of the network.
     """
 
     def __init__(
@@ -86,16 +86,18 @@ class Switchboard:
         timing: Timing,
         deliver: Callable[[int, dict[str, Any], bytes], None],
         lost: Callable[[int, Loss], None],
+        streams: Streams,
     ) -> None:
         self.rank = rank
         self.timing = timing
+        self.streams = streams
         self.address = Address("", 0)
         self.services: dict[str, Service] = {}
         self.arrived = asyncio.Event()
         self._deliver = deliver
         self._lost = lost
         self._lines: dict[int, _Line] = {}
-        self._server: asyncio.Server | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._beat_s = math.inf  # of the last beat, once there are any
         self._woke_s = -math.inf
         self.loop = asyncio.new_event_loop()
@@ -113,13 +115,13 @@ class Switchboard:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
-    def listen(self, host: str, ports: range, advertised: str) -> Address:
-        """Accept connections on the first free port of ``ports``.
+    def listen(self, *where: Any) -> Address:
+        """Accept connections; ``where`` is what the network's own `Streams.listen` takes.
 
         Raises:
-            TransportError: if none is free, or the host is not one of this machine's.
+            TransportError: if it can't.
         """
-        return self.call(self._listen(host, ports, advertised))
+        return self.call(self._listen(*where))
 
     def close(self) -> None:
         """End all connections and the thread. Nobody is told of a loss."""
@@ -154,9 +156,9 @@ class Switchboard:
             OSError: if nobody answers there.
             TransportError: if somebody else does.
         """
-        reader, writer = await asyncio.open_connection(address.host, address.port)
+        reader, writer = await self.streams.open(address)
         try:
-            _tune(writer, self.timing.silence_s)
+            self.streams.tune(writer, self.timing.silence_s)
             writer.write(pack({"kind": "hello", "rank": self.rank, "address": str(self.address)}))
             answer, _ = await read_frame(reader)
             if answer.get("kind") != "hello" or answer.get("rank") != rank:
@@ -180,21 +182,8 @@ class Switchboard:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    async def _listen(self, host: str, ports: range, advertised: str) -> Address:
-        for port in ports:
-            try:
-                self._server = await asyncio.start_server(self._accept, host or None, port)
-                break
-            except OSError as error:
-                if port == ports[-1]:
-                    tried = f"port {port}" if len(ports) == 1 else f"any port from {ports[0]} to {port}"
-                    raise TransportError(
-                        f"{host or 'this machine'} can't be listened on at {tried}: {error}. Another port "
-                        "(transport.ports), or an address of this machine (transport.host), would work. "
-                        "Nothing was started."
-                    ) from error
-        assert self._server is not None
-        self.address = Address(advertised, self._server.sockets[0].getsockname()[1])
+    async def _listen(self, *where: Any) -> Address:
+        self.address = await self.streams.listen(self._accept, *where)
         self._watch = asyncio.get_running_loop().create_task(self._beat())
         return self.address
 
@@ -202,7 +191,7 @@ class Switchboard:
         try:
             message, blob = await asyncio.wait_for(read_frame(reader), _FIRST_MESSAGE_S)
             if message["kind"] == "hello":
-                _tune(writer, self.timing.silence_s)
+                self.streams.tune(writer, self.timing.silence_s)
                 writer.write(pack({"kind": "hello", "rank": self.rank}))
                 host, _, port = str(message["address"]).rpartition(":")
                 address = Address(host.strip("[]"), int(port))
@@ -271,7 +260,7 @@ class Switchboard:
         """
         for _ in range(10):
             try:
-                opening = asyncio.open_connection(line.address.host, line.address.port)
+                opening = self.streams.open(line.address)
                 _, writer = await asyncio.wait_for(opening, min(2.0, self.timing.silence_s))
             except ConnectionRefusedError:
                 return Loss("gone", f"its process at {line.address} has ended")
@@ -324,9 +313,9 @@ class Switchboard:
             self._lost(line.rank, Loss("silent", text))
 
     async def _close(self) -> None:
-        if self._server is not None:
+        if self._watch is not None:
             self._watch.cancel()
-            self._server.close()
+        await self.streams.close()
         for _ in range(4):  # turns of the loop, in which connections that have just come get the tasks that close them
             await asyncio.sleep(0)
         ended: list[asyncio.StreamWriter] = []
@@ -346,15 +335,3 @@ class Switchboard:
         for writer in ended:
             writer.transport.abort()  # what the other side did not take by now it never will
         await asyncio.gather(*flushed, return_exceptions=True)
-
-
-def _tune(writer: asyncio.StreamWriter, silence_s: float) -> None:
-    """Small packets at once, and a dead way noticed by the kernel too."""
-    connection = writer.get_extra_info("socket")
-    if connection.family == socket.AF_INET:
-        connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
-    elif connection.family == socket.AF_INET6:
-        connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))

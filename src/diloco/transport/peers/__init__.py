@@ -1,0 +1,1 @@
+"""Processes that exchange contributions, whatever carries their bytes: control messages, rounds, votes, views."""

@@ -1,0 +1,68 @@
+"""What rounds need of the way for payloads between two ranks, whatever carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["DataLink", "LinkRequest", "OpenLink", "Work"]
+
+
+class Work(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> None:
+        """Return when it is sent, or has come.
+
+        Raises:
+            TransportError: if the connection ended before.
+        """
+
+
+class DataLink(Protocol):
+    """Payload streams to one other rank. Messages of one stream arrive in the order sent."""
+
+    def send(self, values: Tensor, stream: int, tag: int) -> Work:
+        """Start sending a contiguous CPU tensor; it must stay as it is until the work is done.
+
+        Raises:
+            TransportError: if the connection has ended.
+        """
+
+    def receive(self, values: Tensor, stream: int, tag: int) -> Work:
+        """Start receiving into a contiguous CPU tensor what the peer sends with the same stream and tag.
+
+        Raises:
+            TransportError: if the connection has ended.
+        """
+
+    def close(self) -> None:
+        """End the connections; whoever waits on them gets an error at once."""
+
+
+@dataclass(frozen=True)
+class LinkRequest:
+    """A link that two ranks are to open, each from its side.
+
+    Attributes:
+        key: names this link and this attempt, alike on both sides.
+        rank: the other one.
+        first: whether I am the one of the lower rank.
+        streams: connections to open.
+        timeout_s: the longest to wait for the other one.
+        tell: sends a key and a value to the other one's mailbox.
+    """
+
+    key: str
+    rank: int
+    first: bool
+    streams: int
+    timeout_s: float
+    tell: Callable[[str, bytes], None]
+
+
+OpenLink = Callable[[LinkRequest], DataLink]
+"""Opens a link, in a thread of its own; `TransportError` if it does not come to be, and nothing stays open then."""
