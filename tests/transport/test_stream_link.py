@@ -1,0 +1,231 @@
+"""Payload links over streams that break: everything arrives once, in order, whole."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.errors import TransportError
+from diloco.transport.address import Address
+from diloco.transport.peers.data_link import LinkRequest
+from diloco.transport.peers.frames import pack
+from diloco.transport.peers.link_desk import LinkDesk, StreamLink
+from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+from tests.transport.wires import at_once
+
+LIMIT_S = 20.0
+
+
+class Breaking(TcpStreams):
+    """TCP whose open connections can be cut, and whose bytes can be damaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[asyncio.StreamWriter] = []
+        self.refuses = False
+        self.damage: Callable[[bytes], bytes] | None = None
+
+    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self.refuses:
+            raise OSError("no way there")
+        reader, writer = await super().open(address)
+        self.opened.append(writer)
+        if self.damage is not None:
+            read, damage = reader.readexactly, self.damage
+
+            async def damaged(n: int) -> bytes:
+                return damage(await read(n))
+
+            reader.readexactly = damaged  # type: ignore[method-assign]
+        return reader, writer
+
+    def cut(self) -> None:
+        """End all connections at once."""
+        for writer in self.opened:
+            writer.transport.abort()
+
+
+class Side:
+    def __init__(self, rank: int, patience_s: float) -> None:
+        self.streams = Breaking()
+        self.board = Switchboard(rank, Timing(), lambda *_: None, lambda *_: None, self.streams)
+        self.address = self.board.listen("127.0.0.1", range(1), "127.0.0.1")
+        self.others: dict[int, Address] = {}
+        self.desk = LinkDesk(self.board, self.others.__getitem__, patience_s)
+
+    def open(self, peer: int, streams: int = 1, timeout_s: float = LIMIT_S) -> StreamLink:
+        low, high = sorted((self.board.rank, peer))
+        key, first = f"0/{low}-{high}", self.board.rank < peer
+        request = LinkRequest(key, peer, first, streams, timeout_s, lambda key, value: None)
+        return self.desk.open_link(request)
+
+    def in_loop(self, function: Callable[[], Any]) -> None:
+        done = threading.Event()
+        self.board.post(lambda: (function(), done.set()))
+        assert done.wait(LIMIT_S)
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    sides = [Side(rank, getattr(request, "param", LIMIT_S)) for rank in range(2)]
+    for side, other in (sides, sides[::-1]):
+        side.others[other.board.rank] = other.address
+    yield sides[0], sides[1]
+    for side in sides:
+        side.board.close()
+
+
+def linked(pair: tuple[Side, Side], streams: int = 1) -> tuple[StreamLink, StreamLink]:
+    first, second = at_once([lambda: pair[0].open(1, streams), lambda: pair[1].open(0, streams)])
+    assert isinstance(first, StreamLink), first
+    assert isinstance(second, StreamLink), second
+    return first, second
+
+
+def wait(work: Any) -> None:
+    """For a work, in a thread, so that a hang is a failure."""
+    (error,) = at_once([work.wait])
+    if isinstance(error, Exception):
+        raise error
+
+
+def test_messages_find_their_rooms_whichever_comes_first(pair: tuple[Side, Side]) -> None:
+    first, second = linked(pair, streams=2)
+    values = [torch.arange(1000.0) * n for n in range(6)]
+    sent = [first.send(each, stream=n, tag=n) for n, each in enumerate(values)]
+    rooms = [torch.empty(1000) for _ in values]
+    works = [second.receive(rooms[n], stream=n, tag=n) for n in reversed(range(6))]
+    back = torch.empty(3, dtype=torch.uint8)
+    coming = first.receive(back, stream=0, tag=0)
+    second.send(torch.tensor([1, 2, 3], dtype=torch.uint8), stream=0, tag=0)
+    for work in (*sent, *works, coming):
+        work.wait()
+    assert all(torch.equal(room, value) for room, value in zip(rooms, values, strict=True))
+    assert back.tolist() == [1, 2, 3]
+
+
+def test_messages_of_one_tag_arrive_in_the_order_sent(pair: tuple[Side, Side]) -> None:
+    first, second = linked(pair)
+    rooms = [torch.empty(1) for _ in range(5)]
+    works = [second.receive(room, 0, 7) for room in rooms]
+    for n in range(5):
+        first.send(torch.tensor([float(n)]), 0, 7)
+    for work in works:
+        work.wait()
+    assert [room.item() for room in rooms] == [0, 1, 2, 3, 4]
+
+
+def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[Side, Side]) -> None:
+    """Cut at every tenth message, from both sides in turn."""
+    first, second = linked(pair)
+    count, size = 60, 200_000
+    rooms = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
+    works = [second.receive(room, 0, n) for n, room in enumerate(rooms)]
+    sent = []
+    for n in range(count):
+        sent.append(first.send(torch.full((size,), n, dtype=torch.uint8), 0, n))
+        if n % 10 == 5:
+            pair[0].in_loop(pair[0].streams.cut)
+    for work in (*works, *sent):
+        work.wait()
+    assert all(bool((room == n).all()) for n, room in enumerate(rooms))
+    assert len(pair[0].streams.opened) > 1, "it was opened anew"
+
+
+def test_a_damaged_message_is_sent_again(pair: tuple[Side, Side]) -> None:
+    damaged: list[int] = []
+
+    def damage(data: bytes) -> bytes:
+        if len(data) == 4000 and not damaged:
+            damaged.append(len(data))
+            return data[:100] + bytes([data[100] ^ 1]) + data[101:]
+        return data
+
+    pair[0].streams.damage = damage
+    first, second = linked(pair)
+    room, values = torch.empty(1000), torch.arange(1000.0)
+    work = first.receive(room, 0, 1)
+    second.send(values, 0, 1)
+    wait(work)
+    assert torch.equal(room, values)
+    assert damaged == [4000]
+
+
+@pytest.mark.parametrize("pair", [0.3], indirect=True)
+def test_a_link_that_stays_broken_ends_on_both_sides(pair: tuple[Side, Side]) -> None:
+    first, second = linked(pair)
+    works = [first.receive(torch.empty(1), 0, 0), second.receive(torch.empty(1), 0, 0)]
+
+    def part() -> None:
+        pair[0].streams.refuses = True
+        pair[0].streams.cut()
+
+    pair[0].in_loop(part)
+    with pytest.raises(TransportError, match=r"no way there, and it could not be made again in 0.3 s"):
+        wait(works[0])
+    with pytest.raises(TransportError, match=r"the other side did not come again in 0.3 s"):
+        wait(works[1])
+    with pytest.raises(TransportError, match="no way there"):
+        wait(first.send(torch.empty(1), 0, 0))
+
+
+@pytest.mark.parametrize("pair", [0.3], indirect=True)
+def test_nobody_at_the_other_end_is_an_error_in_time(pair: tuple[Side, Side]) -> None:
+    with pytest.raises(TransportError, match="could not be made: the other side did not come"):
+        pair[1].open(0, timeout_s=0.2)
+    with pytest.raises(TransportError, match="the other side has no such link"):
+        pair[0].open(1)
+
+
+def test_closing_wakes_who_waits_on_both_sides(pair: tuple[Side, Side]) -> None:
+    first, second = linked(pair)
+    mine, theirs = first.receive(torch.empty(1), 0, 0), second.receive(torch.empty(1), 0, 0)
+    first.close()
+    with pytest.raises(TransportError, match="it was closed"):
+        wait(mine)
+    second.close()
+    with pytest.raises(TransportError, match="it was closed"):
+        wait(theirs)
+
+
+def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[Side, Side]) -> None:
+    first, second = linked(pair)
+    first.send(torch.empty(3), 0, 0)
+    first.send(torch.ones(1), 0, 1)
+    wait(second.receive(room := torch.empty(1), 0, 1))
+    assert room.item() == 1
+    with pytest.raises(TransportError, match="12 bytes came where 16 were due"):
+        wait(second.receive(torch.empty(4), 0, 0))
+
+
+STRANGE = [
+    {"kind": "link", "key": "0/0-1", "stream": 0, "rank": 5, "received": 0},
+    {"kind": "link", "key": "0/0-1", "stream": 0, "rank": 0, "received": "many"},
+    {"kind": "link", "key": "0/0-1", "stream": 0, "rank": 0},
+    {"kind": "link", "key": ["0/0-1"], "stream": {}, "rank": None},
+    {"kind": "link"},
+]
+
+
+@pytest.mark.parametrize("message", STRANGE, ids=str)
+def test_a_stranger_takes_no_link(pair: tuple[Side, Side], message: dict[str, Any]) -> None:
+    first, second = linked(pair)
+    with closing(socket.create_connection((pair[1].address.host, pair[1].address.port))) as stranger:
+        stranger.sendall(pack(message))
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(LIMIT_S)
+        while stranger.recv(4096):
+            pass
+    room = torch.empty(2)
+    work = second.receive(room, 0, 3)
+    first.send(torch.ones(2), 0, 3)
+    wait(work)
+    assert room.tolist() == [1, 1]
