@@ -53,45 +53,74 @@ def windows_of(batch: tuple[Tensor, Tensor]) -> list[int]:
     return [int(first) // LENGTH for first in inputs[:, 0]]
 
 
-def epoch_of(members: Sequence[Sampler]) -> list[list[int]]:
-    """The windows of one epoch, a list for each replica."""
-    return [
-        [window for _ in range(sampler.steps_per_epoch) for window in windows_of(sampler.next_batch())]
-        for sampler in members
-    ]
+def draw(members: Sequence[Sampler], steps: int) -> list[list[int]]:
+    """The windows of ``steps * len(members)`` batches, step by step, in the order of the replicas."""
+    return [windows_of(sampler.next_batch()) for _ in range(steps) for sampler in members]
 
 
 SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4)).filter(lambda s: s[0] >= s[1] * s[2])
 
 
 @settings(deadline=None)
-@given(shape=SHAPES, sharding=st.sampled_from(["shuffled", "contiguous"]), seed=st.integers(0, 2**64))
-def test_an_epoch_is_disjoint_over_replicas_and_leaves_less_than_a_batch(
-    shape: tuple[int, int, int], sharding: Sharding, seed: int
+@given(shape=SHAPES, seed=st.integers(0, 2**64))
+def test_shuffled_replicas_share_out_one_shuffle_after_the_other(shape: tuple[int, int, int], seed: int) -> None:
+    """Batch number k * M + m of the epochs in a row is replica m's at step k, by a formula of its own."""
+    windows, replicas, batch_size = shape
+    batches_per_epoch = windows // batch_size
+    steps = 2 * batches_per_epoch // replicas + 1
+    members = samplers(*shape, seed=seed)
+    for number, batch in enumerate(draw(members, steps)):
+        epoch, place = divmod(number, batches_per_epoch)
+        order = permute(np.arange(windows), windows, f"seed {seed}, epoch {epoch}")
+        assert batch == order[place * batch_size : (place + 1) * batch_size].tolist()
+
+
+@settings(deadline=None)
+@given(shape=SHAPES, seed=st.integers(0, 2**64))
+def test_a_shuffled_epoch_has_every_window_once_but_for_less_than_a_batch(
+    shape: tuple[int, int, int], seed: int
+) -> None:
+    windows, _, batch_size = shape
+    members = samplers(*shape, seed=seed)
+    drawn: dict[int, list[int]] = {}
+    while len(drawn) <= 2:
+        for sampler in members:
+            drawn.setdefault(sampler.epoch, []).extend(windows_of(sampler.next_batch()))
+    for epoch in (0, 1):
+        assert len(set(drawn[epoch])) == len(drawn[epoch])
+        assert set(drawn[epoch]) <= set(range(windows))
+        assert windows - len(drawn[epoch]) < batch_size
+
+
+@settings(deadline=None)
+@given(shape=SHAPES, seed=st.integers(0, 2**64))
+def test_contiguous_replicas_stay_in_their_stretches_and_leave_less_than_a_batch_each(
+    shape: tuple[int, int, int], seed: int
 ) -> None:
     windows, replicas, batch_size = shape
-    members = samplers(*shape, sharding, seed)
-    for _ in range(2):
-        shards = epoch_of(members)
-        drawn = [window for shard in shards for window in shard]
-        assert len(set(drawn)) == len(drawn)
-        assert set(drawn) <= set(range(windows))
-        # contiguous stretches may differ by one window, which then is left out as well
-        slack = replicas - 1 if sharding == "contiguous" else 0
-        assert windows - len(drawn) < replicas * batch_size + slack
-        if sharding == "contiguous":
-            for replica, shard in enumerate(shards):
-                begin, end = replica * windows // replicas, (replica + 1) * windows // replicas
-                assert set(shard) <= set(range(begin, end))
+    steps = windows // replicas // batch_size
+    for replica, sampler in enumerate(samplers(*shape, "contiguous", seed)):
+        begin, end = replica * windows // replicas, (replica + 1) * windows // replicas
+        for epoch in range(2):
+            assert sampler.epoch == epoch
+            shard = [window for batch in draw([sampler], steps) for window in batch]
+            assert len(set(shard)) == len(shard)
+            assert set(shard) <= set(range(begin, end))
+            # stretches may differ by one window, which then is left out as well
+            assert end - begin - len(shard) <= batch_size
 
 
 @settings(deadline=None)
 @given(shape=SHAPES)
 def test_shuffled_replicas_see_together_what_one_with_a_larger_batch_sees(shape: tuple[int, int, int]) -> None:
+    """In the first epoch; for longer where the batches of an epoch are a multiple of the replicas."""
     windows, replicas, batch_size = shape
     members = samplers(*shape)
     (alone,) = samplers(windows, 1, replicas * batch_size)
-    for _ in range(2 * alone.steps_per_epoch + 1):
+    steps = windows // (replicas * batch_size)
+    if windows // batch_size % replicas == 0:
+        steps = 2 * steps + 1
+    for _ in range(steps):
         inputs, targets = alone.next_batch()
         parts = [sampler.next_batch() for sampler in members]
         assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
@@ -103,7 +132,6 @@ def test_shuffled_replicas_see_together_what_one_with_a_larger_batch_sees(shape:
 def test_resuming_equals_never_stopping(stop: int, sharding: Sharding) -> None:
     """5 steps an epoch: the stops fall at its begin, within it, at its last step, at its end and after it."""
     straight = samplers(32, 2, 3, sharding)[1]
-    assert straight.steps_per_epoch == 5
     expected = [straight.next_batch() for _ in range(stop + 7)]
 
     before = samplers(32, 2, 3, sharding)[1]
@@ -134,6 +162,7 @@ def test_a_cursor_fits_every_replica_of_the_run() -> None:
         ({"sequence_length": 4}, r"sequence_length is 3 in the cursor and 4 here"),
         ({"batch_size": 3}, r"batch_size is 2 in the cursor and 3 here"),
         ({"num_replicas": 4}, r"num_replicas is 2 in the cursor and 4 here"),
+        ({"num_replicas": None}, r"num_replicas is 2 in the cursor and None here"),
         ({"sharding": "contiguous"}, r"sharding is 'shuffled' in the cursor and 'contiguous' here"),
         ({"tokens": tokens_for(40)[::-1].copy()}, r"data is '[0-9a-f]{16}' in the cursor and '[0-9a-f]{16}' here"),
         ({"tokens": tokens_for(41)}, r"tokens is 121 in the cursor and 124 here"),
@@ -143,7 +172,8 @@ def test_a_cursor_of_another_run_is_refused(change: dict[str, object], message: 
     arguments = {"tokens": tokens_for(40), "sequence_length": LENGTH, "batch_size": 2, "num_replicas": 2, "seed": 1}
     state = Sampler(**arguments, replica=0).state_dict()  # type: ignore[arg-type]  # arguments are varied by name
     other = Sampler(**{**arguments, **change}, replica=0)  # type: ignore[arg-type]  # arguments are varied by name
-    other.next_batch()
+    if other.state_dict()["num_replicas"] is not None:
+        other.next_batch()
     unmoved = other.state_dict()
     with pytest.raises(CheckpointError, match=message):
         other.load_state_dict(state)
@@ -154,7 +184,7 @@ def test_a_cursor_of_another_run_is_refused(change: dict[str, object], message: 
 def test_a_cursor_that_counts_no_batches_is_refused(drawn: object) -> None:
     (sampler,) = samplers(4, 1, 1)
     with pytest.raises(CheckpointError, match=r"a whole number from 0 on is needed"):
-        sampler.load_state_dict({**sampler.state_dict(), "drawn": drawn})  # type: ignore[dict-item]  # the point
+        sampler.load_state_dict({**sampler.state_dict(), "drawn": drawn})
 
 
 def test_a_malformed_cursor_is_refused() -> None:
@@ -172,7 +202,6 @@ def test_too_few_tokens_say_how_many_would_do(sharding: Sharding) -> None:
     with pytest.raises(DataError, match=r"36 training tokens make 11 sequences of 3; .*12 of them, that is 37 tokens"):
         Sampler(enough[:-1], **arguments, sharding=sharding)
     sampler = Sampler(enough, **arguments, sharding=sharding)
-    assert sampler.steps_per_epoch == 1
     assert len(windows_of(sampler.next_batch())) == 3
 
 
@@ -184,6 +213,8 @@ def test_too_few_tokens_say_how_many_would_do(sharding: Sharding) -> None:
         ({"batch_size": 0}, r"batch_size=0 was given; at least 1"),
         ({"sequence_length": 0}, r"sequence_length=0 was given; at least 1"),
         ({"num_replicas": 0}, r"num_replicas=0 was given; at least 1"),
+        ({"num_replicas": None, "replica": -1}, r"replica=-1 was given; a number from 0 on would work"),
+        ({"num_replicas": None, "sharding": "contiguous"}, r"'contiguous' was given with num_replicas=None"),
         ({"sharding": "shufled"}, r"did you mean 'shuffled'\?"),
     ],
 )
@@ -208,7 +239,7 @@ def test_seeds_and_epochs_shuffle_differently() -> None:
     for seed in (0, 1):
         (sampler,) = samplers(200, 1, 10, seed=seed)
         for epoch in range(2):
-            epochs[seed, epoch] = tuple(epoch_of([sampler])[0])
+            epochs[seed, epoch] = tuple(window for batch in draw([sampler], 20) for window in batch)
     assert len(set(epochs.values())) == 4
     assert {tuple(sorted(order)) for order in epochs.values()} == {tuple(range(200))}
 

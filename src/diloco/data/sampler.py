@@ -1,4 +1,4 @@
-"""Tokens into batches: deterministic shards, one per replica, whose place can be saved as a few numbers.
+"""Tokens into batches: every replica draws its own, in an order whose place can be saved as a few numbers.
 
 The packed tokens are cut into windows of ``sequence_length + 1`` tokens at stride ``sequence_length``: window i holds
 ``tokens[i * L : i * L + L + 1]``, inputs are all but its last token and targets all but its first, so every token is a
@@ -8,6 +8,7 @@ target once. Only the first token of the array, and at its end fewer than ``sequ
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from reprlib import repr as shortened
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diloco.data.assignment import Assignment, windows_at
 from diloco.data.permutation import permute
 from diloco.errors import CheckpointError, ConfigurationError, DataError, nearest
 
@@ -28,23 +30,25 @@ Tokens = NDArray[np.integer[Any]]
 class Sampler:
     """The batches of one replica, in an order that is a pure function of the arguments and the number drawn so far.
 
-    ``"shuffled"``: all windows are permuted anew in each epoch, the same way for every replica. Step k of an epoch uses
-    the M * B positions from ``k * M * B`` on, and replica m takes positions ``[m * B, (m + 1) * B)`` of those. So
-    replicas never share a window within an epoch, and M replicas with batches of B see together, step by step, exactly
-    what one replica with batches of M * B sees.
+    ``"shuffled"``: all windows are permuted anew in each epoch, the same way for every replica, and one epoch after the
+    other makes a stream that the replicas share out. At step k replica m takes the B positions from
+    ``(k * M + m) * B`` on, so no position is used twice, and M replicas with batches of B see together, step by step,
+    what one replica with batches of M * B sees in its first epoch. An epoch is the windows in whole batches: fewer than
+    B are left out of it, and as the next shuffle is another, others each time. Where the batches of an epoch are no
+    multiple of M, some replicas begin the next one within a step. When the members change, `assign` says who draws
+    what from then on.
 
     ``"contiguous"``: replica m draws from windows ``[m * n // M, (m + 1) * n // M)`` of the n, shuffled within that
-    stretch in each epoch: each replica has documents of its own (non-iid).
-
-    An epoch ends when not every replica could have another full batch; the rest is left out of that epoch, and as the
-    next shuffle is another, it is another rest each time.
+    stretch in each epoch: each replica has documents of its own (non-iid). An epoch ends for all replicas at once, when
+    not each of them could have another full batch.
 
     Args:
         tokens: (n,) integers, the packed training tokens; only read, so a memory map will do.
         sequence_length: tokens per sequence (L).
         batch_size: sequences per batch of this replica (B).
         replica: which replica this is (m), ``0 <= replica < num_replicas``.
-        num_replicas: M.
+        num_replicas: M, the replicas that draw until `assign` says otherwise. None: any may come and go, ``replica`` is
+            any number from 0 on, and nothing can be drawn before the first `assign`.
         seed: with the number of the epoch, the key of the shuffle. Must be the same for all replicas.
         sharding: see above.
 
@@ -66,32 +70,35 @@ class Sampler:
         sequence_length: int,
         batch_size: int,
         replica: int,
-        num_replicas: int,
+        num_replicas: int | None,
         seed: int,
         sharding: Sharding = "shuffled",
     ) -> None:
-        for name, value in (
-            ("sequence_length", sequence_length),
-            ("batch_size", batch_size),
-            ("num_replicas", num_replicas),
-        ):
+        shares = 1 if num_replicas is None else num_replicas
+        for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size), ("num_replicas", shares)):
             if value < 1:
                 raise ConfigurationError(f"{name}={value} was given; at least 1 is needed. No sampler was made.")
-        if not 0 <= replica < num_replicas:
+        if replica < 0 or (num_replicas is not None and replica >= num_replicas):
+            numbers = "a number from 0 on" if num_replicas is None else f"0 to {num_replicas - 1}"
             raise ConfigurationError(
-                f"replica={replica} was given; 0 to {num_replicas - 1} would work with num_replicas={num_replicas}. "
+                f"replica={replica} was given; {numbers} would work with num_replicas={num_replicas}. "
                 "No sampler was made."
             )
         if sharding not in get_args(Sharding):
             raise ConfigurationError(
                 f"sharding={sharding!r} is unknown; {nearest(sharding, get_args(Sharding))} No sampler was made."
             )
+        if sharding == "contiguous" and num_replicas is None:
+            raise ConfigurationError(
+                "sharding='contiguous' was given with num_replicas=None; there are as many stretches as replicas, so "
+                "a number of replicas would work, or sharding='shuffled'. No sampler was made."
+            )
         windows = num_windows(tokens, sequence_length)
-        if windows < num_replicas * batch_size:
+        if windows < shares * batch_size:
             raise DataError(
                 f"{len(tokens)} training tokens make {windows} sequences of {sequence_length}; one batch of "
-                f"{batch_size} for each of {num_replicas} replicas needs {num_replicas * batch_size} of them, that is "
-                f"{num_replicas * batch_size * sequence_length + 1} tokens. More text, fewer replicas, smaller batches "
+                f"{batch_size} for each of {shares} replicas needs {shares * batch_size} of them, that is "
+                f"{shares * batch_size * sequence_length + 1} tokens. More text, fewer replicas, smaller batches "
                 "or shorter sequences would work. No sampler was made."
             )
         self._tokens = tokens
@@ -103,44 +110,93 @@ class Sampler:
         self._sharding: Sharding = sharding
         self._windows = windows
         self._drawn = 0
+        fixed = sharding == "shuffled" and num_replicas is not None
+        # In the order of their first steps; the first is in force.
+        self._assignments = [Assignment.of(shares)] if fixed else []
+        # Of contiguous sharding alone: it assigns nothing, each replica keeps its stretch.
+        self._stretch = replica * windows // shares, (replica + 1) * windows // shares
+        self._stretch_steps = windows // shares // batch_size
         self._data = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens).data)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Batches that each replica draws from one shuffle; the same number for every replica."""
-        return self._windows // self._num_replicas // self._batch_size
-
-    @property
     def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
-        return self._drawn // self.steps_per_epoch
+        """Epoch that the next batch begins in, from 0.
+
+        Raises:
+            ConfigurationError: nothing is assigned to this replica at its next step.
+        """
+        if self._sharding == "contiguous":
+            return self._drawn // self._stretch_steps
+        return int(self._next_positions()[0]) // (self._windows // self._batch_size * self._batch_size)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; moves the cursor by one."""
+        """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; moves the cursor by one.
+
+        Raises:
+            ConfigurationError: nothing is assigned to this replica at this step. The cursor stays.
+        """
         batch = _gather(self._tokens, self._next_windows(), self._sequence_length)
         self._drawn += 1
+        self._assignments = _in_force(self._assignments, self._drawn)
         return batch
+
+    def assign(self, assignment: Assignment) -> None:
+        """Draw by this from its first step on, and until then as before.
+
+        It takes the place of another with the same first step, and leaves those with later ones as they are.
+
+        Raises:
+            ConfigurationError: it begins before what is drawn already, or this replica is not one of its members, or
+                the stretches are contiguous. Nothing changed.
+        """
+        if self._sharding != "shuffled":
+            raise ConfigurationError(
+                f"An assignment to the members {shortened(assignment.members)} was given with "
+                f"sharding={self._sharding!r}, where every replica keeps its own stretch of the tokens; members can "
+                "change with sharding='shuffled'. The sampler goes on as before."
+            )
+        if self._replica not in assignment.members:
+            raise ConfigurationError(
+                f"An assignment to the members {shortened(assignment.members)} was given to replica {self._replica}; "
+                "one that has it among its members would work. The sampler goes on as before."
+            )
+        if assignment.from_step < self._drawn:
+            raise ConfigurationError(
+                f"An assignment from step {assignment.from_step} on was given after {self._drawn} batches were drawn; "
+                f"one from step {self._drawn} or later on would work. The sampler goes on as before."
+            )
+        others = [each for each in self._assignments if each.from_step != assignment.from_step]
+        ordered = sorted([*others, assignment], key=lambda each: each.from_step)
+        self._assignments = _in_force(ordered, self._drawn)
 
     def _next_windows(self) -> NDArray[np.int64]:
         """(batch_size,) windows of the next batch."""
-        epoch, step = divmod(self._drawn, self.steps_per_epoch)
-        members, size = self._num_replicas, self._batch_size
         if self._sharding == "shuffled":
-            positions = (step * members + self._replica) * size + np.arange(size)
-            return permute(positions, self._windows, f"seed {self._seed}, epoch {epoch}")
-        begin = self._replica * self._windows // members
-        end = (self._replica + 1) * self._windows // members
+            return windows_at(self._next_positions(), self._windows, self._batch_size, self._seed)
+        epoch, step = divmod(self._drawn, self._stretch_steps)
+        begin, end = self._stretch
         key = f"seed {self._seed}, epoch {epoch}, replica {self._replica}"
-        return begin + permute(step * size + np.arange(size), end - begin, key)
+        return begin + permute(step * self._batch_size + np.arange(self._batch_size), end - begin, key)
 
-    def state_dict(self) -> dict[str, int | str]:
-        """The cursor: batches drawn so far, and what they were drawn from.
+    def _next_positions(self) -> NDArray[np.int64]:
+        """(batch_size,) positions in the stream of the next batch."""
+        if not self._assignments or self._assignments[0].from_step > self._drawn:
+            raise ConfigurationError(
+                f"Replica {self._replica} was to draw at step {self._drawn} and has assignments from the steps "
+                f"{[each.from_step for each in self._assignments]} on; one from step {self._drawn} on, or a cursor at "
+                "one of those steps, would work. No batch was drawn."
+            )
+        return self._assignments[0].positions(self._replica, self._drawn, self._batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, fit for JSON: batches drawn so far, what they are drawn from, and the assignments from now on.
 
         Replicas in step have equal cursors, so that one which joins can take the cursor of any other.
         """
-        return {**self._origin(), "drawn": self._drawn}
+        assignments = [each.to_message() for each in self._assignments]
+        return {**self._origin(), "drawn": self._drawn, "assignments": assignments}
 
-    def load_state_dict(self, state: Mapping[str, int | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batch that ``state`` was taken after.
 
         Raises:
@@ -148,10 +204,10 @@ class Sampler:
                 names each difference. The sampler stays where it was.
         """
         origin = self._origin()
-        if set(state) != {*origin, "drawn"}:
+        if set(state) != {*origin, "drawn", "assignments"}:
             raise CheckpointError(
-                f"A data cursor with the fields {sorted(state)} was given; {sorted([*origin, 'drawn'])} are needed. "
-                "The cursor was not loaded."
+                f"A data cursor with the fields {sorted(state)} was given; "
+                f"{sorted([*origin, 'drawn', 'assignments'])} are needed. The cursor was not loaded."
             )
         differences = [
             f"{name} is {state[name]!r} in the cursor and {value!r} here"
@@ -169,9 +225,34 @@ class Sampler:
                 f"The data cursor says that {drawn!r} batches were drawn; a whole number from 0 on is needed. "
                 "The cursor was not loaded."
             )
-        self._drawn = drawn
+        assignments = self._assignments_of(state["assignments"], drawn)
+        self._drawn, self._assignments = drawn, assignments
 
-    def _origin(self) -> dict[str, int | str]:
+    def _assignments_of(self, messages: Any, drawn: int) -> list[Assignment]:
+        """What a cursor says is assigned from the step ``drawn`` on."""
+        try:
+            assignments = [Assignment.from_message(each) for each in messages]
+        except (TypeError, ConfigurationError) as error:
+            raise CheckpointError(
+                f"The data cursor has the assignments {shortened(messages)}, which cannot be read: {error} "
+                "The cursor was not loaded."
+            ) from error
+        first_steps = [each.from_step for each in assignments]
+        if self._sharding == "contiguous" and assignments:
+            raise CheckpointError(
+                f"The data cursor has {len(assignments)} assignments, but sharding='contiguous' has none. "
+                "The cursor was not loaded."
+            )
+        fixed = self._sharding == "shuffled" and self._num_replicas is not None
+        if first_steps != sorted(set(first_steps)) or (fixed and (not first_steps or first_steps[0] > drawn)):
+            raise CheckpointError(
+                f"The data cursor has assignments from the steps {shortened(first_steps)} on after {drawn} batches; at "
+                "least one is needed, each from a later step than the one before, and the first from step "
+                f"{drawn} or earlier. The cursor was not loaded."
+            )
+        return _in_force(assignments, drawn)
+
+    def _origin(self) -> dict[str, int | str | None]:
         """Everything but the replica's own number that decides which windows a batch holds."""
         return {
             "data": self._data,
@@ -225,6 +306,12 @@ def heldout_batches(
 def num_windows(tokens: Tokens, sequence_length: int) -> int:
     """Windows of ``sequence_length + 1`` tokens at stride ``sequence_length``."""
     return max(len(tokens) - 1, 0) // sequence_length
+
+
+def _in_force(assignments: list[Assignment], step: int) -> list[Assignment]:
+    """Those that still say something about the steps from this one on; in the order of their first steps."""
+    ended = sum(each.from_step <= step for each in assignments[1:])
+    return assignments[ended:]
 
 
 def _gather(tokens: Tokens, windows: NDArray[np.int64], sequence_length: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,282 @@
+"""Which training sequences a replica draws at a step: a pure function of the run's seed, the members and the step.
+
+The sequences of a run are one endless stream of positions 0, 1, 2, ... that its members share out step by step, a batch
+each. As the stream goes on wherever the old members stopped, it does not matter to it how many they are: no position is
+used twice, and none is lost when a replica that leaves gives back what it had been assigned and did not use. Positions
+become windows of the tokens by a shuffle of each epoch (`windows_at`). Everybody computes this alone; what must be
+agreed is only the `Assignment`, a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from reprlib import repr as shortened
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.data.permutation import permute
+from diloco.errors import ConfigurationError
+
+__all__ = ["Assignment", "Range", "windows_at"]
+
+Range: TypeAlias = tuple[int, int]
+"""Positions from the first number on, up to but not including the second."""
+
+_LIMIT = 2**62
+"""Steps and positions stay below this, so that they fit int64."""
+_MOST_ENTRIES = 2**16
+"""More members or returned ranges than this are a malformed message, not a run."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What each member draws from an inner step on.
+
+    The stream is the positions of ``returned`` in order, then ``start``, ``start + 1``, ... At inner step t the member
+    at place i of ``members`` draws the B items of the stream from item ``((t - from_step) * len(members) + i) * B`` on.
+
+    Attributes:
+        from_step: the first inner step it is for.
+        members: replica numbers in ascending order.
+        start: from this position on, everything is still to be drawn.
+        returned: ranges of positions below ``start``, in ascending order and apart, that were assigned to a replica
+            which left without using them. They are drawn first.
+
+    Raises:
+        ConfigurationError: a number, the members or the ranges are not as described above.
+
+    >>> two = Assignment.of(2)
+    >>> two.positions(1, step=3, batch_size=4)
+    array([28, 29, 30, 31])
+    >>> unused = two.ranges(1, range(4, 6), batch_size=4)  # replica 1 leaves after step 3, the others know from step 6
+    >>> alone = two.following(6, (0,), batch_size=4, returned=unused)
+    >>> alone
+    Assignment(from_step=6, members=(0,), start=44, returned=((36, 40),))
+    >>> [alone.positions(0, step, batch_size=4).tolist() for step in (6, 7, 8)]
+    [[36, 37, 38, 39], [44, 45, 46, 47], [48, 49, 50, 51]]
+    """
+
+    from_step: int
+    members: tuple[int, ...]
+    start: int
+    returned: tuple[Range, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, number in (("from_step", self.from_step), ("start", self.start)):
+            if not _is_whole(number):
+                raise ConfigurationError(
+                    f"An assignment with {name}={shortened(number)} was given; a whole number from 0 to below 2**62 "
+                    "is needed. Nothing was assigned."
+                )
+        if not _are_members(self.members):
+            raise ConfigurationError(
+                f"An assignment to the members {shortened(self.members)} was given; a tuple of 1 to {_MOST_ENTRIES} "
+                "replica numbers, each once, in ascending order, would work. Nothing was assigned."
+            )
+        if not _are_ranges(self.returned, self.start):
+            raise ConfigurationError(
+                f"An assignment with the returned ranges {shortened(self.returned)} and start={self.start} was given; "
+                f"a tuple of at most {_MOST_ENTRIES} pairs (begin, end) with begin < end <= start would work, in "
+                "ascending order and without overlap: everything from start on is still to be assigned, so nobody can "
+                "return it. Nothing was assigned."
+            )
+
+    @classmethod
+    def of(cls, num_replicas: int) -> Assignment:
+        """Of a run from its first step on, with replicas numbered from 0."""
+        if not _is_whole(num_replicas) or not 1 <= num_replicas <= _MOST_ENTRIES:
+            raise ConfigurationError(
+                f"An assignment of {shortened(num_replicas)} replicas was asked for; 1 to {_MOST_ENTRIES} would work. "
+                "Nothing was assigned."
+            )
+        return cls(0, tuple(range(num_replicas)), 0)
+
+    def positions(self, member: int, step: int, batch_size: int) -> NDArray[np.int64]:
+        """(batch_size,) int64 positions that a member draws at an inner step.
+
+        Raises:
+            ConfigurationError: no such member, a step before ``from_step``, or one so late that int64 cannot count it.
+        """
+        begin = self._first_item(member, step, batch_size)
+        pieces = self._stretches(begin, begin + batch_size)
+        if pieces[-1][1] > _LIMIT:
+            raise ConfigurationError(
+                f"Step {step} was asked for in batches of {batch_size} for {len(self.members)} members; only positions "
+                f"below 2**62 can be counted, and it reaches {pieces[-1][1]}. Nothing was assigned."
+            )
+        return np.concatenate([np.arange(*piece, dtype=np.int64) for piece in pieces])
+
+    def ranges(self, member: int, steps: range, batch_size: int) -> tuple[Range, ...]:
+        """What a member is assigned in some steps in a row, as few ranges: what it gives back if it leaves before them.
+
+        Raises:
+            ConfigurationError: no such member, steps before ``from_step``, or steps that leave some out.
+        """
+        if steps.step != 1:
+            raise ConfigurationError(
+                f"The ranges of {steps} were asked for; steps in a row, range(first, end), would work. "
+                "Nothing was assigned."
+            )
+        pieces: list[Range] = []
+        for step in steps:
+            begin = self._first_item(member, step, batch_size)
+            pieces += self._stretches(begin, begin + batch_size)
+        return _merged(pieces)
+
+    def following(
+        self, from_step: int, members: tuple[int, ...], batch_size: int, returned: Iterable[Sequence[int]] = ()
+    ) -> Assignment:
+        """The assignment from a later step on, with other members.
+
+        What this one assigns to steps before ``from_step`` counts as assigned. What is left of its returned ranges and
+        the new ones come first, in ascending order, so that the order in which leavers were heard does not matter.
+
+        Args:
+            from_step: the first inner step of the new assignment, not before this one's.
+            members: replica numbers in ascending order.
+            batch_size: sequences per batch of a replica (B), the same for all.
+            returned: what replicas that leave were assigned before ``from_step`` and did not use (see `ranges`), in any
+                order; also as lists, as JSON has no tuples.
+
+        Raises:
+            ConfigurationError: the step is before this assignment's, or the result would be malformed: above all where
+                something is returned twice, or returned though it was not assigned.
+        """
+        used = self._items_before(from_step, batch_size)
+        rest: list[Range] = []
+        for begin, end in self.returned:
+            skipped = min(used, end - begin)
+            used -= skipped
+            if begin + skipped < end:
+                rest.append((begin + skipped, end))
+        given = tuple(tuple(each) if isinstance(each, list) else each for each in returned)
+        if not all(map(_is_range, given)):
+            raise ConfigurationError(
+                f"The ranges {shortened(given)} were returned; pairs (begin, end) of whole numbers with begin < end "
+                "would work. Nothing was assigned."
+            )
+        together = tuple(sorted([*rest, *((begin, end) for begin, end in given)]))
+        # Checked before they are merged, as merging would hide what is in there twice.
+        checked = Assignment(from_step, members, self.start + used, together)
+        start, merged = checked.start, list(_merged(checked.returned))
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        return Assignment(from_step, members, start, tuple(merged))
+
+    def to_message(self) -> list[object]:
+        """Plain lists and whole numbers, for JSON: ``[from_step, [member, ...], start, [[begin, end], ...]]``."""
+        return [self.from_step, list(self.members), self.start, [list(each) for each in self.returned]]
+
+    @classmethod
+    def from_message(cls, message: Any) -> Assignment:
+        """The assignment that `to_message` made a message of.
+
+        Raises:
+            ConfigurationError: the message is malformed, or says what no assignment may (see the class).
+        """
+        match message:
+            case [from_step, list(members), start, list(returned)] if all(isinstance(each, list) for each in returned):
+                # Their types are checked when the assignment is made.
+                return cls(from_step, tuple(members), start, tuple(map(tuple, returned)))
+        raise ConfigurationError(
+            f"The message {shortened(message)} was given for an assignment; [from_step, [member, ...], start, [[begin, "
+            "end], ...]] would work. Nothing was assigned."
+        )
+
+    def _items_before(self, step: int, batch_size: int) -> int:
+        """How many items of the stream are for steps before this one."""
+        if not _is_whole(step) or step < self.from_step:
+            raise ConfigurationError(
+                f"step={shortened(step)} was given to an assignment for the steps from {self.from_step} on; one of "
+                "those would work. Nothing was assigned."
+            )
+        if not _is_whole(batch_size) or batch_size < 1:
+            raise ConfigurationError(
+                f"batch_size={shortened(batch_size)} was given; a whole number from 1 on would work. "
+                "Nothing was assigned."
+            )
+        return (step - self.from_step) * len(self.members) * batch_size
+
+    def _first_item(self, member: int, step: int, batch_size: int) -> int:
+        """Where in the stream a member's batch of a step begins."""
+        if member not in self.members:
+            raise ConfigurationError(
+                f"What replica {shortened(member)} draws at step {shortened(step)} was asked for; from step "
+                f"{self.from_step} on one of the members {shortened(self.members)} would work. Nothing was assigned."
+            )
+        return self._items_before(step, batch_size) + self.members.index(member) * batch_size
+
+    def _stretches(self, begin: int, end: int) -> list[Range]:
+        """Ranges of positions that are the items ``begin`` to ``end`` of the stream, in ascending order."""
+        pieces: list[Range] = []
+        passed = 0
+        for low, high in (*self.returned, (self.start, self.start + end)):
+            first, last = max(begin - passed, 0), min(end - passed, high - low)
+            if first < last:
+                pieces.append((low + first, low + last))
+            passed += high - low
+        return pieces
+
+
+def windows_at(positions: NDArray[np.int64], num_windows: int, batch_size: int, seed: int) -> NDArray[np.int64]:
+    """The windows of the tokens that lie at some positions of the stream.
+
+    An epoch is as many positions as there are windows in whole batches, so that a batch of positions that begins at a
+    multiple of the batch size is of one epoch and has no window twice. The fewer than ``batch_size`` windows left over
+    are others in each epoch, as each is shuffled anew.
+
+    Args:
+        positions: (n,) int64, from 0 on.
+        num_windows: windows of the tokens (W), at least ``batch_size``.
+        batch_size: sequences per batch of a replica (B).
+        seed: of the run; with the number of the epoch, the key of the shuffle.
+
+    Returns:
+        (n,) int64, each in ``[0, num_windows)``; within an epoch distinct positions have distinct windows.
+
+    >>> windows_at(np.arange(10), num_windows=7, batch_size=2, seed=0).tolist()
+    [5, 3, 6, 4, 0, 2, 1, 4, 3, 6]
+    """
+    epochs, places = np.divmod(positions, num_windows // batch_size * batch_size)
+    windows = np.empty_like(positions)
+    # Returned ranges may begin anywhere, so one batch may hold positions of two epochs.
+    for epoch in np.unique(epochs).tolist():
+        of_epoch = epochs == epoch
+        windows[of_epoch] = permute(places[of_epoch], num_windows, f"seed {seed}, epoch {epoch}")
+    return windows
+
+
+def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same positions in as few ranges as possible; the given ones are in ascending order and apart."""
+    merged: list[Range] = []
+    for begin, end in ranges:
+        if merged and merged[-1][1] == begin:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return tuple(merged)
+
+
+def _is_whole(number: object) -> bool:
+    """True is an int to Python, and a NumPy integer would not survive JSON."""
+    return type(number) is int and 0 <= number < _LIMIT
+
+
+def _are_members(members: object) -> bool:
+    if not isinstance(members, tuple) or not 1 <= len(members) <= _MOST_ENTRIES or not all(map(_is_whole, members)):
+        return False
+    return all(one < other for one, other in pairwise(members))
+
+
+def _is_range(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_whole, pair)) and bool(pair[0] < pair[1])
+
+
+def _are_ranges(ranges: object, start: int) -> bool:
+    if not isinstance(ranges, tuple) or len(ranges) > _MOST_ENTRIES or not all(map(_is_range, ranges)):
+        return False
+    return all(end <= next_begin for (_, end), (next_begin, _) in pairwise([*ranges, (start, start)]))
