@@ -12,7 +12,7 @@ from diloco.transport.in_process import InProcessTransport
 from diloco.transport.leader import LeaderTransport
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
-from diloco.transport.torch_distributed.connect import Place, Wire, connect
+from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from tests.processes import Processes
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, open_group, unequal
 from tests.transport.wires import QUICK, at_once, rendezvous
@@ -36,7 +36,7 @@ def result_of(rank: Rank) -> dict[str, Any]:
 
 
 def connected(place: Place) -> PeerTransport:
-    return connect(place, Wire(**PATIENT)).transport
+    return connect(place, TcpWire(**PATIENT)).transport
 
 
 def rank_of_two_replicas(rank: int, strategy: Any, address: Address, folder: Path) -> dict[str, Any]:

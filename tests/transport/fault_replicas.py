@@ -23,10 +23,11 @@ from diloco.events import Event
 from diloco.train.replica import DiLoCo
 from diloco.transport.address import Address
 from diloco.transport.base import Transport
+from diloco.transport.peers.connected import join
 from diloco.transport.peers.payloads import PayloadExchange, _tag
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.connect import Place, connect, join
+from diloco.transport.torch_distributed.connect import Place, connect
 from diloco.transport.torch_distributed.data_link import GlooLink
 from tests.processes import PRELOADED, report, told
 from tests.replicas import quadratic

@@ -10,7 +10,7 @@ from typing import Literal
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.events import Event, RoundCommitted, RoundVoid
-from diloco.transport.torch_distributed.connect import Wire
+from diloco.transport.torch_distributed.connect import TcpWire
 
 __all__ = [
     "BEFORE",
@@ -93,8 +93,8 @@ class Scenario:
         return (self.victim,)
 
     @property
-    def wire(self) -> Wire:
-        return Wire(
+    def wire(self) -> TcpWire:
+        return TcpWire(
             heartbeat_s=0.2,
             silence_s=self.silence_s,
             round_timeout_s=LIMIT_S,

@@ -13,7 +13,7 @@ import pytest
 
 from diloco.errors import RendezvousError
 from diloco.transport.address import Address
-from diloco.transport.torch_distributed.connect import Place, Wire
+from diloco.transport.torch_distributed.connect import Place, TcpWire
 from tests.transport.wires import QUICK
 
 __all__ = ["PATIENCE_S", "diloco_threads", "failure", "free_address", "nobody_at", "place", "wire"]
@@ -55,5 +55,5 @@ def place(rank: int, num_replicas: int, address: Address | None) -> Place:
     return Place(replica=rank, num_replicas=num_replicas, rendezvous=address)
 
 
-def wire(**given: Any) -> Wire:
-    return Wire(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))
+def wire(**given: Any) -> TcpWire:
+    return TcpWire(**(QUICK | {"rendezvous_timeout_s": PATIENCE_S} | given))

@@ -11,9 +11,10 @@ import torch
 from diloco.errors import TransportError
 from diloco.transport.address import Address, parse_address
 from diloco.transport.base import Average
+from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.connect import Connected, connect
+from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, serve
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import diloco_threads, failure, free_address, nobody_at, place, wire

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from diloco.transport.address import Address
+from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.registry import Registry
 from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.torch_distributed.connect import Connected, Place, Wire, connect
+from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from diloco.transport.torch_distributed.rendezvous import serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
@@ -68,7 +69,7 @@ class Wires:
                 ranks_per_replica=ranks_per_replica,
                 rendezvous=self.address,
             )
-            return connect(place, Wire(**(QUICK | wire)))
+            return connect(place, TcpWire(**(QUICK | wire)))
 
         found = at_once([lambda rank=rank: one(rank) for rank in range(num_replicas * ranks_per_replica)])
         for each in found:

@@ -9,9 +9,9 @@ from diloco.errors import TransportError
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 from diloco.transport.links import VirtualNetwork
+from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
-from diloco.transport.torch_distributed.connect import Connected, join
 
 __all__ = ["Fleet", "InProcessFleet", "TorchFleet"]
 

@@ -13,9 +13,10 @@ from diloco.train.fleet import TorchFleet
 from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
+from diloco.transport.peers.connected import Connected
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 from diloco.transport.settings import TransportSettings
-from diloco.transport.torch_distributed.connect import Connected, Place, Wire, connect
+from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 
 __all__ = ["connect_rank"]
 
@@ -76,7 +77,7 @@ def _connect(
         attempt=role.torchrun.attempt if role.torchrun else "0",
     )
     emulated = bool(settings.bandwidth_bits_per_s or settings.latency_s)
-    wire = Wire(
+    wire = TcpWire(
         host=settings.host or "",
         ports=settings.ports,
         interface=settings.interface or "",

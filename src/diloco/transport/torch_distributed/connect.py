@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
-from diloco.transport.links import Link
+from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.rounds import Rules
 from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.views import Policies
+from diloco.transport.peers.wire import Wire
 from diloco.transport.torch_distributed.data_link import link_opener, make_device
 from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.rendezvous import Table, ask, exchange_word, serve
+from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
-__all__ = ["Connected", "Place", "Wire", "connect", "join"]
+__all__ = ["Place", "TcpWire", "connect"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,66 +50,21 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
-    """How ranks are connected.
+class TcpWire(Wire):
+    """How ranks are connected over TCP.
 
     Attributes:
         host: address of this machine to listen at; "": the one that the way to the rendezvous begins at.
         ports: of the control connection: ``0`` for any, ``FIRST`` or ``FIRST-LAST``.
         interface: network interface of the payload connections; "": that of ``host``.
-        streams: payload connections to each peer; 0: about four in all.
-        piece_bytes: about how large a piece of a payload is.
-        heartbeat_s, silence_s: see `Timing`.
-        round_timeout_s: from a rank's contribution to its vote.
-        rendezvous_timeout_s: for all to find and connect each other.
-        min_contributors: a round with fewer is void; None: all.
-        min_replicas: fewer never go on.
-        go_on: whether survivors form a smaller view.
-        raise_on_loss: see `Policies`.
-        link: emulated at this end, or None.
-        facts: what must be the same on all ranks, name -> value in words.
     """
 
     host: str = ""
     ports: str = "0"
     interface: str = ""
-    streams: int = 0
-    piece_bytes: int = 1 << 19
-    heartbeat_s: float = 2.0
-    silence_s: float = 15.0
-    round_timeout_s: float = 600.0
-    rendezvous_timeout_s: float = 300.0
-    min_contributors: int | None = None
-    min_replicas: int = 1
-    go_on: bool = False
-    raise_on_loss: bool = True
-    link: Link | None = None
-    facts: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Connected:
-    """A transport that stands.
-
-    Attributes:
-        transport: ready for rounds, or, for a joiner, for `fetch` and then `join`.
-        table: everybody's entries.
-        joining: whether the run was going on already.
-    """
-
-    transport: PeerTransport
-    table: Table
-    joining: bool
-
-    def already_running(self) -> RendezvousError:
-        """For who came to begin a run, and finds one that is going on."""
-        return RendezvousError(
-            f"replica {self.transport.replica} came to begin a run, and the others are in the middle of one; another "
-            "rendezvous, or joining them, would work. Nothing was started."
-        )
-
-
-def connect(place: Place, wire: Wire, *, held_step: int = -1) -> Connected:
+def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
     """Find the others and connect to all of them.
 
     Args:
@@ -125,21 +76,8 @@ def connect(place: Place, wire: Wire, *, held_step: int = -1) -> Connected:
         RendezvousError: if that does not succeed in time, or the ranks do not fit together; nothing stays open.
         TransportError: if this machine can't listen where it should.
     """
-    rules = Rules(
-        rank=place.rank,
-        replica=place.replica,
-        ranks_per_replica=place.ranks_per_replica,
-        min_contributors=wire.min_contributors,
-        round_timeout_s=wire.round_timeout_s,
-        piece_bytes=wire.piece_bytes,
-    )
-    others = place.num_replicas - 1
-    policies = Policies(
-        quorum=Policy(wire.min_replicas),
-        go_on=wire.go_on,
-        raise_on_loss=wire.raise_on_loss,
-        streams=wire.streams or max(1, round(4 / max(1, others))),
-        connect_timeout_s=min(wire.rendezvous_timeout_s, max(10.0, 4 * wire.silence_s)),
+    rules, policies = wire.rules_and_policies(
+        place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
     )
     transport = PeerTransport(rules, policies, Timing(wire.heartbeat_s, wire.silence_s), TcpStreams(), wire.link)
     serve_probes(transport.board)
@@ -150,7 +88,7 @@ def connect(place: Place, wire: Wire, *, held_step: int = -1) -> Connected:
         raise
 
 
-def _connect(transport: PeerTransport, place: Place, wire: Wire, held_step: int) -> Connected:
+def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: int) -> Connected:
     board, size = transport.board, place.ranks_per_replica
     host = wire.host or _my_host(place)
     ports = parse_ports(wire.ports, key="transport.ports")
@@ -190,28 +128,6 @@ def _connect(transport: PeerTransport, place: Place, wire: Wire, held_step: int)
         serve(board, registry)
         transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
     return Connected(transport, table, table.running)
-
-
-def join(connected: Connected, timeout_s: float) -> int:
-    """Become a member of the run that is going on.
-
-    Returns:
-        The inner steps that are done: the joiner's own first step is the one after.
-
-    Raises:
-        RendezvousError: if the members refuse, or do not answer in time.
-    """
-    transport, entry = connected.transport, connected.table.entries[connected.transport.rules.rank]
-    deadline_s = time.monotonic() + timeout_s
-    transport.ask_to_join(entry)
-    while (answer := transport.welcome(deadline_s - time.monotonic())) is None or answer["kind"] == "refused":
-        if answer is None or answer["for_good"] or time.monotonic() > deadline_s:
-            why = f"they refuse: {answer['reason']}" if answer else f"no answer within {timeout_s:g} s"
-            raise RendezvousError(f"replica {transport.replica} can't join the others: {why}. It stops here.")
-        time.sleep(1.0)  # they are not ready for it yet
-        transport.ask_to_join(entry)
-    transport.enter(answer)
-    return transport.step
 
 
 async def _dial(board: Switchboard, table: Table, place: Place, timeout_s: float) -> set[int]:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from diloco.transport.address import parse_address
+from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.torch_distributed.connect import Connected, Place, Wire, connect
+from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 
 __all__ = ["connect_replica", "replica_connection"]
 
@@ -34,7 +35,7 @@ def connect_replica(
         on_failure: when a replica is lost, ``stop``: every round from then on raises `ReplicaLostError` on the others;
             ``continue``: they go on in a smaller view.
         facts: what must be the same on all replicas, name -> value; a difference is refused before anything starts.
-        wire: any field of `Wire`, such as ``streams=2`` or ``round_timeout_s=60``.
+        wire: any field of `TcpWire`, such as ``streams=2`` or ``round_timeout_s=60``.
 
     Raises:
         RendezvousError: if the replicas don't find each other in time or don't fit together, or a run is going on
@@ -83,4 +84,4 @@ def replica_connection(
     place = Place(
         replica=replica, num_replicas=num_replicas, rendezvous=parse_address(rendezvous, key="the rendezvous")
     )
-    return connect(place, Wire(go_on=on_failure == "continue", facts=facts or {}, **wire))
+    return connect(place, TcpWire(go_on=on_failure == "continue", facts=facts or {}, **wire))

@@ -10,33 +10,20 @@ import asyncio
 import contextlib
 import socket
 import threading
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.address import Address
+from diloco.transport.peers.connected import Table
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.switchboard import Switchboard
 
-__all__ = ["Table", "ask", "exchange_word", "serve"]
+__all__ = ["ask", "exchange_word", "serve"]
 
 
 _LONGEST_S = 30 * 86_400.0
-
-
-@dataclass(frozen=True)
-class Table:
-    """Everybody's entries.
-
-    Attributes:
-        entries: rank -> entry, my own included.
-        running: whether the run was going on already when I asked.
-    """
-
-    entries: dict[int, Entry]
-    running: bool
 
 
 def serve(board: Switchboard, registry: Registry) -> None:

@@ -1,0 +1,66 @@
+"""How ranks exchange contributions: what can be chosen, whatever carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from diloco.membership.quorum import Policy
+from diloco.transport.links import Link
+from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.views import Policies
+
+__all__ = ["Wire"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How ranks exchange contributions, whatever carries them.
+
+    Attributes:
+        streams: payload connections to each peer; 0: about four in all.
+        piece_bytes: about how large a piece of a payload is.
+        heartbeat_s, silence_s: see `Timing`.
+        round_timeout_s: from a rank's contribution to its vote.
+        rendezvous_timeout_s: for all to find and connect each other.
+        min_contributors: a round with fewer is void; None: all.
+        min_replicas: fewer never go on.
+        go_on: whether survivors form a smaller view.
+        raise_on_loss: see `Policies`.
+        link: emulated at this end, or None.
+        facts: what must be the same on all ranks, name -> value in words.
+    """
+
+    streams: int = 0
+    piece_bytes: int = 1 << 19
+    heartbeat_s: float = 2.0
+    silence_s: float = 15.0
+    round_timeout_s: float = 600.0
+    rendezvous_timeout_s: float = 300.0
+    min_contributors: int | None = None
+    min_replicas: int = 1
+    go_on: bool = False
+    raise_on_loss: bool = True
+    link: Link | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    def rules_and_policies(
+        self, replica: int, position: int, ranks_per_replica: int, others: int
+    ) -> tuple[Rules, Policies]:
+        """What rounds and views need to know, for one rank of ``others + 1`` replicas."""
+        rules = Rules(
+            rank=replica * ranks_per_replica + position,
+            replica=replica,
+            ranks_per_replica=ranks_per_replica,
+            min_contributors=self.min_contributors,
+            round_timeout_s=self.round_timeout_s,
+            piece_bytes=self.piece_bytes,
+        )
+        policies = Policies(
+            quorum=Policy(self.min_replicas),
+            go_on=self.go_on,
+            raise_on_loss=self.raise_on_loss,
+            streams=self.streams or max(1, round(4 / max(1, others))),
+            connect_timeout_s=min(self.rendezvous_timeout_s, max(10.0, 4 * self.silence_s)),
+        )
+        return rules, policies
