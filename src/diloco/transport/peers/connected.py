@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError
@@ -10,6 +11,9 @@ from diloco.transport.peers.registry import Entry
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["Connected", "Table", "join"]
+
+_ANSWER_S = 30.0
+_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,13 @@ class Connected:
         transport: ready for rounds, or, for a joiner, for `fetch` and then `join`.
         table: everybody's entries.
         joining: whether the run was going on already.
+        refresh: for a joiner: look who the members are by now, and connect to all of them.
     """
 
     transport: PeerTransport
     table: Table
     joining: bool
+    refresh: Callable[[], None] = lambda: None
 
     def already_running(self) -> RendezvousError:
         """For who came to begin a run, and finds one that is going on."""
@@ -58,12 +64,16 @@ def join(connected: Connected, timeout_s: float) -> int:
     """
     transport, entry = connected.transport, connected.table.entries[connected.transport.rules.rank]
     deadline_s = time.monotonic() + timeout_s
-    transport.ask_to_join(entry)
-    while (answer := transport.welcome(deadline_s - time.monotonic())) is None or answer["kind"] == "refused":
-        if answer is None or answer["for_good"] or time.monotonic() > deadline_s:
-            why = f"they refuse: {answer['reason']}" if answer else f"no answer within {timeout_s:g} s"
-            raise RendezvousError(f"replica {transport.replica} can't join the others: {why}. It stops here.")
-        time.sleep(1.0)  # they are not ready for it yet
+    why = f"no answer within {timeout_s:g} s"
+    while True:
         transport.ask_to_join(entry)
+        answer = transport.welcome(min(_ANSWER_S, deadline_s - time.monotonic()))
+        if answer is not None and answer["kind"] == "welcome":
+            break
+        why = f"they refuse: {answer['reason']}" if answer else why
+        if time.monotonic() > deadline_s or (answer is not None and answer["for_good"]):
+            raise RendezvousError(f"replica {transport.replica} can't join the others: {why}. It stops here.")
+        time.sleep(_AGAIN_S)  # they are not ready for it yet
+        connected.refresh()
     transport.enter(answer)
     return transport.step

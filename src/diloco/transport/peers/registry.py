@@ -10,6 +10,8 @@ from diloco.errors import RendezvousError
 
 __all__ = ["Entry", "Registry", "difference"]
 
+_MOST_PLACES = 16
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -20,12 +22,14 @@ class Entry:
         address: ``HOST:PORT`` of its control port.
         facts: what must be the same on all ranks, name -> value in words.
         held_step: the newest step of which it has a checkpoint to resume from; -1 for none.
+        places: where the network may find it, in the network's own words.
     """
 
     rank: int
     address: str
     facts: Mapping[str, str] = field(default_factory=dict)
     held_step: int = -1
+    places: tuple[str, ...] = ()
 
     def to_message(self) -> dict[str, Any]:
         """As JSON."""
@@ -34,13 +38,15 @@ class Entry:
             "address": self.address,
             "facts": dict(self.facts),
             "held_step": self.held_step,
+            "places": list(self.places),
         }
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Entry:
         """From JSON; `ValueError`, `TypeError` or `KeyError` for anything that is none."""
         facts = {str(name): str(value) for name, value in dict(message["facts"]).items()}
-        return cls(int(message["rank"]), str(message["address"]), facts, int(message["held_step"]))
+        places = tuple(str(place) for place in list(message["places"])[:_MOST_PLACES])
+        return cls(int(message["rank"]), str(message["address"]), facts, int(message["held_step"]), places)
 
 
 def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:

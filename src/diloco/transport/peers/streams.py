@@ -41,5 +41,8 @@ class Streams(Protocol):
     def identity(self, writer: asyncio.StreamWriter) -> str:
         """Who is at the other end of a connection, as an address, where the network proves it; else ""."""
 
-    async def close(self) -> None:
+    def refuse(self) -> None:
         """Accept nothing any more."""
+
+    async def close(self) -> None:
+        """End what is left, after every connection has been closed."""

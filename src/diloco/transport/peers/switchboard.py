@@ -29,6 +29,7 @@ Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamW
 
 _FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
+_ROUNDS_OF_ENDING = 5
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Switchboard:
         self.address = Address("", 0)
         self.services: dict[str, Service] = {}
         self.arrived = asyncio.Event()
+        self.admits: Callable[[int, Address], bool] = lambda rank, address: True
         self._deliver = deliver
         self._lost = lost
         self._lines: dict[int, _Line] = {}
@@ -138,6 +140,11 @@ class Switchboard:
     def connected(self) -> frozenset[int]:
         """Ranks with a standing connection."""
         return frozenset(self._lines)
+
+    def address_of(self, rank: int) -> Address | None:
+        """Where a connected rank listens."""
+        line = self._lines.get(rank)
+        return line.address if line is not None else None
 
     def connection(self, rank: int) -> object | None:
         """Stands for the connection to ``rank``: another one once another process of that rank has come."""
@@ -191,11 +198,12 @@ class Switchboard:
         try:
             message, blob = await asyncio.wait_for(read_frame(reader), _FIRST_MESSAGE_S)
             if message["kind"] == "hello":
+                rank, address = int(message["rank"]), self.streams.address(str(message["address"]))
+                if self.streams.identity(writer) not in ("", str(address)) or not self.admits(rank, address):
+                    return
                 self.streams.tune(writer, self.timing.silence_s)
                 writer.write(pack({"kind": "hello", "rank": self.rank}))
-                host, _, port = str(message["address"]).rpartition(":")
-                address = Address(host.strip("[]"), int(port))
-                self._register(int(message["rank"]), address, reader, writer)
+                self._register(rank, address, reader, writer)
                 return
             service = self.services.get(message["kind"])
             if service is not None:
@@ -236,6 +244,8 @@ class Switchboard:
                     self._deliver(line.rank, message, blob)
         except (OSError, EOFError, TransportError) as error:
             reason = str(error) or type(error).__name__
+        except (KeyError, ValueError, TypeError, OverflowError) as error:  # in what it said
+            reason = f"it sent what is no message: {type(error).__name__}: {error}"
         if self._lines.get(line.rank) is not line:
             return
         self.hang_up_quietly(line)
@@ -315,23 +325,28 @@ class Switchboard:
     async def _close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        await self.streams.close()
+        self.streams.refuse()
         for _ in range(4):  # turns of the loop, in which connections that have just come get the tasks that close them
             await asyncio.sleep(0)
-        ended: list[asyncio.StreamWriter] = []
-        while True:  # a task that is told to end may still open a line, if its hello had come already
-            ended += [line.writer for line in self._lines.values()]
-            for rank in self.connected:
-                self.hang_up(rank)
+        await self._hang_up_all(_FLUSH_S)
+        await self.streams.close()
+        for _ in range(_ROUNDS_OF_ENDING):
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             if not tasks:
                 break
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        flushed = [asyncio.create_task(writer.wait_closed()) for writer in ended]
+            await asyncio.wait(tasks, timeout=_FLUSH_S)
+            await self._hang_up_all(0.0)  # a task that is told to end may still open a line, if its hello had come
+
+    async def _hang_up_all(self, flush_s: float) -> None:
+        """End all connections; what the other side does not take in ``flush_s`` it never will."""
+        writers = [line.writer for line in self._lines.values()]
+        for rank in self.connected:
+            self.hang_up(rank)
+        flushed = [asyncio.create_task(writer.wait_closed()) for writer in writers]
         if flushed:
-            await asyncio.wait(flushed, timeout=_FLUSH_S)
-        for writer in ended:
-            writer.transport.abort()  # what the other side did not take by now it never will
+            await asyncio.wait(flushed, timeout=flush_s)
+        for writer in writers:
+            writer.transport.abort()
         await asyncio.gather(*flushed, return_exceptions=True)

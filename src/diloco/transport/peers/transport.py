@@ -43,6 +43,7 @@ class PeerTransport(Transport):
         timing: of heartbeats.
         streams: of control connections.
         link: emulated, at this end; None: none.
+        together: whether all stop when one has to; else each goes its own way.
 
     Attributes:
         address: of this rank's control port.
@@ -51,10 +52,18 @@ class PeerTransport(Transport):
     """
 
     def __init__(
-        self, rules: Rules, policies: Policies, timing: Timing, streams: Streams, link: Link | None = None
+        self,
+        rules: Rules,
+        policies: Policies,
+        timing: Timing,
+        streams: Streams,
+        link: Link | None = None,
+        *,
+        together: bool = True,
     ) -> None:
         self.rules = rules
         self.policies = policies
+        self._together = together
         self.replica = rules.replica
         self.step = 0
         self.on_change: Callable[[NextView], None] = lambda following: None
@@ -270,7 +279,10 @@ class PeerTransport(Transport):
         elif keeper is None:
             self._early.append((sender, message, blob))
         elif kind == "join":
-            self._registry.entries[sender] = Entry.from_message(message)
+            entry = Entry.from_message(message)
+            if entry.rank != sender or entry.address != str(self.board.address_of(sender)):
+                raise ValueError("it wants to join in the name of another one")
+            self._registry.entries[sender] = entry
             keeper.join(sender)
         elif kind == "excluded":
             if int(message["view"]) >= keeper.view.id:
@@ -297,7 +309,7 @@ class PeerTransport(Transport):
         self.on_change(following)
 
     def _stop_if_failed(self) -> None:
-        if self.failure is not None and not self.policies.raise_on_loss:
+        if self.failure is not None and self._together and not self.policies.raise_on_loss:
             self._tell_stop()
 
     def _tell_stop(self) -> None:

@@ -68,6 +68,9 @@ class TcpStreams:
         """TCP proves nothing."""
         return ""
 
-    async def close(self) -> None:
+    def refuse(self) -> None:
         if self._server is not None:
             self._server.close()
+
+    async def close(self) -> None:
+        """Nothing is left."""

@@ -1,0 +1,252 @@
+"""From a run's name and the address of any peer to a transport whose view stands: found a swarm, or find it and join.
+
+Nobody is in charge: whoever finds no member of the run founds the swarm, as a view of one, and everybody else joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import RendezvousError, TransportError
+from diloco.membership.view import View
+from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import load_identity, number_of
+from diloco.transport.hivemind.node import NodePlace
+from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
+from diloco.transport.hivemind.records import PeerRecord
+from diloco.transport.hivemind.swarm import SwarmDesk, SwarmTable, ask_peer
+from diloco.transport.peers.connected import Connected, Table
+from diloco.transport.peers.link_desk import LinkDesk
+from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.switchboard import Timing
+from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.peers.wire import Wire
+
+__all__ = ["SwarmPlace", "connect_swarm"]
+
+_LOOK_AGAIN_S = 0.5
+_ANNOUNCE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmPlace:
+    """Which peer this is, and which run it wants to take part in.
+
+    Attributes:
+        identity: file of its private key.
+        gate: the run's name, and who may take part in it.
+        node: where this peer is, and whom it knows.
+        replica: its number; None: one that follows from its identity.
+        swarm: the swarm that it was a member of before; "": any.
+        join_window_s: who finds no member waits this long for others that look, too, before one of them founds it.
+        status: what people that look are told of this peer, as JSON.
+    """
+
+    identity: Path
+    gate: Gate
+    node: NodePlace = field(default_factory=NodePlace)
+    replica: int | None = None
+    swarm: str = ""
+    join_window_s: float = 3.0
+    status: Callable[[], Mapping[str, Any]] = dict
+
+
+def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Connected:
+    """Find the members of the run and connect to all of them, or found the swarm where there are none.
+
+    Args:
+        place: which peer this is.
+        wire: how contributions are exchanged.
+        held_step: the newest step that this peer could resume from; -1: none, so it can't take the place of a swarm
+            that was there before.
+
+    Raises:
+        RendezvousError: if that does not succeed in time, or the peers do not fit together; nothing stays open.
+        TransportError: if the peer can't be started.
+    """
+    identity = load_identity(place.identity)
+    number = number_of(identity.peer_id) if place.replica is None else place.replica
+    streams = PeerStreams(identity, place.node, place.gate)
+    rules, policies = wire.rules_and_policies(number, 0, 1, others=1)
+    timing = Timing(wire.heartbeat_s, wire.silence_s)
+    transport = PeerTransport(rules, policies, timing, streams, wire.link, together=False)
+    try:
+        transport.board.listen()
+        return _Arrival(place, wire, transport, streams, held_step).connect()
+    except BaseException:
+        transport.close()
+        raise
+
+
+class _Arrival:
+    """What happens between the start of a peer and its view."""
+
+    def __init__(
+        self, place: SwarmPlace, wire: Wire, transport: PeerTransport, streams: PeerStreams, held_step: int
+    ) -> None:
+        self.place = place
+        self.wire = wire
+        self.transport = transport
+        self.board = transport.board
+        self.streams = streams
+        self.held_step = held_step
+        self.registry = Registry(0)
+        self.number = transport.replica
+        self.patience_s = wire.rendezvous_timeout_s
+
+    def connect(self) -> Connected:
+        call = self.board.call
+        self.mine = call(self._entry())
+        self.registry.entries[self.number] = self.mine
+        found = call(self._find())
+        open_link = LinkDesk(self.board, self._address_of, self.wire.silence_s).open_link
+        self.swarm = found.swarm if found else secrets.token_hex(8)
+        desk = SwarmDesk(
+            self.board,
+            self.registry,
+            self.mine,
+            self.swarm,
+            members=self._members,
+            step=lambda: self.transport.step,
+            status=self.place.status,
+        )
+        self.board.admits = lambda rank, address: (
+            (known := self.registry.entries.get(rank)) is None or known.address == str(address)
+        )
+        if found:
+            call(self._dial(found))
+            self.transport.begin(View(-1, found.members), self.registry, open_link, member=False)
+        else:
+            self.transport.begin(View(0, (self.number,)), self.registry, open_link, member=True)
+        self.board.post(self._keep_announcing)
+        entries = dict(found.entries) if found else {}
+        table = Table({**entries, self.number: self.mine}, running=found is not None)
+        del desk  # its services keep it
+        return Connected(self.transport, table, found is not None, self._refresh)
+
+    def _members(self) -> tuple[int, ...]:
+        view = self.transport.view
+        return view.members if self.number in view.members else ()
+
+    def _address_of(self, rank: int) -> PeerAddress:
+        return PeerAddress(self.registry.entries[rank].address)
+
+    async def _entry(self) -> Entry:
+        places = await self.streams.node.addresses()
+        return Entry(self.number, self.streams.node.peer_id, self.wire.facts, self.held_step, places)
+
+    def _record(self, swarm: str) -> PeerRecord:
+        return PeerRecord(self.streams.node.peer_id, self.number, swarm, self.held_step, self.mine.places)
+
+    async def _find(self) -> SwarmTable | None:
+        """The swarm, or None where this peer is to found it."""
+        loop = asyncio.get_running_loop()
+        run, node = self.place.gate.run, self.streams.node
+        began_s = loop.time()
+        await node.announce(run, self._record(""))
+        why: dict[str, str] = {}
+        while True:
+            records = [record for record in await node.find(run) if record.number >= 0]
+            for record in records:
+                self.streams.know(record.peer_id, record.addresses)
+            for record in records:
+                if record.swarm:
+                    try:
+                        return await self._ask(record.peer_id)
+                    except OSError as error:
+                        why[record.peer_id] = str(error)
+            waited_s = loop.time() - began_s
+            if self._founds(records, waited_s):
+                return None
+            if waited_s > self.patience_s:
+                self._stop_looking(records, why)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _founds(self, records: Sequence[PeerRecord], waited_s: float) -> bool:
+        """Whether it is on this peer to found the swarm: of those who look, who holds the newest step, the lowest."""
+        if self.place.swarm or (self.held_step < 0 and any(record.swarm for record in records)):
+            return False  # it was there: a fresh start is no replacement
+        if not self.place.node.join:
+            return True
+        mine = (-self.held_step, self.number)
+        lookers = [(-record.held_step, record.number) for record in records if not record.swarm]
+        return waited_s >= self.place.join_window_s and mine <= min(lookers, default=mine)
+
+    def _stop_looking(self, records: Sequence[PeerRecord], why: Mapping[str, str]) -> None:
+        run = self.place.gate.run
+        if any(record.swarm for record in records):
+            tried = "; ".join(why.values()) or "none of them answers"
+            raise RendezvousError(
+                f"run {run!r} has had a swarm within the last half hour, and nobody of it could be joined within "
+                f"{self.patience_s:g} s: {tried}. A way to one of its peers, --resume with a checkpoint of the run to "
+                "begin again from, or another --run, would work. Nothing was started."
+            )
+        raise RendezvousError(
+            f"nobody of run {run!r} could be found within {self.patience_s:g} s. Nothing was started."
+        )
+
+    async def _ask(self, peer_id: str) -> SwarmTable:
+        """The table of ``peer_id``'s first member, which hears of all who come."""
+        question = {"kind": "table", "entry": self.mine.to_message(), "swarm": self.place.swarm}
+        try:
+            table = SwarmTable.from_message(await ask_peer(self.streams, peer_id, question))
+            if table.first.address not in (peer_id, self.mine.address):
+                self.streams.know(table.first.address, table.first.places)
+                table = SwarmTable.from_message(await ask_peer(self.streams, table.first.address, question))
+        except (KeyError, ValueError, TypeError, TransportError) as error:
+            if isinstance(error, RendezvousError):
+                raise
+            raise OSError(f"{peer_id} answered what is no table: {error}") from error
+        self.registry.entries.update({rank: entry for rank, entry in table.entries.items() if rank != self.number})
+        return table
+
+    async def _dial(self, table: SwarmTable) -> None:
+        """Connect to all members, who must be reached, and to those who are about to be some, where that works."""
+
+        async def one(rank: int) -> None:
+            entry = table.entries[rank]
+            self.streams.know(entry.address, entry.places)
+            try:
+                await asyncio.wait_for(self.board.connect(rank, PeerAddress(entry.address)), self.wire.silence_s)
+            except (OSError, EOFError, TransportError, TimeoutError) as error:
+                if rank in table.members:
+                    raise RendezvousError(
+                        f"replica {self.number} can't reach replica {rank} ({entry.address}), which is a member: "
+                        f"{str(error) or type(error).__name__}. A way to it, through a relay if it is behind a router "
+                        "that lets nothing in, would work. Nothing was started.",
+                        replicas=[rank],
+                    ) from error
+
+        wanted = [rank for rank in table.entries if rank != self.number and rank not in self.board.connected]
+        await asyncio.gather(*(one(rank) for rank in wanted))
+
+    def _refresh(self) -> None:
+        """The members may be others by now."""
+        self.board.call(self._look_again())
+
+    async def _look_again(self) -> None:
+        for rank in sorted(self.board.connected):
+            try:
+                await self._dial(await self._ask(self.registry.entries[rank].address))
+                return
+            except OSError:
+                continue
+
+    def _keep_announcing(self) -> None:
+        self._announcing = asyncio.ensure_future(self._announce_often())
+
+    async def _announce_often(self) -> None:
+        while True:
+            try:
+                self.mine = await self._entry()
+                self.registry.entries[self.number] = self.mine
+                await self.streams.node.announce(self.place.gate.run, self._record(self.swarm))
+            except Exception:  # of the DHT; a later time will do
+                logging.getLogger(__name__).debug("announcing failed", exc_info=True)
+            await asyncio.sleep(_ANNOUNCE_S)

@@ -1,0 +1,67 @@
+"""The parts of Hivemind that are used: its DHT, and libp2p's identities and streams. Imported when first asked for."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["load_engine"]
+
+
+@cache
+def load_engine() -> Any:
+    """Hivemind's classes by name.
+
+    Raises:
+        ConfigurationError: if it is not installed.
+    """
+    import torch.multiprocessing as multiprocessing
+
+    strategy = multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types for it
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its mixture of experts, which comes along, uses what torch deprecates
+            from hivemind.dht.crypto import RSASignatureValidator
+            from hivemind.dht.node import DHTNode
+            from hivemind.dht.validation import CompositeValidator, RecordValidatorBase
+            from hivemind.p2p import P2P, PeerID
+            from hivemind.p2p.p2p_daemon_bindings.utils import (
+                P2PDaemonError,
+                raise_if_failed,
+                read_pbmsg_safe,
+                write_pbmsg,
+            )
+            from hivemind.proto import crypto_pb2, p2pd_pb2
+            from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+            from hivemind.utils.multiaddr import Multiaddr
+            from hivemind.utils.timed_storage import get_dht_time
+    except ImportError as error:
+        raise ConfigurationError(
+            f"transport.name='hivemind' was given, and Hivemind can't be imported ({error}); "
+            "pip install 'diloco[hivemind]' would work. Nothing was started."
+        ) from error
+    finally:
+        # importing Hivemind changes it for the whole process
+        multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]  # as above
+    return SimpleNamespace(
+        P2P=P2P,
+        PeerID=PeerID,
+        DHTNode=DHTNode,
+        Multiaddr=Multiaddr,
+        P2PDaemonError=P2PDaemonError,
+        RSAPrivateKey=RSAPrivateKey,
+        RSAPublicKey=RSAPublicKey,
+        RSASignatureValidator=RSASignatureValidator,
+        RecordValidatorBase=RecordValidatorBase,
+        CompositeValidator=CompositeValidator,
+        crypto_pb2=crypto_pb2,
+        p2pd_pb2=p2pd_pb2,
+        raise_if_failed=raise_if_failed,
+        read_pbmsg_safe=read_pbmsg_safe,
+        write_pbmsg=write_pbmsg,
+        get_dht_time=get_dht_time,
+    )

@@ -1,0 +1,194 @@
+"""One peer of the network: its libp2p daemon, its place in the DHT, and streams to others. Runs in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.errors import RendezvousError, TransportError
+from diloco.transport.hivemind.engine import load_engine
+from diloco.transport.hivemind.identity import Identity
+from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
+
+__all__ = ["Node", "NodePlace"]
+
+_PROTOCOL = "diloco/1"
+_RECORD_S = 1800.0
+"""How long a record stays; long, so that clocks which are minutes apart don't matter."""
+_DAEMON_IDLE_S = 3.0  # a daemon whose process is gone goes too
+
+Handler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Takes over a stream that the peer named first has opened."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """Where a peer is, and whom it knows.
+
+    Attributes:
+        join: multiaddresses of peers, each with its ``/p2p/`` identity; empty for the first one.
+        listen: multiaddresses to listen at; empty: none, as behind a router that lets nothing in.
+        announce: multiaddresses that others are told instead.
+        map_ports: ask the router to let others in (UPnP).
+        relay: be reached through others where nothing else works, and carry the streams of others.
+    """
+
+    join: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    map_ports: bool = True
+    relay: bool = True
+
+
+class Node:
+    """A running peer. Made by `start`."""
+
+    def __init__(self, identity: Identity, p2p: Any, dht: Any) -> None:
+        self.peer_id = identity.peer_id
+        self._p2p = p2p
+        self._dht = dht
+        self._validator = dht.protocol.record_validator
+        self._subkey = make_subkey(identity)
+
+    @classmethod
+    async def start(cls, identity: Identity, place: NodePlace) -> Node:
+        """Start the daemon and enter the DHT.
+
+        Raises:
+            RendezvousError: if nobody of ``place.join`` answers.
+            TransportError: if the daemon can't be started, or not listen where it should.
+        """
+        engine = load_engine()
+        try:
+            p2p = await engine.P2P.create(
+                initial_peers=list(place.join) or None,
+                announce_maddrs=list(place.announce) or None,
+                host_maddrs=list(place.listen) or None,
+                no_listen=not place.listen,
+                identity_path=str(identity.path),
+                idle_timeout=_DAEMON_IDLE_S,
+                nat_port_map=place.map_ports and bool(place.listen),
+                use_relay=place.relay,
+                use_auto_relay=place.relay,
+                check_if_identity_free=False,
+            )
+        except (engine.P2PDaemonError, OSError, ValueError) as error:
+            why = str(error).splitlines()[0]
+            if place.join:
+                raise RendezvousError(
+                    f"the network can't be entered through {', '.join(place.join)}: {why}. A peer of the run that can "
+                    "be reached, as it printed its address, would work. Nothing was started."
+                ) from error
+            raise TransportError(
+                f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Another transport.listen "
+                "would work. Nothing was started."
+            ) from error
+        try:
+            dht = await engine.DHTNode.create(
+                p2p=p2p,
+                initial_peers=list(place.join) or None,
+                client_mode=not place.listen,
+                cache_size=10_000,
+                record_validator=make_validator(identity.private_key),
+            )
+        except Exception as error:  # it raises plain RuntimeErrors, and those of libp2p
+            await _shut_down(p2p)
+            raise RendezvousError(
+                f"nobody at {', '.join(place.join)} answers as a peer: {str(error).splitlines()[0]} A peer of the run "
+                "that can be reached, as it printed its address, would work. Nothing was started."
+            ) from error
+        return cls(identity, p2p, dht)
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Multiaddresses at which this peer can be reached, ``/p2p/`` and its identity included; maybe none."""
+        try:
+            return tuple(str(each) for each in await self._p2p.get_visible_maddrs(latest=True))
+        except ValueError:
+            return ()
+
+    async def handle(self, handler: Handler) -> None:
+        """Hand over every stream that is opened to this peer."""
+
+        async def accept(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await handler(str(info.peer_id), reader, writer)
+
+        await self._p2p.add_binary_stream_handler(_PROTOCOL, accept)
+
+    async def open(self, peer_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to another peer.
+
+        Raises:
+            OSError: if it can't be reached.
+        """
+        engine = load_engine()
+        try:
+            target = engine.PeerID.from_base58(peer_id).to_bytes()
+        except ValueError as error:
+            raise OSError(f"{peer_id} is no peer's identity ({error})") from error
+        asking = engine.p2pd_pb2.Request(
+            type=engine.p2pd_pb2.Request.STREAM_OPEN,
+            streamOpen=engine.p2pd_pb2.StreamOpenRequest(peer=target, proto=[_PROTOCOL]),
+        )
+        # as the daemon's client does, but what it opened is closed where the stream does not come to be
+        reader, writer = await self._p2p._client.control.daemon_connector.open_connection()
+        try:
+            await engine.write_pbmsg(writer, asking)
+            answer = engine.p2pd_pb2.Response()
+            await engine.read_pbmsg_safe(reader, answer)
+            engine.raise_if_failed(answer)
+        except (engine.P2PDaemonError, EOFError) as error:
+            writer.close()
+            raise OSError(f"{peer_id} can't be reached: {' '.join(str(error).split())}") from error
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    async def introduce(self, peer_id: str, addresses: tuple[str, ...]) -> None:
+        """Try to connect to a peer at these addresses, so that streams to it can be opened."""
+        engine = load_engine()
+        with contextlib.suppress(engine.P2PDaemonError, ValueError):
+            target = engine.PeerID.from_base58(peer_id)
+            await self._p2p._client.connect(target, [engine.Multiaddr(_bare(each)) for each in addresses])
+
+    async def announce(self, run: str, record: PeerRecord) -> None:
+        """Say in the DHT what is true of this peer."""
+        expires_s = load_engine().get_dht_time() + _RECORD_S
+        await self._dht.store(run_key(run), record.to_bytes(), expires_s, subkey=self._subkey)
+
+    async def find(self, run: str) -> list[PeerRecord]:
+        """What the others of a run said; anything odd is left out."""
+        found = await self._dht.get(run_key(run), latest=True)
+        records: list[PeerRecord] = []
+        for subkey, entry in found.value.items() if found and hasattr(found.value, "items") else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                record = PeerRecord.from_bytes(owner_of(bytes(subkey)), bytes(entry.value))
+                if record.peer_id != self.peer_id:
+                    records.append(record)
+        return sorted(records, key=lambda record: record.peer_id)
+
+    async def close(self) -> None:
+        """Leave the network and end the daemon."""
+        await self._dht.shutdown()
+        await _shut_down(self._p2p)
+
+
+def make_subkey(identity: Identity) -> bytes:
+    """The subkey under which only this identity can store."""
+    key: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
+    return key
+
+
+async def _shut_down(p2p: Any) -> None:
+    tasks = [task for task in (p2p._listen_task, p2p._reader_task) if task is not None]
+    await p2p.shutdown()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _bare(address: str) -> str:
+    """Without the identity at its end, which the daemon is told apart."""
+    head, marker, tail = address.rpartition("/p2p/")
+    return head if marker and "/" not in tail else address

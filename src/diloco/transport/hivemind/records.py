@@ -1,0 +1,95 @@
+"""What peers say of themselves in the DHT. Records are signed by who they are about; no clock is compared.
+
+A record only says where to ask. Whether a peer is there, and what it does, it says itself when asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.transport.hivemind.engine import load_engine
+
+__all__ = ["MAX_RECORD_BYTES", "PeerRecord", "make_validator", "owner_of", "run_key"]
+
+MAX_RECORD_BYTES = 4096
+_MAX_ADDRESSES = 16
+_SHA2_256 = bytes((0x12, 32))  # what a multihash of that kind begins with: its code and its size
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    """One peer of a run.
+
+    Attributes:
+        peer_id: who.
+        number: its replica number; -1 for one that does not train.
+        swarm: of which it is a member; "" while it looks for one.
+        held_step: the newest step that it could resume from; -1 for none.
+        addresses: multiaddresses, ``/p2p/`` and its identity left out.
+    """
+
+    peer_id: str
+    number: int
+    swarm: str = ""
+    held_step: int = -1
+    addresses: tuple[str, ...] = field(default=())
+
+    def to_bytes(self) -> bytes:
+        """As it is stored."""
+        addresses = list(self.addresses)[:_MAX_ADDRESSES]
+        fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(cls, peer_id: str, data: bytes) -> PeerRecord:
+        """From what was stored; `ValueError`, `TypeError` or `KeyError` for anything that is none."""
+        fields = json.loads(data)
+        addresses = tuple(str(each) for each in list(fields["addresses"])[:_MAX_ADDRESSES])
+        number, held_step = int(fields["number"]), int(fields["held_step"])
+        return cls(peer_id, number, str(fields["swarm"])[:64], held_step, addresses)
+
+
+def run_key(run: str) -> str:
+    """The DHT's key of a run."""
+    return f"diloco/1/{run}"
+
+
+def owner_of(subkey: bytes) -> str:
+    """The peer whose public key a record's subkey holds; only it can sign the record.
+
+    Raises:
+        ValueError: if it holds none.
+    """
+    from cryptography.hazmat.primitives import serialization
+
+    engine = load_engine()
+    prefix, suffix = engine.RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
+    if not subkey.startswith(prefix) or not subkey.endswith(suffix):
+        raise ValueError("the subkey of a record names no owner")
+    key = serialization.load_ssh_public_key(subkey[len(prefix) : -len(suffix)])
+    data = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    packed = engine.crypto_pb2.PublicKey(key_type=engine.crypto_pb2.RSA, data=data).SerializeToString()
+    return str(engine.PeerID(_SHA2_256 + hashlib.sha256(packed).digest()))
+
+
+def make_validator(private_key: Any) -> Any:
+    """Signs what this peer stores, and takes from others only what is small and signed by its owner."""
+    engine = load_engine()
+
+    class SmallAndOwned(engine.RecordValidatorBase):  # type: ignore[misc, name-defined]  # its base has no types
+        """Runs before the signature is looked at."""
+
+        priority = 20
+
+        def validate(self, record: Any) -> bool:
+            if len(record.value) > MAX_RECORD_BYTES or not record.subkey or len(record.subkey) > MAX_RECORD_BYTES:
+                return False
+            return engine.RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")[0] in record.subkey
+
+        def merge_with(self, other: Any) -> bool:
+            return isinstance(other, type(self))
+
+    return engine.CompositeValidator([engine.RSASignatureValidator(private_key), SmallAndOwned()])

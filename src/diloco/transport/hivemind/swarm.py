@@ -1,0 +1,160 @@
+"""What a peer of a run answers to those who want to know who takes part: joiners, and people who look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.errors import RendezvousError
+from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
+from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.registry import Entry, Registry, difference
+from diloco.transport.peers.switchboard import Switchboard
+
+__all__ = ["SwarmDesk", "SwarmTable", "ask_peer"]
+
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class SwarmTable:
+    """Who takes part, as one member sees it.
+
+    Attributes:
+        swarm: its name, made up by who founded it.
+        entries: rank -> entry, of the members and of those who are about to become some.
+        members: ranks of the view.
+        step: inner steps that the member has begun to synchronise.
+    """
+
+    swarm: str
+    entries: Mapping[int, Entry]
+    members: tuple[int, ...]
+    step: int
+
+    @property
+    def first(self) -> Entry:
+        """Of the member that joiners ask, so that they hear of each other."""
+        return self.entries[min(self.members)]
+
+    def to_message(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "kind": "table",
+            "swarm": self.swarm,
+            "entries": [entry.to_message() for entry in self.entries.values()],
+            "members": list(self.members),
+            "step": self.step,
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> SwarmTable:
+        """From JSON; `ValueError`, `TypeError` or `KeyError` for anything that is none."""
+        entries = [Entry.from_message(each) for each in message["entries"]]
+        members = tuple(sorted(int(rank) for rank in message["members"]))
+        table = cls(str(message["swarm"]), {entry.rank: entry for entry in entries}, members, int(message["step"]))
+        if not members or any(rank not in table.entries for rank in members):
+            raise ValueError("members without entries")
+        return table
+
+
+class SwarmDesk:
+    """Answers at a member's board.
+
+    Args:
+        board: of this peer.
+        registry: of all that are known.
+        mine: this peer's own entry.
+        swarm: name of the swarm.
+        members: tells the view's members; empty while this peer is none itself.
+        step: tells the inner steps done.
+        status: tells what people want to know, as JSON.
+    """
+
+    def __init__(
+        self,
+        board: Switchboard,
+        registry: Registry,
+        mine: Entry,
+        swarm: str,
+        *,
+        members: Callable[[], tuple[int, ...]],
+        step: Callable[[], int],
+        status: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._board = board
+        self._registry = registry
+        self._mine = mine
+        self._swarm = swarm
+        self._members = members
+        self._step = step
+        self._status = status
+        board.services["table"] = self._answer_table
+        board.services["status"] = self._answer_status
+
+    def table(self) -> SwarmTable:
+        """The members, and who is connected and wants to be one."""
+        members = self._members()
+        ranks = {*members, *(self._board.connected & self._registry.entries.keys())}
+        entries = {rank: self._registry.entries[rank] for rank in sorted(ranks) if rank in self._registry.entries}
+        return SwarmTable(self._swarm, entries, members, self._step())
+
+    def admits(self, entry: Entry, swarm: str) -> str:
+        """Why a peer can't take part; "" where it can."""
+        known = self._registry.entries.get(entry.rank)
+        if swarm not in ("", self._swarm):
+            return f"it was a member of another swarm of this run ({swarm}, and this one is {self._swarm})"
+        if known is not None and known.address != entry.address and entry.rank in self._members():
+            return f"replica {entry.rank} is {known.address} already; another number (--replica) would work"
+        return difference(self._mine, entry)
+
+    async def _answer_table(
+        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        entry = Entry.from_message(message["entry"])
+        if entry.address != self._board.streams.identity(writer):
+            return
+        if not self._members():
+            answer: dict[str, Any] = {"kind": "refused", "reason": "it is joining itself", "for_good": False}
+        elif why := self.admits(entry, str(message["swarm"])):
+            answer = {"kind": "refused", "reason": why, "for_good": True}
+        else:
+            self._registry.entries[entry.rank] = entry
+            answer = self.table().to_message()
+        await _say(answer, reader, writer)
+
+    async def _answer_status(
+        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await _say({"kind": "status", **self._status()}, reader, writer)
+
+
+async def ask_peer(streams: PeerStreams, peer_id: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    """A peer's answer.
+
+    Raises:
+        RendezvousError: if it refuses for good; it says why.
+        OSError: if it does not answer, or not now.
+    """
+    reader, writer = await streams.open(PeerAddress(peer_id))
+    try:
+        writer.write(pack(question))
+        answer, _ = await asyncio.wait_for(read_frame(reader), _ANSWER_S)
+    except (EOFError, TimeoutError) as error:
+        raise OSError(f"{peer_id} does not answer") from error
+    finally:
+        writer.close()
+    if answer["kind"] == "refused":
+        if answer["for_good"]:
+            raise RendezvousError(f"{peer_id} refuses: {answer['reason']}. Nothing was started.")
+        raise OSError(f"{peer_id} can't say yet: {answer['reason']}")
+    return answer
+
+
+async def _say(answer: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer, and let the asker end the stream: the daemon drops what is not read yet when its own side ends it."""
+    writer.write(pack(answer))
+    await writer.drain()
+    await asyncio.wait_for(reader.read(1), _ANSWER_S)
