@@ -1,0 +1,196 @@
+"""Donors and an asker of state, each with its own thread and connections, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.transport.address import Address
+from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.state_fetch import fetch_state
+from diloco.transport.peers.state_service import serve_state
+from diloco.transport.peers.state_wire import Description, TensorBytes, outline_of
+from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+
+LIMIT_S = 30.0
+NUMEL = 1_600_000  # with a slot of the same size 12.8 MB: 32 blocks, each of two chunks
+
+
+def state(seed: int = 0, *, finished: int = 1, numel: int = NUMEL) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "global_params": torch.randn(numel, generator=generator),
+        "outer_step": 3,
+        "slots": {"momentum": torch.randn(numel, generator=generator), "nothing": torch.empty(0)},
+        "finished_rounds": finished,
+        "rate": 0.1,
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+class Donor:
+    """A board that serves what ``held`` is."""
+
+    def __init__(self, held: Mapping[str, Any] | None, limit_bytes_per_s: float | None = None) -> None:
+        self.held = held
+        self.copies = 0
+        self.requests: list[dict[str, Any]] = []
+        self.board = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+        self.address = self.board.listen("127.0.0.1", range(1), "127.0.0.1")
+        self.service = serve_state(self.board, limit_bytes_per_s)
+        if held is not None:
+            self.service.source = self.copied
+        self.service.version = lambda fragment: id(self.held)
+
+    def copied(self, fragment: int) -> Mapping[str, Any]:
+        self.copies += 1
+        assert self.held is not None
+        return {**self.held, "fragment": fragment}
+
+    def served_by(self, serve: Callable[[dict[str, Any], Any, Any], Awaitable[None]]) -> None:
+        """Something else than the service answers requests."""
+
+        async def first(message: dict[str, Any], blob: bytes, reader: Any, writer: Any) -> None:
+            while True:
+                await serve(message, reader, writer)
+                message, _ = await read_frame(reader)
+
+        self.board.services["fetch"] = first
+
+
+class Counting(TcpStreams):
+    """Counts requests and chunks by port; ``hook`` sees every chunk, and may damage it or raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[int] = []
+        self.received: dict[int, int] = {}
+        self.hook: Callable[[int, bytes], bytes] = lambda port, data: data
+
+    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await super().open(address)
+        self.opened.append(address.port)
+        read = reader.readexactly
+
+        async def counted(n: int) -> bytes:
+            data = await read(n)
+            if n >= 4096:  # no chunk of these tests is smaller
+                self.received[address.port] = self.received.get(address.port, 0) + n
+                try:
+                    data = self.hook(address.port, data)
+                except OSError:
+                    writer.transport.abort()
+                    raise
+            return data
+
+        reader.readexactly = counted  # type: ignore[method-assign]
+        return reader, writer
+
+
+class Asker:
+    def __init__(self) -> None:
+        self.streams = Counting()
+        self.board = Switchboard(9, Timing(), lambda *_: None, lambda *_: None, self.streams)
+        self.talks: list[Conversation] = []
+
+    def close(self) -> None:
+        for talk in self.talks:
+            talk.end()
+        self.board.close()
+
+    def fetch(self, donors: Mapping[int, Donor], fragment: int = 0, after: int = 0, **more: Any) -> dict[str, Any]:
+        addresses = {replica: donor.address for replica, donor in donors.items()}
+        more = {"timeout_s": LIMIT_S, **more}
+        return self.board.call(fetch_state(self.streams, addresses, fragment, after, **more), 2 * LIMIT_S)
+
+    def start(self, donors: Mapping[int, Donor], **more: Any) -> Callable[[], dict[str, Any]]:
+        """As `fetch`, in the background; what it returns waits."""
+        addresses = {replica: donor.address for replica, donor in donors.items()}
+        going = fetch_state(self.streams, addresses, more.pop("fragment", 0), more.pop("after", 0), LIMIT_S, **more)
+        future = asyncio.run_coroutine_threadsafe(going, self.board.loop)
+        return lambda: future.result(2 * LIMIT_S)
+
+    def received_from(self, donor: Donor) -> int:
+        return self.streams.received.get(donor.address.port, 0)
+
+
+def an_asker() -> Iterator[Asker]:
+    """For a fixture."""
+    made = Asker()
+    yield made
+    made.close()
+
+
+MakeDonor = Callable[..., Donor]
+
+
+def donors() -> Iterator[MakeDonor]:
+    """For a fixture: makes donors."""
+    made: list[Donor] = []
+
+    def one(*arguments: Any) -> Donor:
+        made.append(Donor(*arguments))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.board.close()
+
+
+def size_of(held: Mapping[str, Any]) -> int:
+    return Description.of(outline_of(held, tensors := []), TensorBytes(tensors)).size_bytes
+
+
+class Conversation:
+    """One connection to a donor, by hand."""
+
+    def __init__(self, asker: Asker, donor: Donor) -> None:
+        self.asker = asker
+        self.stream = asker.board.call(asker.streams.open(donor.address), LIMIT_S)
+        asker.talks.append(self)
+
+    def say(self, fragment: Any = 0, snapshot: Any = "", **more: Any) -> None:
+        message = {"kind": "fetch", "fragment": fragment, "after": 0, "snapshot": snapshot, **more}
+        self.asker.board.post(self.stream[1].write, pack(message))
+
+    def hear(self) -> dict[str, Any]:
+        return self.asker.board.call(read_frame(self.stream[0]), LIMIT_S)[0]
+
+    def end(self) -> None:
+        self.asker.board.post(self.stream[1].close)
+
+
+def lying(donor: Donor, change: Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]) -> Donor:
+    """What the service says passes through ``change``."""
+    serve = donor.service.serve
+
+    class Through:
+        def __init__(self, writer: asyncio.StreamWriter) -> None:
+            self.inner = writer
+            self.drain = writer.drain
+
+        def write(self, frame: bytes) -> None:
+            reader = asyncio.StreamReader()
+            reader.feed_data(frame)
+            try:
+                read_frame(reader).send(None)
+            except StopIteration as done:
+                self.inner.write(pack(*change(*done.value)))
+
+    async def lies(message: dict[str, Any], blob: bytes, reader: Any, writer: Any) -> None:
+        await serve(message, blob, reader, Through(writer))  # type: ignore[arg-type]
+
+    donor.board.services["fetch"] = lies
+    return donor

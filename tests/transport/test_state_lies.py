@@ -1,0 +1,123 @@
+"""Donors that lie, are damaged or hold what nobody should take: survived, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import xxhash
+
+from diloco.errors import TransportError
+from tests.transport.state_donors import (
+    Asker,
+    MakeDonor,
+    an_asker,
+    donors,
+    equal,
+    lying,
+    size_of,
+    state,
+)
+
+
+@pytest.fixture
+def asker() -> Iterator[Asker]:
+    yield from an_asker()
+
+
+@pytest.fixture
+def make() -> Iterator[MakeDonor]:
+    yield from donors()
+
+
+def wrong_bytes(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+    """Intact on the way, and not what the digest names."""
+    if message["kind"] == "chunk":
+        blob = bytes(len(blob))
+        message["checksum"] = xxhash.xxh3_64_hexdigest(blob)
+    return message, blob
+
+
+def always_damaged(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+    return message, blob[:-1] + bytes([blob[-1] ^ 1]) if blob else blob
+
+
+def wrong_digest(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+    return ({**message, "snapshot": "0" * 16} if message["kind"] == "offer" else message), blob
+
+
+def wrong_place(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+    return ({**message, "offset": "here"} if message["kind"] == "chunk" else message), blob
+
+
+def too_much(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+    if message["kind"] == "chunk":
+        blob = blob * 10
+        message["checksum"] = xxhash.xxh3_64_hexdigest(blob)
+    return message, blob
+
+
+def huge(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+    if message["kind"] == "offer":
+        message["outline"]["tree"]["global_params"]["shape"] = [1 << 30, 1 << 30]
+    return message, blob
+
+
+def other_words(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+    return {"kind": "what"}, b""
+
+
+LIES = [
+    (wrong_bytes, "block 0 is not what its snapshot's digest"),
+    (always_damaged, "were damaged on their way"),
+    (wrong_digest, "names its snapshot '0000000000000000'"),
+    (wrong_place, "bytes at here came where 0 was due"),
+    (too_much, "came where 0 was due"),
+    (huge, "it offers a tensor of the shape"),
+    (other_words, "it answered 'what'"),
+]
+
+
+@pytest.mark.parametrize(("lie", "words"), LIES, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_donor_that_lies_is_survived_and_named(asker: Asker, make: MakeDonor, lie: Any, words: str) -> None:
+    liar, honest = lying(make(state()), lie), make(state())
+    assert equal(asker.fetch({0: liar, 1: honest}), {**state(), "fragment": 0})
+    with pytest.raises(TransportError, match=f"replica 0: .*{words}"):
+        asker.fetch({0: liar})
+
+
+def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(asker: Asker, make: MakeDonor) -> None:
+    """The liar sends the first chunk of a block and is cut; the honest one sends the rest, and then all of it."""
+    held = state()
+    liar, honest, chunks = lying(make(held), wrong_bytes), make(held), [0]
+
+    def cut(port: int, data: bytes) -> bytes:
+        if port == liar.address.port:
+            chunks[0] += 1
+            if chunks[0] > 1:
+                raise ConnectionResetError("cut")
+        return data
+
+    asker.streams.hook = cut
+    assert equal(asker.fetch({0: liar, 1: honest}), {**held, "fragment": 0})
+    assert asker.received_from(honest) >= size_of(held)
+
+
+@pytest.mark.parametrize("place", ["global_params", "momentum"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_not_finite_is_refused_and_named(asker: Asker, make: MakeDonor, place: str, value: float) -> None:
+    held = state(numel=5)
+    {**held, **held["slots"]}[place][3] = value
+    with pytest.raises(TransportError, match=rf"replica 0: its .*{place} hold NaN or infinity"):
+        asker.fetch({0: make(held)})
+    assert equal(asker.fetch({0: make(held), 1: make(held), 2: make(state())}), {**state(), "fragment": 0})
+
+
+def test_more_than_expected_is_refused_before_it_comes(asker: Asker, make: MakeDonor) -> None:
+    donor = make(state())
+    assert asker.fetch({0: donor}, expected_bytes=size_of(state()))
+    asker.streams.received.clear()
+    with pytest.raises(TransportError, match="at most 12799999 are expected"):
+        asker.fetch({0: donor}, expected_bytes=size_of(state()) - 1)
+    assert not asker.streams.received

@@ -1,0 +1,261 @@
+"""What the wire, the shelf, the choice and the bucket do, as values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.errors import TransportError
+from diloco.transport.peers.state_choice import choose, donors_in_turn
+from diloco.transport.peers.state_shelf import Shelf, Snapshot
+from diloco.transport.peers.state_transfer import Transfer
+from diloco.transport.peers.state_wire import MAX_DEPTH, Description, TensorBytes, allocate, block_bytes, outline_of
+from diloco.transport.peers.token_bucket import TokenBucket
+
+numbers = st.integers() | st.floats(allow_nan=True) | st.booleans() | st.none()
+scraps = st.sampled_from(["tensor", "shape", "tree", "value", "torch.float32", "torch.bool", "bytes", ""])
+anything = st.recursive(
+    numbers | scraps | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(scraps | st.text(max_size=3), inner, max_size=4),
+    max_leaves=30,
+)
+tensors = st.tuples(
+    st.sampled_from([torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8]),
+    st.lists(st.integers(0, 4), max_size=3),
+).map(lambda made: torch.arange(torch.Size(made[1]).numel(), dtype=made[0]).reshape(made[1]))
+plain = st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False) | st.text() | st.booleans()
+states = st.dictionaries(
+    st.text(max_size=5),
+    st.recursive(
+        tensors | plain | st.none(),
+        lambda inner: st.dictionaries(st.text(max_size=5), inner, max_size=4),
+        max_leaves=12,
+    ),
+    max_size=5,
+)
+
+
+def described(state: Any) -> tuple[Description, TensorBytes]:
+    held: list[torch.Tensor] = []
+    outline = outline_of(state, held)
+    values = TensorBytes(held)
+    return Description.of(outline, values), values
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
+    return type(one) is type(other) and one == other
+
+
+@given(anything)
+@settings(max_examples=400, deadline=None)
+def test_whatever_is_offered_is_taken_or_refused_and_never_more(message: Any) -> None:
+    for offered in ({"outline": message}, {"outline": {"tree": {"a": message}}}, message):
+        if not isinstance(offered, dict):
+            continue
+        outline = offered.get("outline")
+        try:
+            found = Description.from_message(offered, 1000)
+        except TransportError:
+            continue
+        assert found.size_bytes <= 1000
+        allocate(outline, [])
+
+
+@given(states, st.integers(1, 100), st.randoms())
+@settings(max_examples=200, deadline=None)
+def test_a_state_arrives_as_it_was_in_whatever_pieces(state: dict[str, Any], piece: int, random: Any) -> None:
+    said, values = described(state)
+    heard = Description.from_message(json.loads(json.dumps(said.to_message())), values.size_bytes)
+    assert heard == said
+    transfer = Transfer(heard)
+    asked = []
+    while (stretch := transfer.take([], 1)) is not None:
+        asked.append(stretch)
+    random.shuffle(asked)
+    for stretch in asked:
+        assert not transfer.complete
+        while stretch.missing_bytes:
+            transfer.put(stretch, values.read(stretch.offset, min(piece, stretch.missing_bytes)), 0)
+    assert transfer.complete
+    assert equal(transfer.state, state)
+
+
+@pytest.mark.parametrize("sharers", [1, 2, 3])
+def test_nobody_is_asked_for_more_ahead_than_a_part_of_its_share(sharers: int) -> None:
+    said, _ = described({"a": torch.zeros(8 << 20, dtype=torch.uint8)})
+    transfer, asked, count = Transfer(said), [], len(said.blocks)
+    while (stretch := transfer.take(asked, sharers)) is not None:
+        asked.append(stretch)
+    assert count // (5 * sharers) <= len(asked) <= count // (4 * sharers)
+    transfer.give_back(asked)
+    assert [each.index for each in transfer.waiting] == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("outline", "words"),
+    [
+        ({"value": 1}, "no dictionary"),
+        ({"tensor": "torch.float32", "shape": [1]}, "no dictionary"),
+        ({"tree": {"a": {"tensor": "torch.bool", "shape": [1]}}}, "a tensor of 'torch.bool'"),
+        ({"tree": {"a": {"tensor": "torch.float32", "shape": [-1]}}}, "shape"),
+        ({"tree": {"a": {"tensor": "torch.float32", "shape": [True]}}}, "shape"),
+        ({"tree": {"a": {"tensor": "torch.float32", "shape": [0, 1 << 62]}}}, "shape"),
+        ({"tree": {"a": {"tensor": "torch.uint8", "shape": [501]}, "b": {"tensor": "torch.uint8", "shape": [500]}}},
+         "1001 bytes or more, and at most 1000"),
+        ({"tree": {"a": {"tensor": "torch.uint8", "shape": [1] * 9}}}, "shape"),
+        ({"tree": {str(n): {"value": 0} for n in range(5000)}}, "beyond 4096 entries"),
+        ({"tree": {"a" * 1001: {"value": 0}}}, "a name that is none"),
+        ({"tree": {"a": {"value": float("inf")}}}, "malformed"),
+        ({"tree": {"a": {"value": 1 << 64}}}, "malformed"),
+        ({"tree": {"a": {"value": [1]}}}, "malformed"),
+        ({"tree": {"a": {"value": 1, "tree": {}}}}, "malformed"),
+        ({"tree": []}, "malformed"),
+        (None, "malformed"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_an_outline_that_is_none_is_refused(outline: Any, words: str) -> None:
+    with pytest.raises(TransportError, match=words):
+        Description.from_message({"outline": outline}, 1000)
+
+
+@pytest.mark.parametrize(("levels", "fine"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
+def test_how_deep_a_state_may_be(levels: int, fine: bool) -> None:
+    state: Any = 1
+    outline: Any = {"value": 1}
+    for _ in range(levels):
+        state, outline = {"a": state}, {"tree": {"a": outline}}
+    if fine:
+        assert Description.from_message(described(state)[0].to_message()).size_bytes == 0
+    else:
+        with pytest.raises(TransportError, match="8 deep at most"):
+            described(state)
+        with pytest.raises(TransportError, match="8 levels"):
+            Description.from_message({"outline": outline})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bytes": 401}, "speaks of 401 bytes, and its outline of 400"),
+        ({"blocks": []}, "no checksums of the 1 blocks"),
+        ({"blocks": ["x"]}, "no checksums"),
+        ({"blocks": [16 * "0", 16 * "0"]}, "no checksums"),
+        ({"blocks": [16 * "0"]}, "names its snapshot"),
+        ({"snapshot": None}, "names its snapshot 'None'"),
+    ],
+)
+def test_an_offer_that_contradicts_itself_is_refused(change: dict[str, Any], words: str) -> None:
+    message = described({"a": torch.zeros(100)})[0].to_message()
+    with pytest.raises(TransportError, match=words):
+        Description.from_message({**message, **change})
+
+
+@given(st.integers(1, 10**13))
+def test_blocks_are_neither_too_many_nor_too_large(size_bytes: int) -> None:
+    step = block_bytes(size_bytes)
+    assert -(-size_bytes // step) <= 1 << 14
+    assert step % 4096 == 0
+    assert step <= max(1 << 22, size_bytes / (1 << 14) + 4096)
+
+
+def test_order_of_names_is_no_difference() -> None:
+    one, other = torch.arange(3), torch.arange(5.0)
+    assert described({"a": one, "b": other})[0].digest == described({"b": other, "a": one})[0].digest
+    assert described({"a": one, "b": other})[0].digest != described({"a": one, "c": other})[0].digest
+
+
+sendings = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5000)), min_size=1, max_size=50)
+
+
+@given(sendings, st.floats(1, 1e6), st.integers(1, 10_000))
+def test_no_more_leaves_than_the_bucket_allows(given_: list[tuple[float, int]], rate: float, burst: int) -> None:
+    """Between any two sendings, whenever they were asked for."""
+    bucket, now_s, left = TokenBucket(rate, burst), 0.0, []
+    for pause_s, size in given_:
+        now_s += pause_s
+        left.append((now_s + bucket.take(now_s, size), size))
+    for first in range(len(left)):
+        total = 0
+        for last in range(first, len(left)):
+            total += left[last][1]
+            span_s = left[last][0] - left[first][0]
+            assert total <= (burst + left[first][1] + rate * span_s) * (1 + 1e-6) + 1e-3
+    assert [when for when, _ in left] == sorted(when for when, _ in left), "who comes first is served first"
+
+
+def test_without_a_limit_nobody_waits() -> None:
+    bucket = TokenBucket(None, 1)
+    assert [bucket.take(1.0, 1 << 40) for _ in range(3)] == [0.0, 0.0, 0.0]
+
+
+def offer(finished: int | None, content: int) -> Description:
+    more = {} if finished is None else {"finished_rounds": finished}
+    return described({"global_params": torch.tensor([content]), **more})[0]
+
+
+@pytest.mark.parametrize(
+    ("held", "taken"),
+    [
+        ({0: (1, 0)}, 0),
+        ({0: (1, 0), 1: (1, 9), 2: (1, 9)}, 1),
+        ({0: (1, 0), 1: (1, 0), 2: (2, 9)}, 2),
+        ({2: (1, 0), 1: (1, 9)}, 1),
+        ({0: (1, 0), 1: (2, 8), 2: (2, 9), 3: (2, 9)}, 2),
+        ({0: (None, 0), 1: (3, 1), 2: (4, 2)}, 0),
+    ],
+)
+def test_whose_snapshot_is_taken(held: dict[int, tuple[int | None, int]], taken: int) -> None:
+    offers = {replica: offer(*each) for replica, each in held.items()}
+    assert choose(offers, after=5) == offers[taken]
+    assert choose({}, 0) is None
+
+
+@given(st.lists(st.integers(0, 100), unique=True), st.integers(0, 50), st.integers(0, 20), st.integers(1, 5))
+def test_every_donor_has_its_turn_once(donors: list[int], asker: int, fragment: int, together: int) -> None:
+    groups = list(donors_in_turn(donors, asker, fragment, together))
+    assert sorted(donor for group in groups for donor in group) == sorted(donors)
+    assert all(len(group) == together for group in groups[:-1])
+
+
+def snapshot(fragment: int, version: int = 0, content: int = 0) -> Snapshot:
+    return Snapshot(fragment, version, *described({"a": torch.tensor([fragment, content])}))
+
+
+def test_the_shelf_lets_go_of_what_nobody_needs_and_of_nothing_else() -> None:
+    shelf = Shelf(held_s=10, kept_s=30)
+    used, broken = shelf.add(snapshot(0), 0.0), shelf.add(snapshot(1), 0.0)
+    used.users = broken.users = 1
+    assert not shelf.make_room(100.0)
+    shelf.leave(broken, 100.0, broken=True)
+    assert not shelf.make_room(109.0), "it may be asked for again"
+    assert shelf.named(1, broken.description.digest) is broken
+    assert shelf.make_room(110.0)
+    assert shelf.snapshots == [used]
+    shelf.sweep(1000.0)
+    assert shelf.snapshots == [used]
+    shelf.leave(used, 1000.0, broken=False)
+    shelf.sweep(1029.0)
+    assert shelf.snapshots == [used]
+    shelf.sweep(1030.0)
+    assert not shelf.snapshots
+
+
+def test_the_shelf_knows_a_state_that_did_not_change_after_all() -> None:
+    shelf = Shelf()
+    first = shelf.add(snapshot(0, version=1), 0.0)
+    assert shelf.add(snapshot(0, version=2), 1.0) is first
+    assert shelf.current(0, 2) is first
+    assert shelf.current(0, 1) is None
+    assert shelf.add(snapshot(0, version=3, content=1), 2.0) is not first
+    assert shelf.make_room(3.0)
+    assert [each.version for each in shelf.snapshots] == [3], "the one that was left first goes"

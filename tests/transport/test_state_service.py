@@ -1,0 +1,167 @@
+"""What a donor of state does for many: its limit, its memory, its strangers, its lock."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.errors import ConfigurationError, TransportError
+from diloco.transport.peers.state_service import MAX_ASKERS, StateService, serve_state
+from diloco.transport.peers.switchboard import Switchboard
+from tests.transport.state_donors import (
+    LIMIT_S,
+    Asker,
+    Conversation,
+    MakeDonor,
+    an_asker,
+    donors,
+    equal,
+    state,
+)
+from tests.transport.wires import at_once
+
+
+@pytest.fixture
+def asker() -> Iterator[Asker]:
+    yield from an_asker()
+
+
+@pytest.fixture
+def make() -> Iterator[MakeDonor]:
+    yield from donors()
+
+
+def test_the_limit_holds_for_all_askers_together(make: MakeDonor) -> None:
+    held = state(numel=50_000)  # 400 kB
+    donor, askers = make(held, 800_000.0), [Asker(), Asker()]
+    started_s = time.monotonic()
+    results = at_once([lambda asker=asker: asker.fetch({0: donor}) for asker in askers])
+    took_s = time.monotonic() - started_s
+    for asker in askers:
+        asker.board.close()
+    assert all(equal(each, {**held, "fragment": 0}) for each in results)
+    assert took_s > (800_000 - 200_000) / 800_000, "what may leave at once is a quarter of a second's"
+    assert donor.copies == 1
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_that_is_none_is_refused(board: Switchboard, limit: float) -> None:
+    with pytest.raises(ConfigurationError, match="bytes a second"):
+        serve_state(board, limit)
+
+
+def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make: MakeDonor) -> None:
+    """And its control thread goes on meanwhile: it answers others."""
+    donor, entered, changed = make(state()), threading.Event(), threading.Event()
+
+    def source(fragment: int) -> Mapping[str, Any]:
+        entered.set()
+        assert changed.wait(LIMIT_S)
+        return donor.copied(fragment)
+
+    donor.service.source = source
+    result = asker.start({1: donor})
+    assert entered.wait(LIMIT_S)
+    assert donor.board.call(answer(), LIMIT_S) == 7
+    changed.set()
+    assert equal(result(), {**state(), "fragment": 0})
+
+
+def test_a_donor_may_leave_while_it_sends(asker: Asker, make: MakeDonor) -> None:
+    """To one who does not read: nothing is left open, which pytest would tell."""
+    donor = make({"global_params": torch.zeros(8 << 20)})
+    talk = Conversation(asker, donor)
+    talk.say()
+    offer = talk.hear()
+    talk.say(0, offer["snapshot"], offset=0, size=offer["bytes"])
+    assert talk.hear()["kind"] == "chunk"
+    donor.board.close()
+    del donor
+    gc.collect()
+
+
+async def answer() -> int:
+    return 7
+
+
+def test_no_more_than_two_snapshots_are_held(asker: Asker, make: MakeDonor) -> None:
+    donor = make(state(numel=100))
+    talks = [Conversation(asker, donor) for _ in range(3)]
+    for fragment in range(2):
+        talks[fragment].say(fragment)
+        assert talks[fragment].hear()["kind"] == "offer"
+    talks[2].say(2)
+    assert talks[2].hear() == {"kind": "later", "reason": "it is handing over two other states"}
+    assert (donor.copies, len(donor.service.shelf.snapshots)) == (2, 2)
+    talks[2].say(1)
+    assert talks[2].hear()["kind"] == "offer", "what is held already can be had"
+    talks[0].end()
+    heard = {"kind": "later"}
+    while heard["kind"] == "later":  # until the donor has noticed
+        talks[2].say(2)
+        heard = talks[2].hear()
+    assert heard["kind"] == "offer", "nobody needs fragment 0 any more"
+    assert (donor.copies, len(donor.service.shelf.snapshots)) == (3, 2)
+    talks[2].say(0)
+    assert talks[2].hear()["kind"] == "offer", "who asks for another state is done with the one before"
+    talks[2].say(0, "feedfeedfeedfeed", offset=0, size=1)
+    assert talks[2].hear() == {"kind": "moved"}
+
+
+def test_a_few_are_served_at_once_and_the_others_come_again(asker: Asker, make: MakeDonor) -> None:
+    donor = make(state())
+    talks = [Conversation(asker, donor) for _ in range(MAX_ASKERS)]
+    for talk in talks:
+        talk.say()
+        assert talk.hear()["kind"] == "offer"
+    with pytest.raises(TransportError, match=f"replica 1: it is serving {MAX_ASKERS} others"):
+        asker.fetch({1: donor}, timeout_s=1.0)
+    result = asker.start({1: donor})
+    talks[0].end()
+    assert equal(result(), {**state(), "fragment": 0})
+    assert donor.copies == 1, "one copy for all of them"
+
+
+STRANGE = [
+    {"fragment": -1},
+    {"fragment": True},
+    {"fragment": "0"},
+    {"snapshot": "known", "offset": -1, "size": 1},
+    {"snapshot": "known", "offset": 0, "size": 0},
+    {"snapshot": "known", "offset": 800, "size": 1},
+    {"snapshot": "known", "offset": 0, "size": 1e3},
+    {"snapshot": "known"},
+]
+
+
+@pytest.mark.parametrize("request_", STRANGE, ids=str)
+def test_a_request_that_is_none_ends_its_connection_only(
+    asker: Asker, make: MakeDonor, request_: dict[str, Any]
+) -> None:
+    donor = make(state(numel=100))
+    talk = Conversation(asker, donor)
+    talk.say()
+    digest = talk.hear()["snapshot"]
+    talk.say(**{**request_, **({"snapshot": digest} if "snapshot" in request_ else {})})
+    with pytest.raises((EOFError, OSError)):
+        talk.hear()
+    assert equal(asker.fetch({1: donor}), {**state(numel=100), "fragment": 0})
+
+
+def test_a_state_that_nobody_would_take_is_refused_by_its_donor(asker: Asker, make: MakeDonor) -> None:
+    for value, words in [(torch.empty(1, dtype=torch.complex64), "complex64"), (float("nan"), "nan"), ([1], "1")]:
+        with pytest.raises(TransportError, match=rf"replica 1: .*{words}.* can't be handed over"):
+            asker.fetch({1: make({"global_params": value})})
+
+
+def test_the_service_is_what_the_transport_publishes_to(board: Switchboard) -> None:
+    service = serve_state(board)
+    assert isinstance(service, StateService)
+    assert service.source is None
+    assert board.services["fetch"] == service.serve
