@@ -8,8 +8,8 @@ some message and no further. Both ends notice, each in its own time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any, Protocol
 
@@ -28,6 +28,12 @@ class Node(Protocol):
     def lose(self, rank: int, *, gone: bool) -> None:
         """The connection to ``rank`` is no more; ``gone``: since its process has ended."""
 
+    def may(self, what: str) -> bool:
+        """Whether one of `Limits`' things of its own can befall it now."""
+
+    def suffer(self, what: str, number: int) -> None:
+        """Let it happen; ``number`` decides what it leaves open."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -41,6 +47,8 @@ class Limits:
     """Whether a rank that hangs up takes along what it had sent before."""
     returns: int = 0
     """Ranks that are started again after they have ended; `Network.make` makes their nodes."""
+    own: Mapping[str, int] = field(default_factory=dict)
+    """What else may befall a node, by the name that `Node.may` and `Node.suffer` know it by."""
 
 
 class Network:
@@ -60,6 +68,8 @@ class Network:
         self.alive = set(self.ranks)
         self._abrupt = limits.abrupt
         self._left = {"ends": limits.ends, "machines": limits.machines, "cuts": limits.cuts, "returns": limits.returns}
+        self._own = tuple(limits.own)
+        self._left |= limits.own
         self._on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}
         self._ends_up = set(self._on_the_way)
         self._connections = {frozenset(pair): 0 for pair in self._on_the_way}
@@ -113,6 +123,9 @@ class Network:
             found += [("cuts", a, b) for a, b in pairs]
         if self._left["returns"]:
             found += [("returns", rank, 0) for rank in sorted(self.nodes) if rank not in self.alive]
+        for kind in self._own:
+            if self._left[kind]:
+                found += [(kind, rank, 0) for rank in sorted(self.alive) if self.nodes[rank].may(kind)]
         return found
 
     def happen(self, what: str, a: int, b: int, number: int) -> None:
@@ -130,6 +143,9 @@ class Network:
         elif what == "returns":
             self._left["returns"] -= 1
             self._return(a)
+        elif what in self._own:
+            self._left[what] -= 1
+            self.nodes[a].suffer(what, number)
         else:
             self._left[what] -= 1
             if what == "machines":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError
-from diloco.membership.quorum import Decision, Policy, decide
+from diloco.membership.quorum import Decision, Policy, consequences, decide
 from diloco.membership.view import View
 
 
@@ -118,6 +119,63 @@ def test_the_reason_names_who_is_lost_and_who_goes_on(
     lost: set[int], gone: set[int], joining: set[int], reason: str
 ) -> None:
     assert decide(View.of(4), lost=lost, gone=gone, joining=joining, policy=Policy()).reason == reason
+
+
+@given(splits(), st.integers(1, 9), st.sets(st.integers(13, 15)))
+def test_of_sides_that_go_on_by_themselves_one_does_where_more_than_half_are_asked_for(
+    split: Split, least: int, joining: set[int]
+) -> None:
+    """Property: also where others join one of them."""
+    policy = Policy(least, split="go-on")
+    going_on = []
+    for side, members in enumerate(split.sides):
+        lost = frozenset(split.view.members) - members
+        silent = lost - split.known_gone[side]
+        decision = decide(
+            split.view, lost=lost, gone=split.known_gone[side], joining=joining if side else (), policy=policy
+        )
+        enough = len(members) >= least or (not silent and len(members | (joining if side else set())) >= least)
+        assert (decision.members is not None) == enough
+        if decision.members is not None and silent:
+            going_on.append(members)
+    assert len(going_on) <= 1 or 2 * least <= len(split.view.members)
+
+
+def test_who_leaves_is_never_silent() -> None:
+    decision = decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={0, 1})
+    assert decision == Decision((2,), "replicas 0, 1 have left; replica 2 goes on")
+    both = decide(View.of(3), lost={0, 1}, gone={0}, joining=(), policy=Policy(), left={1})
+    assert both == Decision((2,), "replica 0 is lost; replica 1 has left; replica 2 goes on")
+    assert decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(), left={1}).members is None
+
+
+@pytest.mark.parametrize("split", ["stop", "go-on"])
+@pytest.mark.parametrize("num_replicas", range(1, 8))
+@pytest.mark.parametrize("least", range(1, 8))
+def test_the_consequences_say_what_is_decided(split: Any, num_replicas: int, least: int) -> None:
+    """How many may be lost, known to have ended or merely silent, and whether two sides can go on."""
+    policy, words = Policy(least, split), consequences(Policy(least, split), num_replicas)
+
+    def goes_on(lost: set[int], gone: set[int]) -> bool:
+        return decide(View.of(num_replicas), lost=lost, gone=gone, joining=(), policy=policy).members is not None
+
+    sets = [set(range(num_replicas - count, num_replicas)) for count in range(1, num_replicas)]
+    ended = max((len(lost) for lost in sets if goes_on(lost, lost)), default=0)
+    silent = max((len(lost) for lost in sets if goes_on(set(range(len(lost))), set())), default=0)
+    lucky = max((len(lost) for lost in sets if goes_on(lost, set())), default=0)
+    if not ended:
+        assert "needed: when one is lost, the others stop." in words
+    elif silent == ended:
+        assert words.startswith(f"Of {num_replicas} replicas, {ended} may be lost at once: the others go on.")
+    else:
+        assert words.startswith(f"Of {num_replicas} replicas, {ended} may end at once, or ")
+        assert (f"or {silent} become unreachable" in words) == (silent > 0)
+        assert ("lowest-numbered" in words) == (lucky > silent)
+        assert lucky == silent or f"or {lucky} " in words
+    sides = [(set(range(cut)), set(range(cut, num_replicas))) for cut in range(1, num_replicas)]
+    two = any(goes_on(one, set()) and goes_on(other, set()) for one, other in sides)
+    assert ("two histories" in words) == two
+    assert ("one history at most" in words) == (not two)
 
 
 @pytest.mark.parametrize("members", [(), (1, 0), (0, 0), (2, 1, 0)])

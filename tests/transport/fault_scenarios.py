@@ -23,7 +23,7 @@ __all__ = [
     "SCHEDULE",
     "SENT_AT",
     "TARGET",
-    "VOID_PER_CHANGE",
+    "VOID_PER_JOIN",
     "Outcome",
     "Scenario",
     "name",
@@ -36,7 +36,7 @@ PAUSE = 20  # those who go on have committed a round of each fragment without th
 LAST = 28
 LIMIT_S = 60.0  # many times what any one thing takes that is waited for
 NEVER_S = 600.0  # longer than any case lasts
-VOID_PER_CHANGE = SCHEDULE.overlap_steps + 1  # one fragment is sent a step, and none but these can be undecided
+VOID_PER_JOIN = SCHEDULE.overlap_steps + 1  # one fragment is sent a step, and none but these can be undecided
 
 
 @dataclass(frozen=True, kw_only=True)

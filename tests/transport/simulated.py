@@ -1,7 +1,7 @@
 """The real protocol of a rank, from `PeerTransport` to its votes, on the network of `tests.membership.network`.
 
-Only threads, sockets and payloads are replaced: what another thread would do later is a thing that the rank does next
-of its own accord, and every average is the same.
+Only threads, sockets, clocks and payloads are replaced: what another thread would do later is a thing that the rank
+does next of its own accord, and a time is over when whoever holds the numbers says so.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ import torch
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.algorithm.codec import make_codec
-from diloco.errors import RoundVoidError, TransportError
+from diloco.errors import RoundVoidError, TransportError, ViewChangedError
+from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.transport.address import Address
 from diloco.transport.base import Average
-from diloco.transport.peers import rounds, transport, views
+from diloco.transport.peers import rounds, transport, view_links
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.rounds import Rules
 from diloco.transport.peers.switchboard import Loss, Timing
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.views import Policies
+from diloco.transport.peers.views import Policies, ViewKeeper
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.membership.network import Limits, Network, explore
 
-__all__ = ["Rank", "simulate", "without_threads"]
+__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "simulate", "simulated", "weight_of", "without_threads"]
 
 CODEC = make_codec("float32")
 PAYLOAD = CODEC.encode(torch.ones(2))
+SOON_S, LATE_S, TIMEOUT_S = 1.0, 5.0, 10.0
 
 
 class _Board:
@@ -45,7 +47,8 @@ class _Board:
     def __init__(self, network: Network, rank: int, todo: deque[Callable[[], object]]) -> None:
         self.address = Address("simulated", rank)
         self.services: dict[str, Any] = {}
-        self.loop = SimpleNamespace(call_later=lambda *_: None)  # no time passes here
+        self.loop = SimpleNamespace(call_later=self._call_later)
+        self.timers: list[tuple[float, Callable[[], object]]] = []
         self._network, self._rank, self._todo = network, rank, todo
 
     @property
@@ -60,6 +63,15 @@ class _Board:
 
     def hang_up(self, rank: int) -> None:
         self._network.hang_up(self._rank, rank)
+
+    def address_of(self, rank: int) -> Address:
+        return Address("simulated", rank)
+
+    def _call_later(self, delay_s: float, function: Callable[..., object], *arguments: Any) -> None:
+        if delay_s > SOON_S:
+            self.timers.append((delay_s, lambda: function(*arguments)))
+        else:  # nothing waits for it but the rank itself
+            self.post(function, *arguments)
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         self._todo.append(lambda: function(*arguments))
@@ -85,41 +97,65 @@ class _Thread:
         self._owner, self._arguments = target.__self__, args
 
     def start(self) -> None:
-        if isinstance(self._owner, views.ViewKeeper):
-            view, peers, links, book = self._arguments
-            ranks, board = self._owner._ranks, self._owner._board
-            failed = {peer: "no connection" for peer in peers if not board.connected.issuperset(ranks((peer,)))}
-            board.post(self._owner._connected, view, {}, failed, links, book)
+        if isinstance(self._owner, view_links.ViewLinks):
+            view, links = self._arguments
+            rules, board = self._owner._rules, self._owner._board
+            peers = [peer for peer in view.members if peer != rules.replica]
+            failed = {peer: "no connection" for peer in peers if not self._reaches(peer)}
+            board.post(self._owner._connected, links, {}, failed)
         else:
             self.exchanging.append((self._owner, *self._arguments))
 
+    def _reaches(self, peer: int) -> bool:
+        size = self._owner._rules.ranks_per_replica
+        return bool(self._owner._board.connected.issuperset(range(peer * size, (peer + 1) * size)))
+
 
 class Rank:
-    """One rank that sends a fragment in each of its steps.
+    """One rank that sends a fragment in each of its steps, the next one of a fragment when the last is decided.
 
     Args:
         joining: whether it comes to a run that is going on.
+        gradients: whether one of the three kinds of rounds is that of gradients.
+        garbage: messages that it may hear from anybody.
 
     Attributes:
         left: why it stopped by itself; "" where it did not.
+        timers: how long each time that is not over was to be.
         first_step: the first one that it takes part in.
         outcomes: step -> whether its round was committed here.
+        averages: step -> what its committed round brought.
+        changes: the views that it adopted.
     """
 
-    STEPS = 4
+    STEPS = 5
 
     def __init__(
-        self, network: Network, rank: int, replicas: int, size: int, policies: Policies, *, joining: bool = False
+        self,
+        network: Network,
+        rank: int,
+        replicas: int,
+        size: int,
+        policies: Policies,
+        *,
+        joining: bool = False,
+        gradients: bool = False,
+        garbage: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.network, self.rank = network, rank
         self.left = ""
         self.first_step = 1
+        self.changes: list[NextView] = []
+        self._gradients, self._garbage = gradients, garbage
         self._todo: deque[Callable[[], object]] = deque()
+        self._given: dict[int, Contribution] = {}
         self._pending: dict[int, Any] = {}
         self._exchanges: list[tuple[Any, Any]] = []
-        rules = Rules(rank, rank // size, size, None, 10.0, 1 << 19)
-        with mock.patch.object(transport, "Switchboard", return_value=_Board(network, rank, self._todo)):
+        rules = Rules(rank, rank // size, size, None, TIMEOUT_S, 1 << 19, late_s=LATE_S)
+        self._board = _Board(network, rank, self._todo)
+        with mock.patch.object(transport, "Switchboard", return_value=self._board):
             self.transport = PeerTransport(rules, policies, Timing(), TcpStreams())
+        self.transport.on_change = self._changed
         entries = {other: Entry(other, f"simulated:{other}") for other in range(replicas * size)}
         registry = Registry(len(entries), size, list(entries.values()))
         view = View.of(replicas)
@@ -141,11 +177,24 @@ class Rank:
         return self.transport.failure
 
     @property
+    def keeper(self) -> ViewKeeper:
+        assert self.transport._keeper is not None
+        return self.transport._keeper
+
+    @property
+    def timers(self) -> list[float]:
+        return [delay_s for delay_s, _ in self._board.timers]
+
+    @property
     def outcomes(self) -> dict[int, bool]:
         made = {step: pending.outcome for step, pending in self._pending.items() if pending.outcome is not None}
         for outcome in made.values():
             assert isinstance(outcome, (Average, RoundVoidError)), outcome
         return {step: isinstance(outcome, Average) for step, outcome in made.items()}
+
+    @property
+    def averages(self) -> dict[int, Average]:
+        return {step: self._pending[step].outcome for step, committed in self.outcomes.items() if committed}
 
     def act(self) -> bool:
         if self._todo:
@@ -155,7 +204,9 @@ class Rank:
         elif ready := next((each for each in self._exchanges if each[1].judged.done()), None):
             self._exchanges.remove(ready)
             self._run(lambda: _finish(*ready))
-        elif self.transport.step < self.STEPS and self.failure is None:
+        elif self.failure is None and (again := self._to_hand_in_again()):
+            self._run(lambda: self._hand_in(again))
+        elif self.transport.step < self.STEPS and self.failure is None and self._may_step():
             self._run(self._step)
         else:
             return False
@@ -167,6 +218,35 @@ class Rank:
     def lose(self, rank: int, *, gone: bool) -> None:
         self._run(lambda: self.transport._lost(rank, Loss("gone" if gone else "silent", "simulated")))
 
+    def may(self, what: str) -> bool:
+        if what == "timers":
+            return bool(self._board.timers)
+        if what == "breaks":
+            return bool(self._exchanges)
+        return not self.left and self._joins is None  # leaves, garbage
+
+    def suffer(self, what: str, number: int) -> None:
+        """A time is over, a payload connection breaks, it leaves, or it hears what nobody of its kind would say."""
+        if what == "timers":
+            self._run(self._board.timers.pop(number % len(self._board.timers))[1])
+        elif what == "breaks":
+            book, state = self._exchanges.pop(number % len(self._exchanges))
+            self._run(
+                lambda: (book._failed(state, TransportError("a payload connection broke")), book._exchanged(state))
+            )
+        elif what == "leaves":
+            self._run(lambda: (self.keeper.leave(self.transport.step), self.keeper.part()))
+        else:
+            others = [rank for rank in self.network.ranks if rank != self.rank]
+            sender, message = others[number % len(others)], self._garbage[number // 8 % len(self._garbage)]
+            self._run(lambda: self.keeper.heard(sender, message))
+
+    def _changed(self, following: NextView) -> Mapping[str, Any]:
+        self.changes.append(following)
+        assert self.keeper.book is not None
+        assert following.view is None or self.keeper.book.view != following.view, "told of a view that is open already"
+        return {"from": self.rank}
+
     def _join(self, entry: Entry) -> bool:
         """As `connect.join` does, without waiting."""
         answer = self.transport.welcome(0.0) if not self.left else None
@@ -175,6 +255,7 @@ class Rank:
                 self._leave("nobody answers")
             return False
         if answer["kind"] == "welcome":
+            assert answer["note"]["from"] in self.network.ranks, "whoever was told of the view adds a note"
             self._joins = None
             self._run(lambda: self.transport.enter(answer))
             self.first_step = self.transport.step + 1
@@ -185,14 +266,37 @@ class Rank:
             self._run(lambda: self.transport.ask_to_join(entry))
         return True
 
+    def _may_step(self) -> bool:
+        return all(
+            pending.outcome is not None
+            for step, pending in self._pending.items()
+            if step % 3 == (self.transport.step + 1) % 3
+        )
+
+    def _to_hand_in_again(self) -> int | None:
+        """As data-parallel training does with gradients."""
+        for step, pending in self._pending.items():
+            if pending.round.fragment < 0 and isinstance(pending.outcome, ViewChangedError):
+                return step
+        return None
+
     def _step(self) -> None:
         self.transport.tick()
         step = self.transport.step
-        round_id = RoundId(step % 3, step)
-        given = Contribution(
-            round=round_id, replica=self.transport.replica, codec=CODEC, numel=2, payload=PAYLOAD, digest="d"
+        round_id = RoundId(-1, step) if self._gradients and step % 3 == 0 else RoundId(step % 3, step // 3)
+        self._given[step] = Contribution(
+            round=round_id,
+            replica=self.transport.replica,
+            codec=CODEC,
+            numel=2,
+            payload=PAYLOAD,
+            digest="d",
+            weight=weight_of(self.transport.replica, step),
         )
-        self._pending[step] = self.transport.average(given)
+        self._hand_in(step)
+
+    def _hand_in(self, step: int) -> None:
+        self._pending[step] = self.transport.average(self._given[step])
 
     def _run(self, function: Callable[[], object]) -> None:
         function()
@@ -207,33 +311,80 @@ class Rank:
             self.network.hang_up(self.rank, other)
 
 
+class Stranger:
+    """Somebody who is connected, says what the test wants, and is no member."""
+
+    def act(self) -> bool:
+        return False
+
+    def heard(self, sender: int, message: Any) -> None: ...
+
+    def lose(self, rank: int, *, gone: bool) -> None: ...
+
+    def may(self, what: str) -> bool:
+        return False
+
+    def suffer(self, what: str, number: int) -> None: ...
+
+
+def weight_of(replica: int, step: int) -> float:
+    """Of a contribution: the sum over any replicas tells which they were."""
+    return float(10**replica * (1 + step))
+
+
 def _finish(book: Any, state: Any) -> None:
-    verdict = state.judged.result()
+    """What the thread of an exchange comes to: the mean over this view's contributions."""
+    verdict, size = state.judged.result(), book.rules.ranks_per_replica
     if not verdict.void:
-        mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=float(len(verdict.contributors)))
-        book._computed(state, mean, f"mean of {state.id}")
+        weight = sum(state.headers[member * size].weight for member in verdict.contributors)
+        mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=weight)
+        book._computed(state, mean, f"mean of {state.id} by {verdict.contributors} in {book.view}")
     book._exchanged(state)
 
 
 @contextmanager
 def without_threads() -> Iterator[None]:
     with (
-        mock.patch.object(views, "threading", SimpleNamespace(Thread=_Thread)),
+        mock.patch.object(view_links, "threading", SimpleNamespace(Thread=_Thread)),
         mock.patch.object(rounds, "threading", SimpleNamespace(Thread=_Thread)),
         mock.patch.object(transport, "Postman"),
     ):
         yield
 
 
+def simulated(
+    replicas: int, limits: Limits | None = None, *, size: int = 1, strangers: int = 0, quorum: Policy | None = None
+) -> Network:
+    """A network of replicas that have done nothing yet; for use inside `without_threads`."""
+    network = Network(range(replicas * size + strangers), limits or Limits())
+    policies = Policies(quorum or Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    for rank in network.ranks:
+        member = rank < replicas * size
+        network.nodes[rank] = Rank(network, rank, replicas, size, policies) if member else Stranger()
+    return network
+
+
 def simulate(
-    limits: Limits, numbers: Sequence[int], *, replicas: int, size: int = 1, go_on: bool = True, least: int = 1
+    limits: Limits,
+    numbers: Sequence[int],
+    *,
+    replicas: int,
+    size: int = 1,
+    go_on: bool = True,
+    quorum: Policy | None = None,
+    gradients: bool = False,
+    garbage: Sequence[Mapping[str, Any]] = (),
 ) -> list[Rank]:
     """The ranks that have not ended, when all has come to rest."""
-    policies = Policies(Policy(least), go_on=go_on, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    policies = Policies(quorum or Policy(), go_on=go_on, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     network = Network(range(replicas * size), limits)
+
+    def make(rank: int, *, joining: bool = True) -> Rank:
+        return Rank(network, rank, replicas, size, policies, joining=joining, gradients=gradients, garbage=garbage)
+
     with without_threads():
-        network.make = lambda rank: Rank(network, rank, replicas, size, policies, joining=True)
+        network.make = make
         for rank in range(replicas * size):
-            network.nodes[rank] = Rank(network, rank, replicas, size, policies)
+            network.nodes[rank] = make(rank, joining=False)
         explore(network, numbers)
     return [node for rank, node in network.nodes.items() if rank in network.alive and isinstance(node, Rank)]

@@ -1,4 +1,4 @@
-"""Views, rounds and votes of the torch.distributed transport on a network that does what it likes.
+"""Views, rounds and votes of ranks that talk to each other, on a network that does what it likes.
 
 The same properties as in ``tests/membership/test_change.py``, of the code that runs.
 """
@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 from diloco.membership.quorum import Policy
 from diloco.transport.peers.views import Policies
 from tests.membership.network import Limits, Network, explore
-from tests.transport.simulated import Rank, simulate, without_threads
+from tests.transport.simulated import Rank, simulate, simulated, weight_of, without_threads
 
 NUMBERS = st.lists(st.integers(0, 1 << 16), max_size=200)
 LIMITS = st.builds(Limits, st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.booleans())
 
 
-def check_agreement(ranks: Sequence[Rank]) -> None:
-    """What must hold whatever happened."""
+def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
+    """What must hold whatever happened; ``whole``: nothing made a round void.
+
+    Invariant 2: each round is committed by all who go on, from the same contributions, or void for all.
+    """
     going_on = [rank for rank in ranks if not rank.left]
     assert len({rank.view for rank in going_on}) <= 1, "two histories"
     for rank in going_on:
@@ -28,37 +31,93 @@ def check_agreement(ranks: Sequence[Rank]) -> None:
         assert sorted(rank.outcomes) == list(range(rank.first_step, rank.STEPS + 1)), "a round was never decided"
         for step, committed in rank.outcomes.items():
             assert committed == going_on[0].outcomes.get(step, committed), "a round is applied by all or by none"
+            assert committed or not whole, f"step {step}: {rank._pending[step].outcome}"
+        for step, average in rank.averages.items():
+            others = going_on[0].averages.get(step, average)
+            assert (average.view, average.contributors) == (others.view, others.contributors)
+            assert average.weight == sum(weight_of(replica, step) for replica in average.contributors)
+            assert not whole or average.contributors == average.view.members
 
 
 @settings(max_examples=20, deadline=None)
 @given(NUMBERS, st.integers(1, 4), st.integers(1, 2))
 def test_with_nothing_lost_every_round_is_committed(numbers: list[int], replicas: int, size: int) -> None:
     ranks = simulate(Limits(), numbers, replicas=replicas, size=size)
-    check_agreement(ranks)
+    check_agreement(ranks, whole=True)
     assert len(ranks) == replicas * size
-    assert all(not rank.left and set(rank.outcomes.values()) == {True} for rank in ranks)
+    assert all(not rank.left for rank in ranks)
 
 
 @settings(max_examples=200, deadline=None)
-@given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2))
-def test_processes_that_end_leave_survivors_that_agree_and_go_on(
-    numbers: list[int], replicas: int, ends: int, size: int
+@given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.booleans())
+def test_processes_that_end_leave_survivors_that_agree_and_commit_every_round(
+    numbers: list[int], replicas: int, ends: int, size: int, gradients: bool
 ) -> None:
     """Property: wherever they end, also in the middle of a broadcast; everybody knows that they have ended."""
-    survivors = simulate(Limits(ends=ends), numbers, replicas=replicas, size=size)
-    check_agreement(survivors)
+    survivors = simulate(Limits(ends=ends), numbers, replicas=replicas, size=size, gradients=gradients)
+    check_agreement(survivors, whole=True)
     for rank in survivors if size == 1 else ():  # ranks that live and leave with their replica look like cut ones
         assert not rank.left
         assert rank.view.members == tuple(sorted(each.rank for each in survivors))
 
 
 @settings(max_examples=200, deadline=None)
-@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 2))
+@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 2), st.booleans())
 def test_silent_machines_and_cut_connections_never_make_two_histories(
-    numbers: list[int], replicas: int, limits: Limits, size: int
+    numbers: list[int], replicas: int, limits: Limits, size: int, gradients: bool
 ) -> None:
-    """Property: who goes on agrees on the view and on every round."""
-    check_agreement(simulate(limits, numbers, replicas=replicas, size=size))
+    """Property: who goes on agrees on the view and commits every round, as those who were lost take none along."""
+    check_agreement(simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients), whole=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(NUMBERS, st.integers(2, 4), st.integers(0, 2), st.integers(1, 4), st.integers(1, 2))
+def test_rounds_go_on_over_payload_connections_that_are_made_anew(
+    numbers: list[int], replicas: int, ends: int, breaks: int, size: int
+) -> None:
+    """Property: a view of the same members follows, and commits what was on its way."""
+    ranks = simulate(Limits(ends=ends, own={"breaks": breaks}), numbers, replicas=replicas, size=size)
+    check_agreement(ranks, whole=True)
+    if not ends:
+        assert [rank.left for rank in ranks] == [""] * replicas * size
+
+
+@settings(max_examples=300, deadline=None)
+@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 6), st.integers(0, 2), st.integers(1, 2), st.booleans())
+def test_times_that_are_over_at_any_moment_make_no_two_histories(
+    numbers: list[int], replicas: int, limits: Limits, timers: int, breaks: int, size: int, gradients: bool
+) -> None:
+    """Property: of a round that is given up, and of a replica that counts as late, also where it isn't; a round that
+    somebody has voted against is void for all, also where others hear of it in a later view."""
+    limits = Limits(limits.ends, limits.machines, limits.cuts, own={"timers": timers, "breaks": breaks})
+    check_agreement(simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients))
+
+
+@settings(max_examples=200, deadline=None)
+@given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2))
+def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leaves: int, size: int) -> None:
+    """Property: all the others go on, were it only one, and commit every round; they know who left, and after what."""
+    ranks = simulate(Limits(own={"leaves": leaves}), numbers, replicas=replicas, size=size)
+    check_agreement(ranks, whole=True)
+    stay = [rank for rank in ranks if not rank.left]
+    gone = {rank.transport.replica for rank in ranks if rank.left}
+    assert all(" left after step " in rank.left for rank in ranks if rank.left)
+    assert len(stay) == size * (replicas - len(gone))
+    for rank in stay:
+        assert rank.view.members == tuple(sorted({each.transport.replica for each in stay}))
+        left = {replica: step for change in rank.changes for replica, step in change.left}
+        assert left.keys() == gone
+        for replica, step in left.items():
+            assert step in {each.transport.step for each in ranks if each.transport.replica == replica}
+
+
+@settings(max_examples=200, deadline=None)
+@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 2), st.integers(0, 2))
+def test_leaving_amid_all_kinds_of_trouble_makes_no_two_histories(
+    numbers: list[int], replicas: int, limits: Limits, leaves: int, returns: int
+) -> None:
+    limits = Limits(limits.ends, limits.machines, limits.cuts, limits.abrupt, returns, {"leaves": leaves})
+    check_agreement(simulate(limits, numbers, replicas=replicas))
 
 
 @settings(max_examples=100, deadline=None)
@@ -72,14 +131,37 @@ def test_where_survivors_are_to_stop_all_of_them_do_and_in_the_same_state(
     for rank in ranks:
         both = rank.outcomes.keys() & ranks[0].outcomes.keys()
         assert {step: rank.outcomes[step] for step in both} == {step: ranks[0].outcomes[step] for step in both}
+        assert rank.outcomes.keys() == set(range(1, rank.transport.step + 1)), "who waits gets an answer"
 
 
 @settings(max_examples=50, deadline=None)
 @given(NUMBERS, st.integers(2, 4))
 def test_fewer_than_asked_for_never_go_on(numbers: list[int], least: int) -> None:
-    ranks = simulate(Limits(ends=2), numbers, replicas=4, least=least)
+    ranks = simulate(Limits(ends=2), numbers, replicas=4, quorum=Policy(least))
     check_agreement(ranks)
     assert {bool(rank.left) for rank in ranks} == {len(ranks) < least}
+
+
+@settings(max_examples=200, deadline=None)
+@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(0, 2))
+def test_sides_that_go_on_make_one_history_where_more_than_half_are_asked_for(
+    numbers: list[int], replicas: int, limits: Limits, returns: int
+) -> None:
+    """Property: also where others come to one of the sides."""
+    limits = Limits(limits.ends, limits.machines, limits.cuts, limits.abrupt, returns)
+    quorum = Policy(replicas // 2 + 1, split="go-on")
+    check_agreement(simulate(limits, numbers, replicas=replicas, quorum=quorum))
+
+
+def test_a_side_goes_on_alone_where_that_is_wanted() -> None:
+    with without_threads():
+        network = simulated(2, Limits(cuts=1), quorum=Policy(split="go-on"))
+        network.happen("cuts", 0, 1, 0)
+        explore(network, [])
+    for rank, node in network.nodes.items():
+        assert isinstance(node, Rank)
+        assert not node.left
+        assert node.view.members == (rank,)
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,9 +1,11 @@
 """How the members of a view agree on the next one, and on what became of the rounds in flight.
 
 Each member freezes (it casts no vote and decides no round of the old view any more) and tells the others what it has
-committed. When it holds the reports of all survivors about the same loss, it knows what they know: a round that any of
-them committed is committed, and every other one is void. Whoever finished first and is asked again answers with the
-`NextView` that it adopted. Pure: messages in, messages out; nothing here sends, waits or reads a clock.
+committed and what it has decided void. When it holds the reports of all survivors about the same loss, it knows what
+they know: a round that any of them committed is committed, and one that any of them has decided void is void. Any other
+one goes on in the next view among those who are left; where replicas join it is void, as these know nothing of it.
+Whoever finished first and is asked again answers with the `NextView` that it adopted. Pure: messages in, messages out;
+nothing here sends, waits or reads a clock.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from dataclasses import dataclass, field, replace
 from diloco.membership.quorum import Decision, Policy, decide
 from diloco.membership.view import View
 
-__all__ = ["Change", "Commits", "NextView", "Report"]
+__all__ = ["Change", "Commits", "NextView", "Report", "Rounds"]
 
 Commits = Mapping[tuple[int, int], str]
 """(fragment, outer step) -> digest of the average that was committed."""
+
+Rounds = frozenset[tuple[int, int]]
+"""Rounds as (fragment, outer step)."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Report:
         joining: replicas that want to be members of the next view.
         step: inner steps it has begun to synchronise.
         commits: the rounds that it has committed lately.
+        void: the rounds that it has decided void lately.
+        left: replicas that have said that they leave, and after which inner step; they are lost and gone as well.
     """
 
     rank: int
@@ -41,6 +48,8 @@ class Report:
     joining: frozenset[int] = frozenset()
     step: int = 0
     commits: Commits = field(default_factory=dict)
+    void: Rounds = frozenset()
+    left: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,14 @@ class NextView:
     Attributes:
         view: the next view; None when these survivors may not go on.
         previous: the one that ended.
-        from_step: rounds sent at this inner step or later are the next view's.
-        commits: rounds of the old view that are committed; every other one that was not decided is void.
+        from_step: one more than any survivor has begun to synchronise. Where replicas joined, rounds sent at this inner
+            step or later are the next view's, and earlier ones that were not decided are void.
+        commits: rounds of the old view that are committed.
+        void: rounds of the old view that are void. Every other one that was not decided goes on in the next view, if
+            there is one and nobody joined.
         reason: in words.
         joined: replicas that were not members before.
+        left: members of the old view that left of their own accord, and after which inner step; ascending.
     """
 
     view: View | None
@@ -62,13 +75,20 @@ class NextView:
     commits: Commits
     reason: str
     joined: tuple[int, ...] = ()
+    void: Rounds = frozenset()
+    left: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether rounds that are neither committed nor void go on in the next view."""
+        return self.view is not None and not self.joined
 
 
 class Change:
     """One rank's side of the end of a view.
 
     Args:
-        mine: this rank's report, as of the moment it froze.
+        mine: this rank's report, as of the moment it froze; what happened is told with `extend`.
         view: the view that ends.
         ranks_per_replica: S; rank r belongs to replica r // S.
         policy: who may go on.
@@ -97,7 +117,7 @@ class Change:
     def absorb(self, report: Report) -> bool:
         """Take in another rank's report; True if mine grew by it and must be told to all survivors again."""
         self._reports[report.rank] = report
-        return self.extend(lost=report.lost, gone=report.gone, joining=report.joining)
+        return self.extend(lost=report.lost, gone=report.gone, joining=report.joining, left=report.left)
 
     def extend(
         self,
@@ -105,18 +125,24 @@ class Change:
         lost: frozenset[int] = frozenset(),
         gone: frozenset[int] = frozenset(),
         joining: frozenset[int] = frozenset(),
+        left: frozenset[tuple[int, int]] = frozenset(),
     ) -> bool:
         """More is known; True if my report grew by it and must be told to all survivors again.
 
-        A replica that wanted to join and is lost again neither joins nor counts as a loss of the old view.
+        A replica that wanted to join and is lost again neither joins nor counts as a loss of the old view. One that has
+        left is lost, and not because it can't be reached.
         """
         mine = self.mine
         members = frozenset(self.view.members)
+        left = frozenset((replica, step) for replica, step in left if replica in members)
+        departed = frozenset(replica for replica, _ in left)
+        known = members | mine.joining | joining
         grown = replace(
             mine,
-            lost=mine.lost | (lost & members) | ((mine.joining | joining) & lost),
-            gone=mine.gone | gone,
-            joining=(mine.joining | joining),
+            lost=mine.lost | (lost & known) | departed,
+            gone=mine.gone | (gone & known) | departed,
+            joining=mine.joining | joining,
+            left=mine.left | left,
         )
         self._reports[mine.rank] = self.mine = grown
         return grown != mine
@@ -132,9 +158,11 @@ class Change:
         commits: dict[tuple[int, int], str] = {}
         for report in told:
             commits.update(report.commits)
-        joining = mine.joining - mine.lost
+        wishing = mine.joining - mine.lost
+        joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
         lost = mine.lost & frozenset(self.view.members)
-        decision: Decision = decide(self.view, lost=lost, gone=gone, joining=joining, policy=self._policy)
+        left = {replica: step for replica, step in sorted(mine.left)}  # two ranks of it may have named two steps
+        decision: Decision = decide(self.view, lost=lost, gone=gone, joining=joining, policy=self._policy, left=left)
         return NextView(
             view=None if decision.members is None else View(self.view.id + 1, decision.members),
             previous=self.view,
@@ -142,8 +170,10 @@ class Change:
             commits=commits,
             reason=decision.reason,
             joined=tuple(sorted(joining - frozenset(self.view.members))),
+            void=frozenset().union(*(report.void for report in told)) - commits.keys(),
+            left=tuple(left.items()),
         )
 
 
 def _same(report: Report, mine: Report) -> bool:
-    return (report.lost, report.joining, report.gone) == (mine.lost, mine.joining, mine.gone)
+    return (report.lost, report.joining, report.gone, report.left) == (mine.lost, mine.joining, mine.gone, mine.left)

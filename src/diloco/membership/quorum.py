@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from diloco.membership.view import View
 
-__all__ = ["Decision", "Policy", "decide"]
+__all__ = ["Decision", "Policy", "consequences", "decide"]
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,13 @@ class Policy:
 
     Attributes:
         min_replicas: fewer than this never go on.
+        split: what a side does that merely lost sight of others, which may be going on without it. ``stop``: only the
+            larger side goes on, or of two halves the one with the lowest-numbered member. ``go-on``: any side does that
+            has ``min_replicas`` of the old members: above half of all replicas there are, that is one side at most.
     """
 
     min_replicas: int = 1
+    split: Literal["stop", "go-on"] = "stop"
 
 
 class Decision(NamedTuple):
@@ -30,21 +34,28 @@ class Decision(NamedTuple):
 
 
 def decide(
-    view: View, *, lost: Collection[int], gone: Collection[int], joining: Collection[int], policy: Policy
+    view: View,
+    *,
+    lost: Collection[int],
+    gone: Collection[int],
+    joining: Collection[int],
+    policy: Policy,
+    left: Collection[int] = (),
 ) -> Decision:
     """The next view's members.
 
     Where every lost replica is known to have ended (``gone``), the survivors are all there are, and go on. A side that
-    merely lost sight of some may go on only with more than half of the view, or with half of it and the lowest-numbered
-    member: so a network that falls apart never makes two histories. Replicas that have ended count for that as well, as
-    they may have gone on with the silent ones before they did.
+    merely lost sight of some may, under ``split="stop"``, go on only with more than half of the view, or with half of
+    it and the lowest-numbered member: so a network that falls apart never makes two histories. Replicas that have ended
+    count for that as well, as they may have gone on with the silent ones before they did.
 
     Args:
         view: the present one.
-        lost: members that can't be reached.
+        lost: members that can't be reached, or have left.
         gone: those of them that are known to have ended.
         joining: replicas that want to be members from the next view on.
         policy: of the run.
+        left: those of the lost that said so themselves; they count as ended.
 
     >>> decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy())
     Decision(members=(0, 1), reason='replica 2 is lost; replicas 0, 1 go on')
@@ -52,22 +63,75 @@ def decide(
     True
     >>> decide(View.of(3), lost={0, 1}, gone={0, 1}, joining=(), policy=Policy()).members
     (2,)
+    >>> decide(View.of(3), lost={0, 1}, gone=(), joining=(), policy=Policy(split="go-on")).members
+    (2,)
     """
     survivors = [member for member in view.members if member not in lost]
-    silent = [member for member in view.members if member in lost and member not in gone]
+    silent = [member for member in view.members if member in lost and member not in gone and member not in left]
     members = tuple(sorted({*survivors, *joining}))
     half = len(view.members) / 2
-    if silent and (len(survivors) < half or (len(survivors) == half and view.members[0] in lost)):
+    smaller = len(survivors) < half or (len(survivors) == half and view.members[0] in lost)
+    if silent and policy.split == "stop" and smaller:
         return Decision(
             None,
             f"{_named(silent)} can't be reached and may be going on without {_named(survivors)}, which "
             f"{'is' if len(survivors) == 1 else 'are'} the smaller side",
         )
-    if len(members) < policy.min_replicas:
-        return Decision(None, f"{len(members)} of at least {policy.min_replicas} replicas are left")
-    words = [f"{_named(lost)} {'is' if len(lost) == 1 else 'are'} lost"] if lost else []
+    # Joiners may be on one side only of a network that fell apart, so there they make up for nobody.
+    counted = survivors if silent and policy.split == "go-on" else members
+    if len(counted) < policy.min_replicas:
+        return Decision(None, f"{len(counted)} of at least {policy.min_replicas} replicas are left")
+    missed = [member for member in lost if member not in left]
+    words = [f"{_named(missed)} {'is' if len(missed) == 1 else 'are'} lost"] if missed else []
+    words += [f"{_named(left)} {'has' if len(left) == 1 else 'have'} left"] if left else []
     words += [f"{_named(joining)} {'joins' if len(joining) == 1 else 'join'}"] if joining else []
-    return Decision(members, "; ".join([*words, f"{_named(members)} go on"]))
+    return Decision(members, "; ".join([*words, f"{_named(members)} {'goes' if len(members) == 1 else 'go'} on"]))
+
+
+def consequences(policy: Policy, num_replicas: int) -> str:
+    """What happens under ``policy`` when some of ``num_replicas`` replicas are lost at once, in plain sentences.
+
+    >>> print(consequences(Policy(), 3))
+    Of 3 replicas, 2 may end at once, or 1 become unreachable: the others go on. A network that falls apart makes one \
+history at most: the smaller side stops.
+    >>> print(consequences(Policy(min_replicas=2), 4))
+    Of 4 replicas, 2 may end at once, or 1 become unreachable, or 2 if the lowest-numbered one is not among them: the \
+others go on. A network that falls apart makes one history at most: the smaller side stops.
+    >>> print(consequences(Policy(min_replicas=3, split="go-on"), 5))
+    Of 5 replicas, 2 may be lost at once: the others go on. A network that falls apart makes one history at most: two \
+sides can't both have 3 replicas.
+    >>> print(consequences(Policy(min_replicas=2, split="go-on"), 4))
+    Of 4 replicas, 2 may be lost at once: the others go on. A network that falls apart can make two histories: two \
+sides can both have 2 replicas; min_replicas=3 would prevent it.
+    >>> print(consequences(Policy(min_replicas=2), 2))
+    All 2 replicas are needed: when one is lost, the others stop. A network that falls apart makes one history at \
+most: the smaller side stops.
+    """
+    least = max(1, policy.min_replicas)
+    ended = max(0, num_replicas - least)
+    unreachable = min(ended, (num_replicas - 1) // 2)
+    half = num_replicas // 2
+    if not ended:
+        all_of_them = f"All {num_replicas} replicas are" if num_replicas > 1 else "The only replica is"
+        lost = f"{all_of_them} needed: when one is lost, the others stop."
+    elif policy.split == "go-on" or unreachable == ended:
+        lost = f"Of {num_replicas} replicas, {ended} may be lost at once: the others go on."
+    else:
+        ways = [f"{ended} may end at once"]
+        ways += [f"{unreachable} become unreachable"] if unreachable else []
+        if num_replicas % 2 == 0 and half <= ended:  # the half that is left has the lowest number then
+            if unreachable:
+                ways.append(f"{half} if the lowest-numbered one is not among them")
+            else:
+                ways.append(f"{half} become unreachable if it is not the lowest-numbered one")
+        lost = f"Of {num_replicas} replicas, {', or '.join(ways)}: the others go on."
+    if policy.split == "stop":
+        return f"{lost} A network that falls apart makes one history at most: the smaller side stops."
+    if 2 * least > num_replicas:
+        sides = f"two sides can't both have {least} replicas."
+        return f"{lost} A network that falls apart makes one history at most: {sides}"
+    sides = f"two sides can both have {least} replica{'s' if least > 1 else ''}; min_replicas={half + 1}"
+    return f"{lost} A network that falls apart can make two histories: {sides} would prevent it."
 
 
 def _named(replicas: Collection[int]) -> str:

@@ -10,10 +10,12 @@ import torch
 
 from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
 from diloco.errors import CodecError
+from diloco.transport.peers.fields import Fields
 
 __all__ = ["Header", "header_of", "judge_headers"]
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+_MOST_VALUES = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,17 @@ class Header:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Header:
-        """From JSON; `ValueError`, `TypeError` or `KeyError` for anything that is none."""
-        fragment, outer_step = message["round"]
-        sizes = [None if message[name] is None else int(message[name]) for name in ("buffers", "integers")]
+        """From JSON; `ValueError` names the field of anything that is none."""
+        fields = Fields(message)
         return cls(
-            RoundId(int(fragment), int(outer_step)),
-            int(message["numel"]),
-            float(message["weight"]),
-            str(message["digest"]),
-            sizes[0],
-            sizes[1],
-            str(message["withdrawn"]),
-            bool(message["taking_over"]),
+            RoundId(*fields.round("round")),
+            fields.integer("numel"),
+            fields.number_in_text("weight"),
+            fields.text("digest"),
+            fields.optional_integer("buffers", _MOST_VALUES),
+            fields.optional_integer("integers", _MOST_VALUES),
+            fields.text("withdrawn"),
+            fields.flag("taking_over"),
         )
 
 

@@ -6,24 +6,30 @@ Everything here runs in the control thread, but for `_exchange`, which has a thr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
-from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.exchange import Exchange, plan_exchange
+from diloco.algorithm.averaging import Mean, RoundId, Verdict
+from diloco.algorithm.exchange import plan_exchange
 from diloco.errors import DiLoCoError, DivergedError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.ballot import Vote, tally
+from diloco.membership.change import Commits, NextView, Rounds
 from diloco.membership.view import View
-from diloco.transport.base import Average
 from diloco.transport.peers.data_link import DataLink
 from diloco.transport.peers.header import Header, header_of, judge_headers
 from diloco.transport.peers.payloads import Part, PayloadExchange, Postman
-from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.round_state import Begun, RoundState, digest_of, extra_bytes
+from diloco.transport.peers.view_messages import RoundVote
 
 __all__ = ["RoundBook", "Rules"]
+
+_MOST_VOID = 8
+"""Rounds of a fragment that are remembered as void; whoever falls behind by more runs into the round's timeout."""
+
+_AGAINST = "somebody voted against it before the view changed"
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,9 @@ class Rules:
         rank, replica: mine.
         ranks_per_replica: S.
         min_contributors: None: all that have the state.
-        round_timeout_s: from my contribution to my vote.
+        round_timeout_s: from my contribution to my vote, in however many views.
         piece_bytes: about how large a piece of a payload is.
+        late_s: this long after my contribution to a round, whoever has not contributed counts as lost; None: never.
     """
 
     rank: int
@@ -44,23 +51,7 @@ class Rules:
     min_contributors: int | None
     round_timeout_s: float
     piece_bytes: int
-
-
-@dataclass(eq=False)
-class _Round:
-    id: RoundId
-    headers: dict[int, Header] = field(default_factory=dict)
-    votes: dict[int, Vote] = field(default_factory=dict)
-    fault: DivergedError | None = None
-    contribution: Contribution | None = None
-    pending: PeerPending | None = None
-    plan: Exchange | None = None
-    taking_over: bool = False
-    judged: Future[Verdict] = field(default_factory=Future)
-    mean: Mean | None = None
-    committed: bool | None = None
-    reason: str = ""
-    exchanging: bool = False
+    late_s: float | None = None
 
 
 class RoundBook:
@@ -76,6 +67,8 @@ class RoundBook:
         post: calls a function in the control thread, from another one.
         broken: told, in words, of a payload connection that ended.
         confirmed: told that this rank's state of a fragment is the majority's.
+        late: told, in words, of replicas that have not contributed in time.
+        void: rounds of earlier views that are known to be void, though I have not begun them yet.
     """
 
     def __init__(
@@ -90,30 +83,38 @@ class RoundBook:
         post: Callable[..., None],
         broken: Callable[[str], None],
         confirmed: Callable[[int], None],
+        late: Callable[[frozenset[int], str], None],
+        void: Rounds = frozenset(),
     ) -> None:
         self.view = view
         self.rules = rules
         self.links = links
         self.commits: dict[tuple[int, int], str] = {}
+        self.void = void
         self._postman = postman
         self._tell = tell
         self._later = later
         self._post = post
         self._broken = broken
         self._confirmed = confirmed
+        self._late = late
         self._frozen = False
-        self._rounds: dict[RoundId, _Round] = {}
+        self._rounds: dict[RoundId, RoundState] = {}
         size = rules.ranks_per_replica
         self.ranks = tuple(m * size + s for m in view.members for s in range(size))
         self._positions = {rank: rank % size for rank in self.ranks}
 
-    def begin(self, contribution: Contribution, pending: PeerPending, *, taking_over: bool) -> None:
-        """My contribution to a round."""
+    def begin(self, begun: Begun, *, taking_over: bool) -> None:
+        """My contribution to a round; also to one that I had begun in the view before."""
+        contribution, pending = begun.contribution, begun.pending
         state = self._state(contribution.round)
-        state.contribution, state.pending, state.taking_over = contribution, pending, taking_over
+        state.begun, state.taking_over = begun, taking_over
+        if state.key in self.void and state.committed is None:  # others had decided so before this view
+            self._decide(state, False, _AGAINST)
+            return
         header = header_of(contribution, taking_over=taking_over)
         state.plan = plan_exchange(
-            contribution.codec, contribution.numel, len(self.view.members), _extra_bytes(contribution)
+            contribution.codec, contribution.numel, len(self.view.members), extra_bytes(contribution)
         )
         self._tell(header.to_message(self.view.id))
         state.headers[self.rules.rank] = header
@@ -121,50 +122,67 @@ class RoundBook:
         threading.Thread(
             target=self._exchange, args=(state,), name=f"diloco-{contribution.round.fragment}", daemon=True
         ).start()
-        self._later(self.rules.round_timeout_s, lambda: self._expire(state))
+        waited_s = time.monotonic() - pending.sent_s
+        self._later(max(0.0, self.rules.round_timeout_s - waited_s), lambda: self._expire(state))
+        if self.rules.late_s is not None and contribution.round.fragment >= 0:
+            self._later(self.rules.late_s, lambda: self._give_up_late(state))
         if state.committed is False:
             self._conclude(state)
         self._judge(state)
 
-    def heard(self, sender: int, message: Mapping[str, Any]) -> None:
-        """A header or a vote of this view came in."""
-        if message["kind"] == "header":
-            header = Header.from_message(message)
-            state = self._state(header.round)
-            state.headers[sender] = header
-            self._judge(state)
+    def heard(self, sender: int, said: Header | RoundVote) -> None:
+        """A header or a vote of this view came in; who is not in the view has no say."""
+        if sender not in self._positions:
             return
-        fragment, outer_step = message["round"]
-        state = self._state(RoundId(int(fragment), int(outer_step)))
-        diverged = tuple(int(replica) for replica in message["diverged"])
-        vote = Vote(bool(message["ok"]), str(message["digest"]), str(message["reason"]))
-        self._count(state, sender, vote, diverged, int(message["donor"]))
+        state = self._state(said.round)
+        if isinstance(said, Header):
+            state.headers[sender] = said
+            self._judge(state)
+        else:
+            self._count(state, sender, said)
 
-    def freeze(self) -> Mapping[tuple[int, int], str]:
-        """From now on no vote is cast and nothing is decided; what was committed lately."""
+    def freeze(self) -> tuple[Commits, Rounds]:
+        """From now on no vote is cast and nothing is decided; what was committed lately, and what is void."""
         self._frozen = True
-        return dict(self.commits)
+        return dict(self.commits), self.void
 
     def end(
-        self, commits: Mapping[tuple[int, int], str], reason: str, failure: Callable[[RoundId], TransportError | None]
-    ) -> None:
-        """The view has ended: a round is committed if any survivor committed it, and void otherwise.
+        self,
+        following: NextView | None,
+        reason: str,
+        failure: Callable[[RoundId], TransportError | None],
+        *,
+        goes_on: bool = False,
+    ) -> Sequence[Begun]:
+        """The view has ended: a round is committed if any survivor committed it, else it goes on if it can, or is void.
 
         Args:
-            commits: what the survivors committed.
-            reason: why the rest is void.
-            failure: what who waits for a void round gets; None: `ViewChangedError`.
+            following: what the survivors adopted; None: nothing.
+            reason: why the other rounds are void, where they can't go on.
+            failure: what who waits for a void round gets; None: `RoundVoidError`.
+            goes_on: whether I take part in the next view.
+
+        Returns:
+            My contributions to rounds that I have not decided, in the order sent, if they go on in the next view: to be
+            begun there. Those that others have decided void are void there, see `void`.
         """
+        open_rounds = []
+        carried = goes_on and following is not None and following.carries_over
         for state in list(self._rounds.values()):
-            if state.committed is None:
-                key = (state.id.fragment, state.id.outer_step)
-                mine = state.votes.get(self.rules.rank)
-                committed = key in commits and mine is not None and mine.ok
-                self._decide(state, committed, reason, failure(state.id) or self._changed(state, reason))
-            elif state.pending is not None:
-                self._conclude(state)
+            mine = state.votes.get(self.rules.rank)
+            if state.committed is not None:
+                if state.begun is not None:
+                    self._conclude(state)
+            elif following is not None and state.key in following.commits and mine is not None and mine.ok:
+                self._decide(state, True, "")
+            elif not carried:
+                changed = ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
+                self._decide(state, False, reason, failure(state.id) or changed)
+            elif state.begun is not None:
+                open_rounds.append(state.begun)
             if not state.judged.done():
-                state.judged.set_result(Verdict((), reason))
+                state.judged.set_result(Verdict((), reason))  # the thread that waits for it meets the end of the links
+        return sorted(open_rounds, key=lambda begun: begun.pending.sent_s)
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Replicas of which no header of a round has come; readable from any thread."""
@@ -172,31 +190,31 @@ class RoundBook:
         size = self.rules.ranks_per_replica
         return tuple(sorted({rank // size for rank in self.ranks if state is None or rank not in state.headers}))
 
-    def _state(self, round_id: RoundId) -> _Round:
+    def _state(self, round_id: RoundId) -> RoundState:
         state = self._rounds.get(round_id)
         if state is None:
-            state = self._rounds[round_id] = _Round(round_id)
+            state = self._rounds[round_id] = RoundState(round_id)
             for old in [
                 each.id
                 for each in self._rounds.values()
                 if each.id.fragment == round_id.fragment
                 and each.id.outer_step < round_id.outer_step - 1
                 and each.committed is not None
-                and each.pending is not None
+                and each.begun is not None
                 and not each.exchanging
             ]:
                 del self._rounds[old]
         return state
 
-    def _judge(self, state: _Round) -> None:
-        if self._frozen or state.contribution is None or state.judged.done():
+    def _judge(self, state: RoundState) -> None:
+        if self._frozen or state.begun is None or state.judged.done():
             return
         if any(rank not in state.headers for rank in self.ranks):
             return
         size = self.rules.ranks_per_replica
         verdict = judge_headers(
             state.headers,
-            state.contribution,
+            state.begun.contribution,
             members=self.view.members,
             ranks_per_replica=size,
             min_contributors=self.rules.min_contributors,
@@ -205,9 +223,10 @@ class RoundBook:
             self._compare(state, verdict)
         state.judged.set_result(verdict)
         if verdict.void:
-            self._cast(state, Vote(False, reason=verdict.reason), verdict.diverged, verdict.donor)
+            vote = Vote(False, reason=verdict.reason)
+            self._cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
 
-    def _compare(self, state: _Round, verdict: Verdict) -> None:
+    def _compare(self, state: RoundState, verdict: Verdict) -> None:
         """Whether I have the state of the others by now; if not, I take it over once this round is merged."""
         position, size = self.rules.rank % self.rules.ranks_per_replica, self.rules.ranks_per_replica
         donor = next((m for m in self.view.members if not state.headers[m * size + position].taking_over), None)
@@ -222,15 +241,15 @@ class RoundBook:
                 replicas=[self.rules.replica],
             )
 
-    def _exchange(self, state: _Round) -> None:
+    def _exchange(self, state: RoundState) -> None:
         """In a thread of its own: move the payloads, and hand the mean to the control thread."""
-        contribution, plan = state.contribution, state.plan
-        assert contribution is not None
+        begun, plan = state.begun, state.plan
+        assert begun is not None
         assert plan is not None
         try:
             links = self.links.result()
             exchange = PayloadExchange(
-                contribution, plan, self.view.members, links, self._postman, self.rules.piece_bytes
+                begun.contribution, plan, self.view.members, links, self._postman, self.rules.piece_bytes
             )
             exchange.start()
             verdict = state.judged.result()
@@ -241,126 +260,93 @@ class RoundBook:
                 headers = {m: state.headers[m * size + position] for m in self.view.members}
                 parts = {m: Part(header.weight, header.buffers, header.integers) for m, header in headers.items()}
                 mean = exchange.reduce(parts, verdict.contributors)
-                self._post(self._computed, state, mean, _digest(mean))
+                self._post(self._computed, state, mean, digest_of(mean))
             exchange.finish()
         except (DiLoCoError, RuntimeError) as error:
             self._post(self._failed, state, error)
         finally:
             self._post(self._exchanged, state)
 
-    def _exchanged(self, state: _Round) -> None:
+    def _exchanged(self, state: RoundState) -> None:
         state.exchanging = False
 
-    def _computed(self, state: _Round, mean: Mean, digest: str) -> None:
+    def _computed(self, state: RoundState, mean: Mean, digest: str) -> None:
         state.mean = mean
-        self._cast(state, Vote(True, digest))
+        self._cast(RoundVote(state.id, Vote(True, digest)), state)
 
-    def _failed(self, state: _Round, error: Exception) -> None:
+    def _failed(self, state: RoundState, error: Exception) -> None:
         if self._frozen:
             return
         if isinstance(error, TransportError):
             self._broken(f"replica {self.rules.replica} says: {error}")
         elif state.committed is None:
-            self._cast(state, Vote(False, reason=str(error).splitlines()[0]))
+            self._cast(RoundVote(state.id, Vote(False, reason=str(error).splitlines()[0])), state)
 
-    def _expire(self, state: _Round) -> None:
+    def _expire(self, state: RoundState) -> None:
         if state.committed is not None or self._frozen or self.rules.rank in state.votes:
             return
         missing = self.missing(state.id)
         waited_for = f"replica {', '.join(map(str, missing))}" if missing else "the payloads"
-        self._cast(
-            state,
-            Vote(
-                False,
-                reason=f"nothing was heard of {waited_for} within {self.rules.round_timeout_s:g} s "
-                f"(replica {self.rules.replica} waited)",
-            ),
+        reason = (
+            f"nothing was heard of {waited_for} within {self.rules.round_timeout_s:g} s "
+            f"(replica {self.rules.replica} waited)"
         )
+        self._cast(RoundVote(state.id, Vote(False, reason=reason)), state)
 
-    def _cast(self, state: _Round, vote: Vote, diverged: tuple[int, ...] = (), donor: int = -1) -> None:
+    def _give_up_late(self, state: RoundState) -> None:
+        if state.committed is not None or self._frozen or state.judged.done():
+            return
+        late = [replica for replica in self.missing(state.id) if replica != self.rules.replica]
+        if late:  # else it is another rank of my own replica that is late, and the others see to that
+            several = len(late) > 1
+            names = f"replica{'s' if several else ''} {', '.join(map(str, late))} {'are' if several else 'is'} late"
+            theirs = "their contributions" if several else "its contribution"
+            words = f"{names}: nothing was heard of {theirs} to {state.id} within {self.rules.late_s:g} s"
+            self._late(frozenset(late), words)
+
+    def _cast(self, vote: RoundVote, state: RoundState) -> None:
         if self._frozen or self.rules.rank in state.votes:
             return
-        message = {
-            "kind": "vote",
-            "view": self.view.id,
-            "round": [state.id.fragment, state.id.outer_step],
-            "ok": vote.ok,
-            "digest": vote.digest,
-            "reason": vote.reason,
-            "diverged": list(diverged),
-            "donor": donor,
-        }
-        self._tell(message)
-        self._count(state, self.rules.rank, vote, diverged, donor)
+        self._tell(vote.to_message(self.view.id))
+        self._count(state, self.rules.rank, vote)
 
-    def _count(self, state: _Round, sender: int, vote: Vote, diverged: tuple[int, ...], donor: int) -> None:
+    def _count(self, state: RoundState, sender: int, said: RoundVote) -> None:
         if self._frozen or state.committed is not None or sender in state.votes:
             return
-        state.votes[sender] = vote
-        if self.rules.replica in diverged and state.fault is None:
+        state.votes[sender] = said.vote
+        if self.rules.replica in said.diverged and state.fault is None:
             state.fault = DivergedError(
-                f"{state.id}: {vote.reason}. The round is void for all.",
-                donor=donor,
+                f"{state.id}: {said.vote.reason}. The round is void for all.",
+                donor=said.donor,
                 round=str(state.id),
-                replicas=diverged,
+                replicas=said.diverged,
             )
         decision = tally(self.ranks, state.votes, groups=self._positions)
         if decision.committed is not None:
             self._decide(state, decision.committed, decision.reason)
 
-    def _changed(self, state: _Round, reason: str) -> TransportError:
-        return ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
-
-    def _decide(self, state: _Round, committed: bool, reason: str, failure: TransportError | None = None) -> None:
+    def _decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         state.committed, state.reason = committed, reason
+        fragment, outer_step = state.key
         if committed:
-            fragment, outer_step = state.id.fragment, state.id.outer_step
             self.commits = {k: d for k, d in self.commits.items() if k[0] != fragment or k[1] >= outer_step - 1}
-            self.commits[fragment, outer_step] = state.votes[self.rules.rank].digest
-        if state.pending is not None:
+            self.commits[state.key] = state.votes[self.rules.rank].digest
+            # everybody has contributed to this one, so everybody has done with those before
+            self.void = frozenset(key for key in self.void if key[0] != fragment or key[1] > outer_step)
+        else:
+            newest = sorted(key for key in self.void | {state.key} if key[0] == fragment)[-_MOST_VOID:]
+            self.void = frozenset(key for key in self.void if key[0] != fragment).union(newest)
+        if state.begun is not None:
             self._conclude(state, failure)
 
-    def _conclude(self, state: _Round, failure: TransportError | None = None) -> None:
+    def _conclude(self, state: RoundState, failure: TransportError | None = None) -> None:
         """Tell the training thread."""
-        assert state.pending is not None
+        assert state.begun is not None
+        pending = state.begun.pending
         if state.fault is not None:
-            state.pending.resolve(state.fault)
+            pending.resolve(state.fault)
         elif not state.committed:
             void = RoundVoidError(f"{state.id} is void: {state.reason}.", round=str(state.id))
-            state.pending.resolve(failure or void)
+            pending.resolve(failure or void)
         else:
-            state.pending.resolve(self._average(state))
-
-    def _average(self, state: _Round) -> Average:
-        mean, plan = state.mean, state.plan
-        assert mean is not None
-        assert plan is not None
-        me = self.view.members.index(self.rules.replica)
-        return Average(
-            round=state.id,
-            values=mean.values,
-            view=self.view,
-            contributors=mean.contributors,
-            weight=mean.weight,
-            sent_bytes=plan.sent_bytes(me),
-            received_bytes=plan.received_bytes(me),
-            wait_s=0.0,
-            buffers=mean.buffers,
-            integers=mean.integers,
-            note=state.judged.result().reason,
-        )
-
-
-def _digest(mean: Mean) -> str:
-    """Of everything that the average would change."""
-    parts = {f"{mean.contributors} {mean.weight!r}": mean.values}
-    if mean.buffers is not None:
-        parts["buffers"] = mean.buffers
-    if mean.integers is not None:
-        parts["integers"] = mean.integers
-    return digest_tensors(parts)
-
-
-def _extra_bytes(contribution: Contribution) -> int:
-    extras = (contribution.buffers, contribution.integers)
-    return sum(extra.numel() * extra.element_size() for extra in extras if extra is not None)
+            pending.resolve(state.average(self.view, self.rules.replica))

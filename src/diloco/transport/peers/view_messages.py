@@ -1,14 +1,117 @@
-"""Reports and next views as messages."""
+"""What members of a view say to each other, as messages; and the one place where such messages are read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from diloco.algorithm.averaging import RoundId
+from diloco.membership.ballot import Vote
 from diloco.membership.change import NextView, Report
 from diloco.membership.view import View
+from diloco.transport.peers.fields import Fields
+from diloco.transport.peers.header import Header
 
-__all__ = ["adopted", "change_message", "next_view", "report_of"]
+__all__ = ["Adopted", "ChangeReport", "Leaving", "RoundVote", "Said", "adopted", "change_message", "next_view", "read"]
+
+_MOST_REPLICAS = 1 << 31
+
+
+@dataclass(frozen=True)
+class RoundVote:
+    """A vote about a round.
+
+    Attributes:
+        round: which one.
+        vote: what is said.
+        diverged: replicas whose state is not the majority's.
+        donor: a replica that has the majority's state; -1: none is named.
+    """
+
+    round: RoundId
+    vote: Vote
+    diverged: tuple[int, ...] = ()
+    donor: int = -1
+
+    def to_message(self, view_id: int) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "kind": "vote",
+            "view": view_id,
+            "round": [self.round.fragment, self.round.outer_step],
+            "ok": self.vote.ok,
+            "digest": self.vote.digest,
+            "reason": self.vote.reason,
+            "diverged": list(self.diverged),
+            "donor": self.donor,
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> RoundVote:
+        """From JSON; `ValueError` names the field of anything that is none."""
+        fields = Fields(message)
+        vote = Vote(fields.flag("ok"), fields.text("digest"), fields.text("reason"))
+        diverged = fields.integers("diverged", 0, _MOST_REPLICAS)
+        return cls(RoundId(*fields.round("round")), vote, diverged, fields.integer("donor", -1, _MOST_REPLICAS))
+
+
+@dataclass(frozen=True)
+class ChangeReport:
+    """A report about the end of a view, and what happened, in words."""
+
+    report: Report
+    why: str
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """What became of a view, for who asks about it."""
+
+    following: NextView
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The sender's replica leaves after inner step ``step``."""
+
+    step: int
+
+    def to_message(self, view_id: int) -> dict[str, Any]:
+        """As JSON."""
+        return {"kind": "leaving", "view": view_id, "step": self.step}
+
+
+Said = Header | RoundVote | ChangeReport | Adopted | Leaving
+
+
+def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, Said]:
+    """The view that a message is about, and what it says.
+
+    Args:
+        sender: its rank.
+        message: as it came.
+        view: the present one, which an `Adopted` ends.
+
+    Raises:
+        ValueError: it is none of those that are known, or a field of it is missing or is not what it should be.
+    """
+    fields = Fields(message)
+    kind, view_id = fields.text("kind"), fields.integer("view")
+    said: Said
+    if kind == "header":
+        said = Header.from_message(message)
+    elif kind == "vote":
+        said = RoundVote.from_message(message)
+    elif kind == "change":
+        said = ChangeReport(_report_of(sender, fields), fields.text("why"))
+    elif kind == "adopted":
+        said = Adopted(next_view(message, view))
+    elif kind == "leaving":
+        said = Leaving(fields.integer("step"))
+    else:
+        raise ValueError(f"its kind is {kind!r:.80}")
+    return view_id, said
 
 
 def change_message(mine: Report, why: str) -> dict[str, Any]:
@@ -19,17 +122,12 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "lost": sorted(mine.lost),
         "gone": sorted(mine.gone),
         "joining": sorted(mine.joining),
+        "left": sorted(map(list, mine.left)),
         "step": mine.step,
-        "commits": [[fragment, outer_step, digest] for (fragment, outer_step), digest in mine.commits.items()],
+        "commits": _with_digests(mine.commits),
+        "void": sorted(map(list, mine.void)),
         "why": why,
     }
-
-
-def report_of(sender: int, message: Mapping[str, Any]) -> Report:
-    """The report that a `change_message` holds."""
-    commits = {(int(fragment), int(outer_step)): str(digest) for fragment, outer_step, digest in message["commits"]}
-    lost, gone, joining = (frozenset(int(m) for m in message[name]) for name in ("lost", "gone", "joining"))
-    return Report(sender, int(message["view"]), lost, gone, joining, int(message["step"]), commits)
 
 
 def adopted(following: NextView) -> dict[str, Any]:
@@ -39,20 +137,48 @@ def adopted(following: NextView) -> dict[str, Any]:
         "view": following.previous.id,
         "members": None if following.view is None else list(following.view.members),
         "from_step": following.from_step,
-        "commits": [[fragment, outer_step, digest] for (fragment, outer_step), digest in following.commits.items()],
+        "commits": _with_digests(following.commits),
+        "void": sorted(map(list, following.void)),
         "reason": following.reason,
         "joined": list(following.joined),
+        "left": [list(each) for each in following.left],
     }
 
 
 def next_view(message: Mapping[str, Any], previous: View) -> NextView:
-    """What an `adopted` message holds."""
-    members = message["members"]
+    """What an `adopted` message about ``previous`` holds, or a welcome.
+
+    Raises:
+        ValueError: a field is missing or is not what it should be.
+    """
+    fields = Fields(message)
+    members = None if fields.is_none("members") else fields.integers("members", 0, _MOST_REPLICAS)
     return NextView(
-        view=None if members is None else View(int(message["view"]) + 1, tuple(int(m) for m in members)),
+        view=None if members is None else View(fields.integer("view") + 1, members),
         previous=previous,
-        from_step=int(message["from_step"]),
-        commits={(int(f), int(k)): str(digest) for f, k, digest in message["commits"]},
-        reason=str(message["reason"]),
-        joined=tuple(int(m) for m in message["joined"]),
+        from_step=fields.integer("from_step"),
+        commits=fields.digests("commits"),
+        reason=fields.text("reason"),
+        joined=fields.integers("joined", 0, _MOST_REPLICAS),
+        void=fields.pairs("void", -1),
+        left=tuple(sorted(fields.pairs("left"))),
     )
+
+
+def _report_of(sender: int, fields: Fields) -> Report:
+    lost, gone, joining = (frozenset(fields.integers(name, 0, _MOST_REPLICAS)) for name in ("lost", "gone", "joining"))
+    return Report(
+        sender,
+        fields.integer("view"),
+        lost,
+        gone,
+        joining,
+        fields.integer("step"),
+        fields.digests("commits"),
+        fields.pairs("void", -1),
+        fields.pairs("left"),
+    )
+
+
+def _with_digests(commits: Mapping[tuple[int, int], str]) -> list[list[Any]]:
+    return [[fragment, outer_step, digest] for (fragment, outer_step), digest in commits.items()]

@@ -1,57 +1,35 @@
 """Views as they follow one another: agreeing on the next one, connecting its members, and handing over the rounds.
 
-Runs in the control thread; connections are made in threads of their own.
+Runs in the control thread.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ReplicaLostError, RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.change import Change, NextView, Report
-from diloco.membership.quorum import Policy
+from diloco.membership.change import NextView, Report, Rounds
 from diloco.membership.view import View
-from diloco.transport.peers.data_link import DataLink, LinkRequest, OpenLink
+from diloco.transport.peers.data_link import OpenLink
+from diloco.transport.peers.header import Header
+from diloco.transport.peers.lineup import Lineup
 from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.round_state import Begun
 from diloco.transport.peers.rounds import RoundBook, Rules
 from diloco.transport.peers.switchboard import Loss, Switchboard
-from diloco.transport.peers.view_messages import adopted, change_message, next_view, report_of
+from diloco.transport.peers.view_end import ViewEnd
+from diloco.transport.peers.view_links import ViewLinks
+from diloco.transport.peers.view_messages import Adopted, ChangeReport, Leaving, RoundVote, adopted, read
+from diloco.transport.peers.view_policies import Policies, left_out, stopped
+from diloco.transport.peers.waiting import Early, Joiners, Letter
 
 __all__ = ["Policies", "ViewKeeper"]
 
-
-@dataclass(frozen=True)
-class Policies:
-    """What happens when replicas are lost, and how links are made.
-
-    Attributes:
-        quorum: who may go on.
-        go_on: whether survivors go on in a smaller view; else every round from then on is void, or raises.
-        raise_on_loss: whether a round that can't take place raises `ReplicaLostError`; else it is void, and the owner
-            looks at `ViewKeeper.failure` itself.
-        streams: payload connections to each peer.
-        connect_timeout_s: the longest that making one may take.
-    """
-
-    quorum: Policy
-    go_on: bool
-    raise_on_loss: bool
-    streams: int
-    connect_timeout_s: float
-
-
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    contribution: Contribution
-    pending: PeerPending
-    step: int
+_AGAIN = {"kind": "refused", "reason": "the members are changing", "for_good": False}
 
 
 class ViewKeeper:
@@ -66,7 +44,8 @@ class ViewKeeper:
         open_link: makes payload connections.
         mailbox: of payload connections being made.
         step: tells the inner step that this rank has begun to synchronise.
-        on_change: told of every next view.
+        on_change: told of every next view, before anything of it is done; what it returns goes to those who join, under
+            ``note`` in their welcome.
     """
 
     def __init__(
@@ -79,7 +58,7 @@ class ViewKeeper:
         open_link: OpenLink,
         mailbox: Mailbox,
         step: Callable[[], int],
-        on_change: Callable[[NextView], None],
+        on_change: Callable[[NextView], Mapping[str, Any] | None],
     ) -> None:
         self.view = view
         self.failure: TransportError | None = None
@@ -90,359 +69,313 @@ class ViewKeeper:
         self._policies = policies
         self._board = board
         self._postman = postman
-        self._open_link = open_link
         self._mailbox = mailbox
-        self._step = step
         self._on_change = on_change
+        self._links = ViewLinks(rules, policies.streams, policies.connect_timeout_s, board, open_link, self._unlinked)
         self._from_step = 0
         self._reason = ""
-        self._change: Change | None = None
+        self._ending = ViewEnd(rules, policies.quorum, board, step)
         self._last: NextView | None = None
-        self._links: dict[int, DataLink] = {}
-        self._waiting: list[_Waiting] = []
-        self._early: list[tuple[int, Mapping[str, Any]]] = []
-        self._joiners: dict[int, set[int]] = {}
-        self._connections: dict[int, object | None] = {}
+        self._waiting: list[tuple[Begun, int]] = []
+        self._early = Early()
+        self._joiners = Joiners(rules.ranks_per_replica)
+        self._lineup = Lineup(rules, board)
         self._has_state_of: set[int] = set()
         self._gone_before: set[int] = set()
 
     # Called by the transport, in the control thread.
 
     def open(self, view: View, from_step: int) -> None:
-        """Begin with ``view``: connect its members, and let rounds from ``from_step`` on take place in it."""
-        self.view, self._from_step = view, from_step
-        # of the processes that are members, which others of the same ranks may replace
-        self._connections = {
-            rank: self._connections.get(rank, self._board.connection(rank)) for rank in self._ranks(view.members)
-        }
-        if self.failure is None:
-            links: Future[Mapping[int, DataLink]] = Future()
-            self.book = RoundBook(
-                view,
-                self._rules,
-                links=links,
-                postman=self._postman,
-                tell=self.tell,
-                later=self._board.loop.call_later,
-                post=self._board.post,
-                broken=self._broken,
-                confirmed=self._confirmed,
-            )
-            peers = [member for member in view.members if member != self._rules.replica]
-            threading.Thread(
-                target=self._connect, args=(view, peers, links, self.book), name="diloco-connect", daemon=True
-            ).start()
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            self.begin(each.contribution, each.pending, each.step)
-        early, self._early = self._early, []
-        for sender, message in early:
-            self.heard(sender, message)
+        """Begin with ``view``: connect its members, and let rounds sent at ``from_step`` or later take place in it."""
+        self._from_step = from_step
+        self._open(view, (), frozenset())
 
     def begin(self, contribution: Contribution, pending: PeerPending, step: int) -> None:
         """A contribution sent at inner step ``step``."""
+        begun = Begun(contribution, pending)
         if self.failure is not None:
             failed = self._failure_of(pending.round)
             pending.resolve(
                 failed or RoundVoidError(f"{pending.round} is void: {self.failure}", round=str(pending.round))
             )
-        elif self._change is not None or self.book is None:
-            self._waiting.append(_Waiting(contribution, pending, step))
+        elif self._ending.change is not None or self.book is None:
+            self._waiting.append((begun, step))
         elif step < self._from_step and contribution.round.fragment >= 0:
             why = f"{pending.round} is void: the view changed before it was sent ({self._reason})."
             pending.resolve(ViewChangedError(why, round=str(pending.round)))
         else:
-            fragment = contribution.round.fragment
-            taking_over = self.joined and fragment >= 0 and fragment not in self._has_state_of
-            self.book.begin(contribution, pending, taking_over=taking_over)
+            self._begin(begun, self.book)
 
     def heard(self, sender: int, message: Mapping[str, Any]) -> None:
-        """A message about a view or a round."""
-        kind, view_id = message["kind"], int(message["view"])
-        if view_id > self.view.id or (self.book is None and kind in ("header", "vote")):
-            self._early.append((sender, message))
-        elif kind in ("header", "vote"):
-            if view_id == self.view.id and self.book is not None:
-                self.book.heard(sender, message)
-        elif kind == "change" and view_id == self.view.id:
-            if self.failure is not None or self._has_lost(sender):
-                return  # who is lost for me has no say in who else is
-            report = report_of(sender, message)
-            if self._change is None:
-                self._start(str(message["why"]), lost=report.lost, gone=report.gone, joining=report.joining)
-            assert self._change is not None
-            if self._change.absorb(report):
-                self._announce()
-            if self._rules.replica in self._change.mine.lost:
-                self.exclude(f"replica {sender // self._rules.ranks_per_replica} says: {message['why']}")
-            self._settle()
-        elif kind == "change" and self._last is not None and view_id == self._last.previous.id:
-            self._board.send(sender, adopted(self._last))  # it asks about a view that I have left behind
-        elif kind == "adopted" and view_id == self.view.id and self._change is not None:
-            self._adopt(next_view(message, self.view))
+        """A message about a view or a round. One that can't be read makes its sender lost, and raises nothing."""
+        connection = self._board.connection(sender)
+        try:
+            view_id, said = read(sender, message, self.view)
+        except ValueError as error:
+            if not self._lineup.has(sender) or self._lineup.speaks(sender, connection):
+                replica = sender // self._rules.ranks_per_replica
+                self._give_up(sender, f"replica {replica} sent what is no message of this protocol: {error}")
+            return
+        self._take(Letter(sender, view_id, said, connection))
 
     def enter(self, following: NextView) -> None:
         """Become a member of a view that was agreed on without me; who was lost before that is lost in it."""
         assert following.view is not None
-        self.joined = True
-        self.open(following.view, following.from_step)
-        if lost := self._unreached():
+        self.joined = following.from_step > 1  # before the first step there is no state but the one all begin with
+        self._from_step = following.from_step
+        self._open(following.view, (), following.void)
+        if lost := self._lineup.unreached(self.view):
             words = f"replica {self._rules.replica} can't reach all that it joins"
             self._extend(words, lost=lost, gone=lost & self._gone_before)
 
     def lose(self, rank: int, loss: Loss) -> None:
         """A rank can't be reached any more."""
         replica = rank // self._rules.ranks_per_replica
-        self._joiners.pop(replica, None)
-        if self.book is None and replica != self._rules.replica:  # no member yet, so it has no say
-            if loss.kind == "gone":
-                self._gone_before.add(replica)
-            return
-        known = replica in self.view.members or (self._change is not None and replica in self._change.mine.joining)
-        if not known or self.failure is not None:
-            return
-        if replica == self._rules.replica:
-            self._leave(
-                f"rank {rank} of replica {replica} is lost: {loss.text}. Starting the replica again would work."
-            )
-            return
-        gone = frozenset({replica}) if loss.kind == "gone" else frozenset[int]()
-        self._extend(f"replica {replica} is lost: {loss.text}", lost=frozenset({replica}), gone=gone)
+        of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
+        self._give_up(rank, f"{of_mine}replica {replica} is lost: {loss.text}", gone=loss.kind == "gone")
 
-    def join(self, rank: int) -> None:
-        """A rank that is connected to all members asks to be one; its replica joins when all its ranks have asked."""
-        replica, size = rank // self._rules.ranks_per_replica, self._rules.ranks_per_replica
-        if self._is_member(rank):
+    def leave(self, step: int) -> None:
+        """Leave for good after inner step ``step``: the others go on, and need not find out. Rounds in flight end here.
+
+        All ranks of a replica leave when one of them does.
+        """
+        if self.failure is None:
+            self.tell(Leaving(step).to_message(self.view.id))
+            self.close(self._parted(step))  # the others hang up when they have heard it
+
+    def part(self) -> None:
+        """End the connections to all members; nobody here is told of a loss."""
+        for rank in self._lineup.ranks(self.view.members):
+            self._board.hang_up(rank)
+
+    def join(self, rank: int, connected: frozenset[int]) -> None:
+        """A rank asks to be a member; its replica joins when all its ranks have asked.
+
+        Args:
+            rank: that asks.
+            connected: ranks that it is connected to; without all members it is told to look again.
+        """
+        replica = rank // self._rules.ranks_per_replica
+        if self._lineup.is_connected(rank):
             return  # another member heard it first, and all have agreed since
         if self.closed_to_joiners or self.failure is not None or self.book is None:
             why = self.closed_to_joiners or str(self.failure or "this replica is joining itself")
             self._board.send(rank, {"kind": "refused", "reason": why, "for_good": self.failure is not None})
             return
+        others = set(self._lineup.ranks(tuple(m for m in self.view.members if m != replica)))
+        if not connected.issuperset(others):
+            self._board.send(rank, _AGAIN)
+            return
         self._gone_before.discard(replica)
-        asked = self._joiners.setdefault(replica, set())
-        asked.add(rank)
-        if len(asked) == size:
-            del self._joiners[replica]
-            if replica in self.view.members:  # back before anybody noticed that it was lost
-                self._joiners[replica] = asked
+        if self._joiners.ask(rank):
+            if replica in self.view.members:  # back before anybody noticed that it was lost; it joins once that is done
                 text = f"replica {replica} was started again"
                 self._extend(text, lost=frozenset({replica}), gone=frozenset({replica}))
             else:
-                self._extend(f"replica {replica} wants to join", joining=frozenset({replica}))
+                self._let_join(replica)
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """To all other ranks of the view."""
-        for rank in self._ranks(self.view.members):
+        for rank in self._lineup.ranks(self.view.members):
             if rank != self._rules.rank:
                 self._board.send(rank, message)
 
     def exclude(self, reason: str) -> None:
         """The others go on, or stop, without this replica."""
-        went, works = "went on", "Starting it again, so that it joins them,"
-        if not self._policies.go_on:
-            went, works = "stopped", "Starting all replicas again with --resume"
-        self._leave(f"the others {went} without replica {self._rules.replica}: {reason}. {works} would work.")
+        self._stop(left_out(self._rules.replica, reason, self._policies))
 
     def close(self, failure: TransportError) -> None:
         """End everything; who waits gets ``failure``."""
         self.failure = self.failure or failure
-        self._change = None
+        self._ending.change = None
         if self.book is not None:
             self.book.freeze()
-            self.book.end({}, str(failure), self._failure_of)
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            self.begin(each.contribution, each.pending, each.step)
-        self._close_links()
+            self.book.end(None, str(failure), self._failure_of)
+        self._begin_waiting()
+        self._links.close()
+
+    # What is heard.
+
+    def _take(self, letter: Letter) -> None:
+        said, view_id = letter.said, letter.view_id
+        of_a_round, speaks = isinstance(said, Header | RoundVote), self._lineup.speaks(letter.sender, letter.connection)
+        if isinstance(said, Leaving) and speaks:  # true at once, whatever view its sender was in
+            self._hear_leaving(letter.sender, said.step)
+        elif view_id > self.view.id or (self.book is None and of_a_round):
+            if not self._early.keep(letter):
+                self._give_up(letter.sender, f"rank {letter.sender} sent too much about views that are not there")
+        elif not speaks:
+            return  # it is no member, so it has no say
+        elif isinstance(said, Header | RoundVote):
+            if view_id == self.view.id and self.book is not None:
+                self.book.heard(letter.sender, said)
+        elif isinstance(said, ChangeReport):
+            self._hear_change(letter, said)
+        elif isinstance(said, Adopted) and view_id == self.view.id and self._ending.change is not None:
+            self._adopt(said.following)
+
+    def _hear_change(self, letter: Letter, said: ChangeReport) -> None:
+        if letter.view_id == self.view.id:
+            if self.failure is not None or self.book is None or self._ending.has_lost(letter.sender):
+                return  # who is lost for me has no say in who else is
+            change = self._ending.absorb(self.view, self.book, said)
+            if self._rules.replica in change.mine.lost:
+                self.exclude(f"replica {letter.sender // self._rules.ranks_per_replica} says: {said.why}")
+            self._settle()
+        elif self._last is not None and letter.view_id == self._last.previous.id:
+            self._board.send(letter.sender, adopted(self._last))  # it asks about a view that I have left behind
+
+    def _hear_leaving(self, sender: int, step: int) -> None:
+        replica = sender // self._rules.ranks_per_replica
+        if replica != self._rules.replica:
+            self._extend(f"replica {replica} leaves after step {step}", left=frozenset({(replica, step)}))
+        else:
+            self.leave(step)  # and say so, lest my connections end before its words have come
 
     # What follows from it.
+
+    def _open(self, view: View, kept: Sequence[Begun], void: Rounds) -> None:
+        """Begin with ``view``, and with rounds that go on in it; ``void`` ones don't."""
+        self.view = view
+        self._lineup.form(view)
+        if self.failure is None:
+            self.book = book = RoundBook(
+                view,
+                self._rules,
+                links=self._links.connect(view),
+                postman=self._postman,
+                tell=self.tell,
+                later=self._board.loop.call_later,
+                post=self._board.post,
+                broken=self._broken,
+                confirmed=self._has_state_of.add,
+                late=self._late,
+                void=void,
+            )
+            for begun in kept:
+                self._begin(begun, book)
+        self._begin_waiting()
+        for letter in self._early.take():
+            self._take(letter)
+
+    def _begin(self, begun: Begun, book: RoundBook) -> None:
+        fragment = begun.contribution.round.fragment
+        book.begin(begun, taking_over=self.joined and fragment >= 0 and fragment not in self._has_state_of)
+
+    def _begin_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for begun, step in waiting:
+            self.begin(begun.contribution, begun.pending, step)
 
     def _failure_of(self, round_id: RoundId) -> TransportError | None:
         """What a round that can't take place raises; without gradients no step can be finished, so theirs always do."""
         return self.failure if self._policies.raise_on_loss or round_id.fragment < 0 else None
 
-    def _ranks(self, members: tuple[int, ...]) -> list[int]:
-        size = self._rules.ranks_per_replica
-        return [rank for member in members for rank in range(member * size, (member + 1) * size)]
+    def _extend(self, why: str, **known: Any) -> None:
+        """See `ViewEnd.extend`."""
+        if self.failure is None and self.book is not None:
+            self._ending.extend(self.view, self.book, why, **known)
+            self._settle()
 
-    def _extend(
-        self,
-        why: str,
-        *,
-        lost: frozenset[int] = frozenset(),
-        gone: frozenset[int] = frozenset(),
-        joining: frozenset[int] = frozenset(),
-    ) -> None:
-        if self._change is None:
-            self._start(why, lost=lost, gone=gone, joining=joining)
-        elif self._change.extend(lost=lost, gone=gone, joining=joining):
-            self._announce()
-        self._settle()
+    def _give_up(self, rank: int, words: str, *, gone: bool = False) -> None:
+        """A rank is no use any more, for the reason in ``words``."""
+        replica = rank // self._rules.ranks_per_replica
+        self._joiners.forget(replica)
+        if self.book is None and replica != self._rules.replica:  # no member yet, so it has no say
+            if gone:
+                self._gone_before.add(replica)
+            return
+        known = replica in self.view.members or self._ending.is_joining(replica)
+        if not known or self.failure is not None:
+            return
+        if replica == self._rules.replica:
+            self._stop(f"{words}. Starting the replica again would work.")
+        else:
+            lost = frozenset({replica})
+            self._extend(words, lost=lost, gone=lost if gone else frozenset())
 
-    def _start(self, why: str, *, lost: frozenset[int], gone: frozenset[int], joining: frozenset[int]) -> None:
-        commits = self.book.freeze() if self.book is not None else {}
-        mine = Report(self._rules.rank, self.view.id, lost, gone, joining, self._step(), commits)
-        self._change = Change(mine, self.view, self._rules.ranks_per_replica, self._policies.quorum, why)
-        self._announce()
+    def _stop(self, why: str) -> None:
+        words = f"{why} It stops here; what it had not shared yet is lost."
+        self._end(ReplicaLostError(words, replicas=[self._rules.replica]))
 
-    def _announce(self) -> None:
-        assert self._change is not None
-        message = change_message(self._change.mine, self._change.why)
-        for rank in self._change.survivors:
-            if rank != self._rules.rank:
-                self._board.send(rank, message)
+    def _parted(self, step: int) -> TransportError:
+        return TransportError(f"replica {self._rules.replica} left after step {step}; it takes part no more.")
 
-    def _leave(self, why: str) -> None:
-        self.close(
-            ReplicaLostError(
-                f"{why} It stops here; what it had not shared yet is lost.", replicas=[self._rules.replica]
-            )
-        )
-        for rank in self._ranks(self.view.members):
-            self._board.hang_up(rank)
-
-    def _is_member(self, rank: int) -> bool:
-        """Whether who is connected as ``rank`` is the process that is a member."""
-        return rank in self._connections and self._connections[rank] is self._board.connection(rank)
-
-    def _unreached(self) -> frozenset[int]:
-        """Members to whom no control connection stands."""
-        ranks, connected = self._ranks, self._board.connected
-        return frozenset(
-            m for m in self.view.members if m != self._rules.replica and not connected.issuperset(ranks((m,)))
-        )
-
-    def _has_lost(self, rank: int) -> bool:
-        return self._change is not None and rank // self._rules.ranks_per_replica in self._change.mine.lost
+    def _end(self, failure: TransportError) -> None:
+        self.close(failure)
+        self.part()
 
     def _settle(self) -> None:
-        outcome = self._change.outcome() if self._change is not None else None
-        if outcome is not None:
+        if (outcome := self._ending.outcome()) is not None:
             self._adopt(outcome)
 
     def _adopt(self, following: NextView) -> None:
-        assert self._change is not None
-        change, self._change = self._change, None
-        why = change.why
-        lost = [
-            m
-            for m in following.previous.members
-            if (m in change.mine.lost if following.view is None else m not in following.view.members)
-        ]
-        stops = following.view is None or (bool(lost) and not self._policies.go_on)
-        self._last, self._reason = following, why if stops else f"{why}; {following.reason}"
-        if stops:
-            self.failure = ReplicaLostError(
-                f"{why}. "
-                + (f"{following.reason}, so this side does not go on. " if following.view is None else "")
-                + "What was committed stands. Starting all replicas again with --resume would work"
-                + (
-                    ", and with --on-failure continue the others would have gone on."
-                    if following.view is not None
-                    else "."
-                ),
-                replicas=lost,
-            )
-        if self.book is not None:
-            self.book.end(following.commits, self._reason, self._failure_of)
-        self._close_links()
-        excluded = {"kind": "excluded", "view": following.previous.id, "reason": self._reason}
-        for rank in self._ranks(tuple(lost)):
-            if self._is_member(rank):
-                if following.view is not None:  # the smaller side excludes nobody
-                    self._board.send(rank, excluded)
-                self._board.hang_up(rank)
-            self._connections.pop(rank, None)
+        assert self.book is not None
+        change = self._ending.take()
+        survivors = () if following.view is None else following.view.members
+        members = following.previous.members
+        lost = [m for m in members if (m in change.mine.lost if following.view is None else m not in survivors)]
+        self.failure = stopped(following, lost, change.why, self._policies)
+        stops = self.failure is not None
+        self._last, self._reason = following, change.why if stops else f"{change.why}; {following.reason}"
+        kept = self.book.end(following, self._reason, self._failure_of, goes_on=not stops)
+        self._links.close()
+        self._part_from(lost, following)
         self._mailbox.forget(f"{following.previous.id}/")
         if following.view is not None:
-            welcome = adopted(following) | {"kind": "welcome"}
-            for rank in self._ranks(following.joined):
-                self._board.send(rank, welcome)
             self.view = following.view
-        self._on_change(following)  # before `open`, which may adopt the view after this one
-        self.open(self.view, following.from_step)
-        # Those whom the others agreed on before they heard of it; no connection is left that would tell of it again.
-        still = (change.mine.lost & frozenset(self.view.members)) | self._unreached()
-        if still and self.failure is None and self.view is following.view:
+        note = self._on_change(following)  # before `_open`, which may adopt the view after this one
+        for rank in self._lineup.ranks(following.joined) if following.view is not None else ():
+            self._board.send(rank, adopted(following) | {"kind": "welcome", "note": note})
+        if following.joined:
+            self._from_step = following.from_step
+        self._open(self.view, kept, following.void)
+        if self.view is following.view:
+            self._lose_again(change.mine)
+        waiting = [*self._joiners.complete(), *change.mine.joining]
+        for replica in dict.fromkeys(m for m in waiting if m not in self.view.members):
+            if following.joined or replica in change.mine.joining:  # it may have no connection to who has just joined
+                self._joiners.forget(replica)
+                for rank in self._lineup.ranks((replica,)):
+                    self._board.send(rank, _AGAIN)
+            else:
+                self._let_join(replica)
+
+    def _part_from(self, lost: Sequence[int], following: NextView) -> None:
+        excluded = {"kind": "excluded", "view": following.previous.id, "reason": self._reason}
+        left = dict(following.left)
+        for rank in self._lineup.ranks(lost):
+            knows = following.view is None or rank // self._rules.ranks_per_replica in left  # or is the larger side
+            if not knows and self._lineup.is_connected(rank):
+                self._board.send(rank, excluded)
+            self._lineup.part_from(rank)
+
+    def _lose_again(self, mine: Report) -> None:
+        """Those whom the others agreed on before they heard of it; no connection is left that would tell of it."""
+        members = frozenset(self.view.members)
+        left = frozenset(each for each in mine.left if each[0] in members)
+        still = (mine.lost & members) | self._lineup.unreached(self.view)
+        if still:
             words = f"replica {self._rules.replica} can't reach all of the next view"
-            self._extend(words, lost=still, gone=change.mine.gone & still)
-        for replica in list(self._joiners):  # each may bring the next view, which asks here for the others
-            asked = self._joiners.get(replica, ())
-            if len(asked) == self._rules.ranks_per_replica and replica not in self.view.members:
-                del self._joiners[replica]
-                self._extend(f"replica {replica} wants to join", joining=frozenset({replica}))
+            self._extend(words, lost=still, gone=mine.gone & still, left=left)
 
-    def _connect(self, view: View, peers: list[int], links: Future[Mapping[int, DataLink]], book: RoundBook) -> None:
-        """In a thread: payload connections to all peers at once."""
-        size, me = self._rules.ranks_per_replica, self._rules.replica
-        made: dict[int, DataLink] = {}
-        failed: dict[int, str] = {}
+    def _let_join(self, replica: int) -> None:
+        self._joiners.forget(replica)
+        self._extend(f"replica {replica} wants to join", joining=frozenset({replica}))
 
-        def connect(peer: int) -> None:
-            rank = peer * size + self._rules.rank % size
+    def _late(self, late: frozenset[int], words: str) -> None:
+        self._extend(words, lost=late)
 
-            def tell(key: str, value: bytes) -> None:
-                self._board.post(self._board.send, rank, {"kind": "store", "key": key}, value)
-
-            low, high = sorted((me, peer))
-            try:
-                made[peer] = self._open_link(
-                    LinkRequest(
-                        f"{view.id}/{low}-{high}/{self._rules.rank % size}",
-                        rank=rank,
-                        first=me < peer,
-                        streams=self._policies.streams,
-                        timeout_s=self._policies.connect_timeout_s,
-                        tell=tell,
-                    )
-                )
-            except TransportError as error:
-                failed[peer] = str(error)
-
-        threads = [threading.Thread(target=connect, args=(peer,), daemon=True) for peer in peers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self._board.post(self._connected, view, made, failed, links, book)
-
-    def _connected(
-        self,
-        view: View,
-        made: dict[int, DataLink],
-        failed: dict[int, str],
-        links: Future[Mapping[int, DataLink]],
-        book: RoundBook,
-    ) -> None:
-        if view is not self.view or self.failure is not None:
-            for link in made.values():
-                link.close()
-            links.set_exception(TransportError("the view has ended"))
-            return
-        self._links = made
-        if failed:
-            links.set_exception(TransportError("; ".join(failed.values())))
-            peer, words = next(iter(failed.items()))
-            self._extend(
-                f"replica {peer} has no payload connection to replica {self._rules.replica}: {words}",
-                lost=frozenset(failed),
-            )
-        else:
-            links.set_result(made)
+    def _unlinked(self, failed: Mapping[int, str]) -> None:
+        peer, words = next(iter(failed.items()))
+        me = self._rules.replica
+        self._extend(f"replica {peer} has no payload connection to replica {me}: {words}", lost=frozenset(failed))
 
     def _broken(self, words: str) -> None:
         """A payload connection ended while the control connection stands: the same members connect anew."""
-        if self._change is None and self.failure is None:
+        if self._ending.change is None and self.failure is None:
             self._board.loop.call_later(1.0, self._form_anew, self.view, words)
 
     def _form_anew(self, view: View, words: str) -> None:
-        if self.view is view and self._change is None and self.failure is None:
+        if self.view is view and self._ending.change is None and self.failure is None:
             self._extend(words)
-
-    def _confirmed(self, fragment: int) -> None:
-        self._has_state_of.add(fragment)
-
-    def _close_links(self) -> None:
-        links, self._links = self._links, {}
-        for link in links.values():
-            link.close()

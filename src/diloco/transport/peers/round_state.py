@@ -1,0 +1,99 @@
+"""One round of one view, as a rank sees it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
+from diloco.algorithm.digest import digest_tensors
+from diloco.algorithm.exchange import Exchange
+from diloco.errors import DivergedError
+from diloco.membership.ballot import Vote
+from diloco.membership.view import View
+from diloco.transport.base import Average
+from diloco.transport.peers.header import Header
+from diloco.transport.peers.pending import PeerPending
+
+__all__ = ["Begun", "RoundState", "digest_of", "extra_bytes"]
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """My contribution to a round, and who waits for the average."""
+
+    contribution: Contribution
+    pending: PeerPending
+
+
+@dataclass(eq=False)
+class RoundState:
+    """What is known of a round in one view; a round that goes on in the next view has a new one there.
+
+    Attributes:
+        id: which round.
+        headers, votes: rank -> what it said.
+        fault: what I get instead of the average, whatever becomes of the round.
+        begun: my contribution; None: I have not begun it.
+        plan: how the payloads travel.
+        taking_over: whether I am still taking over the fragment's state.
+        judged: the verdict, for the thread that moves the payloads.
+        mean: what I hold.
+        committed: True: applied by all; False: void for all; None: not decided yet.
+        reason: why it is void.
+        exchanging: whether a thread still moves payloads.
+    """
+
+    id: RoundId
+    headers: dict[int, Header] = field(default_factory=dict)
+    votes: dict[int, Vote] = field(default_factory=dict)
+    fault: DivergedError | None = None
+    begun: Begun | None = None
+    plan: Exchange | None = None
+    taking_over: bool = False
+    judged: Future[Verdict] = field(default_factory=Future)
+    mean: Mean | None = None
+    committed: bool | None = None
+    reason: str = ""
+    exchanging: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Fragment and outer step."""
+        return self.id.fragment, self.id.outer_step
+
+    def average(self, view: View, replica: int) -> Average:
+        """What ``replica`` of ``view`` gets from the round, once it is committed."""
+        mean, plan = self.mean, self.plan
+        assert mean is not None
+        assert plan is not None
+        me = view.members.index(replica)
+        return Average(
+            round=self.id,
+            values=mean.values,
+            view=view,
+            contributors=mean.contributors,
+            weight=mean.weight,
+            sent_bytes=plan.sent_bytes(me),
+            received_bytes=plan.received_bytes(me),
+            wait_s=0.0,
+            buffers=mean.buffers,
+            integers=mean.integers,
+            note=self.judged.result().reason,
+        )
+
+
+def digest_of(mean: Mean) -> str:
+    """Of everything that the average would change."""
+    parts = {f"{mean.contributors} {mean.weight!r}": mean.values}
+    if mean.buffers is not None:
+        parts["buffers"] = mean.buffers
+    if mean.integers is not None:
+        parts["integers"] = mean.integers
+    return digest_tensors(parts)
+
+
+def extra_bytes(contribution: Contribution) -> int:
+    """What travels beside the payload."""
+    extras = (contribution.buffers, contribution.integers)
+    return sum(extra.numel() * extra.element_size() for extra in extras if extra is not None)

@@ -1,0 +1,90 @@
+"""This rank's side of the end of the present view: what it knows of it, told to the survivors as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diloco.membership.change import Change, NextView, Report
+from diloco.membership.quorum import Policy
+from diloco.membership.view import View
+from diloco.transport.peers.rounds import RoundBook, Rules
+from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.view_messages import ChangeReport, change_message
+
+__all__ = ["ViewEnd"]
+
+
+class ViewEnd:
+    """Nothing is known until something happens; from then on the rounds of the view are frozen.
+
+    Args:
+        rules: who I am.
+        quorum: who may go on.
+        board: control connections.
+        step: tells the inner step that this rank has begun to synchronise.
+
+    Attributes:
+        change: what is known; None: the view does not end.
+    """
+
+    def __init__(self, rules: Rules, quorum: Policy, board: Switchboard, step: Callable[[], int]) -> None:
+        self.change: Change | None = None
+        self._rules = rules
+        self._quorum = quorum
+        self._board = board
+        self._step = step
+
+    def extend(
+        self,
+        view: View,
+        book: RoundBook,
+        why: str,
+        *,
+        lost: frozenset[int] = frozenset(),
+        gone: frozenset[int] = frozenset(),
+        joining: frozenset[int] = frozenset(),
+        left: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
+        """Something happened, ``why`` in words: ``view`` ends if it did not before."""
+        started, change = self._begin(view, book, why)
+        if change.extend(lost=lost, gone=gone, joining=joining, left=left) or started:
+            self._announce(change)
+
+    def absorb(self, view: View, book: RoundBook, said: ChangeReport) -> Change:
+        """Another rank says that ``view`` ends."""
+        started, change = self._begin(view, book, said.why)
+        if change.absorb(said.report) or started:
+            self._announce(change)
+        return change
+
+    def has_lost(self, rank: int) -> bool:
+        """Whether the replica of a rank is lost in this change."""
+        return self.change is not None and rank // self._rules.ranks_per_replica in self.change.mine.lost
+
+    def is_joining(self, replica: int) -> bool:
+        """Whether a replica becomes a member by this change."""
+        return self.change is not None and replica in self.change.mine.joining
+
+    def outcome(self) -> NextView | None:
+        """What to adopt, once all survivors know the same."""
+        return self.change.outcome() if self.change is not None else None
+
+    def take(self) -> Change:
+        """The change that is over now; nothing is known of the end of the next view."""
+        change, self.change = self.change, None
+        assert change is not None
+        return change
+
+    def _begin(self, view: View, book: RoundBook, why: str) -> tuple[bool, Change]:
+        if self.change is not None:
+            return False, self.change
+        commits, void = book.freeze()
+        mine = Report(self._rules.rank, view.id, step=self._step(), commits=commits, void=void)
+        self.change = Change(mine, view, self._rules.ranks_per_replica, self._quorum, why)
+        return True, self.change
+
+    def _announce(self, change: Change) -> None:
+        message = change_message(change.mine, change.why)
+        for rank in change.survivors:
+            if rank != self._rules.rank:
+                self._board.send(rank, message)
