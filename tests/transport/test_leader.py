@@ -87,11 +87,11 @@ def rank_hears(position: int, folder: Path) -> dict[str, Any]:
     pending = transport.average(contribution(1, outer_step=2, digest="odd"))
     heard["diverged"] = outcome(pending.wait)
 
-    heard["nothing published"] = outcome(lambda: transport.fetch(0, donor=0))
+    heard["nothing published"] = outcome(lambda: transport.fetch(0, [0]))
     if replica.hub:
         state = {"global_params": torch.arange(5.0), "outer_step": 7, "slots": {"momentum": torch.ones(5)}, "none": {}}
         replica.hub.endpoint(0).publish(lambda fragment: {"fragment": fragment, **state})
-    heard["state"] = transport.fetch(3, donor=0)
+    heard["state"] = transport.fetch(3, [0])
 
     heard["timeout"] = outcome(transport.average(contribution(1, outer_step=3)).wait)
     heard["twice"] = outcome(lambda: transport.average(contribution(1, outer_step=3)))

@@ -25,7 +25,7 @@ from diloco.algorithm.digest import digest_state
 from diloco.algorithm.fragments import Fragment, bind, flatten, local_shard, unflatten_
 from diloco.algorithm.merge import MergeRule, carry_over
 from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
-from diloco.errors import NonFiniteError
+from diloco.errors import FragmentError, NonFiniteError
 
 __all__ = ["OuterLoop"]
 
@@ -131,9 +131,21 @@ class OuterLoop:
         return {"global_params": self.global_params[index], "outer_step": state.step, "slots": dict(state.slots)}
 
     def load_fragment_state(self, index: int, state: Mapping[str, Any]) -> None:
-        """Take over what `fragment_state` gave, by copy."""
-        self.global_params[index].copy_(state["global_params"])
+        """Take over what `fragment_state` gave, by copy.
+
+        Raises:
+            FragmentError: if it is of another fragment or outer optimizer; nothing was taken over.
+        """
         slots = self.outer_states[index].slots
+        wanted = {"global_params": self.global_params[index], **slots}
+        given = {"global_params": state["global_params"], **state["slots"]}
+        shapes = [{name: tuple(values.shape) for name, values in each.items()} for each in (wanted, given)]
+        if shapes[0] != shapes[1]:
+            raise FragmentError(
+                f"the state of fragment {index} holds {shapes[1]}, and {shapes[0]} is needed; that of the same model, "
+                "fragments and outer optimizer would work. Nothing was taken over."
+            )
+        self.global_params[index].copy_(state["global_params"])
         for name, values in slots.items():
             values.copy_(state["slots"][name])
         self.outer_states[index] = OuterState(int(state["outer_step"]), slots)

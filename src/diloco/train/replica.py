@@ -7,7 +7,7 @@ the algorithm runs or what the network is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -112,7 +112,7 @@ class DiLoCo:
         self._on_event = on_event or (lambda event: None)
         self._in_flight: dict[int, InFlight] = {}
         self._shared = SharedState(self.outer_loop)
-        self.transport.publish(self._shared.snapshot)
+        self.transport.publish(self._shared.snapshot, self._shared.version)
 
     def step(self) -> None:
         """An inner step is done: send and merge what the schedule says. Blocks only in a merge."""
@@ -133,25 +133,35 @@ class DiLoCo:
             if not isinstance(action, Send) and action.fragment in self._in_flight:
                 self._merge(action.fragment)
 
-    def take_over(self, donors: Sequence[int]) -> None:
-        """Take global parameters and outer state of others for global and local ones; nothing of mine remains.
+    def change_transport(self, transport: Transport) -> None:
+        """Go on over another transport, with nothing in flight."""
+        self.transport = transport
+        self.transport.publish(self._shared.snapshot, self._shared.version)
+
+    def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
+        """Take global parameters and outer state of others for global ones.
+
+        Args:
+            donors: whom to ask.
+            keep_work: whether what this replica did since it last took over global parameters stays in its local ones,
+                to be shared in the next round; else they become the global ones.
 
         Raises:
             TransportError: if none of ``donors`` answers.
         """
         for fragment in self.fragments:
             state = self._fetched(fragment.index, donors)
-            with self._shared.changing():
+            carrying = self.outer_loop.carrying_over(fragment.index) if keep_work else nullcontext()
+            with self._shared.changing(fragment.index), carrying:
                 self.outer_loop.load_fragment_state(fragment.index, state)
-                self.outer_loop.merge(fragment.index, AlphaMerge(), None)
+                self._shared.finished_rounds[fragment.index] = int(state.get("finished_rounds", 0))
+                if not keep_work:
+                    self.outer_loop.merge(fragment.index, AlphaMerge(), None)
 
     def _fetched(self, index: int, donors: Sequence[int]) -> Mapping[str, Any]:
-        for donor in donors[:-1]:
-            try:
-                return self.transport.fetch(index, donor)
-            except TransportError:  # the next one may answer
-                continue
-        return self.transport.fetch(index, donors[-1])
+        mine = self.outer_loop.fragment_state(index)
+        tensors = (mine["global_params"], *mine["slots"].values())
+        return self.transport.fetch(index, donors, sum(tensor.nbytes for tensor in tensors))
 
     def drain(self) -> None:
         """Merge every fragment in flight at once, in the order sent; for the end of a run."""
@@ -205,10 +215,13 @@ class DiLoCo:
         try:
             averaged = self._apply(entry.pending.wait(), entry.sent)
         except DivergedError as error:
-            self._void(entry, f"{error} {self._follow(index, error.donor)}")
+            self._void(entry, f"{error} {self._follow(index, error)}")
         except RoundVoidError as error:
             self._void(entry, str(error))
-        self._shared.finished_rounds[index] = entry.contribution.round.outer_step + 1
+        with self._shared.changing(index):
+            self._shared.finished_rounds[index] = max(
+                self._shared.finished_rounds[index], entry.contribution.round.outer_step + 1
+            )
         codec = self._codecs[index]
         if isinstance(codec, ErrorFeedback):
             if averaged:
@@ -221,7 +234,8 @@ class DiLoCo:
         """Outer step and merge; False if this replica's own work is not in the average and stays to be sent."""
         index = average.round.fragment
         averaged = self.transport.replica in average.contributors
-        with self._shared.changing():
+        with self._shared.changing(index):
+            self._shared.finished_rounds[index] = average.round.outer_step + 1
             if averaged:
                 self.outer_loop.outer_step(index, average.values)
                 self.outer_loop.merge(index, self.merge_rule, sent)
@@ -245,15 +259,16 @@ class DiLoCo:
         )
         return averaged
 
-    def _follow(self, index: int, donor: int) -> str:
+    def _follow(self, index: int, error: DivergedError) -> str:
         """Take over a fragment's state; the work that is not shared yet stays in the local parameters."""
         try:
-            state = self.transport.fetch(index, donor)
-        except TransportError as error:  # the next round of this fragment finds out again
-            return f"Taking over the state of replica {donor} failed: {error}"
-        with self._shared.changing(), self.outer_loop.carrying_over(index):
+            others = [m for m in self.transport.view.members if m not in (error.donor, *error.replicas)]
+            state = self._fetched(index, [error.donor, *others])
+        except TransportError as failure:  # the next round of this fragment finds out again
+            return f"Taking over the state of replica {error.donor} failed: {failure}"
+        with self._shared.changing(index), self.outer_loop.carrying_over(index):
             self.outer_loop.load_fragment_state(index, state)
-        return f"Replica {self.transport.replica} took over the state of replica {donor}."
+        return f"Replica {self.transport.replica} took over the state of replica {error.donor}."
 
     def _void(self, entry: InFlight, reason: str) -> None:
         self.rounds_void += 1

@@ -22,13 +22,19 @@ class SharedState:
     def __init__(self, outer_loop: OuterLoop) -> None:
         self.outer_loop = outer_loop
         self.finished_rounds = [0] * len(outer_loop.fragments)
+        self._changes = [0] * len(outer_loop.fragments)
         self._lock = threading.Lock()
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Around a change; snapshots wait."""
+    def changing(self, fragment: int) -> Iterator[None]:
+        """Around a change of a fragment; snapshots wait."""
         with self._lock:
+            self._changes[fragment] += 1
             yield
+
+    def version(self, fragment: int) -> int:
+        """Another number once the fragment has changed."""
+        return self._changes[fragment]
 
     def snapshot(self, fragment: int) -> dict[str, Any]:
         """A copy of the fragment's state and its ``finished_rounds``."""

@@ -6,7 +6,7 @@ Not ``all_reduce(tensor)``: quantised bytes can't be summed on the wire, and a D
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,7 +65,8 @@ class Pending(Protocol):
 
 
 SnapshotSource = Callable[[int], Mapping[str, Any]]
-"""Fragment index -> that fragment's global parameters and outer state, as a nested state of tensors."""
+"""Fragment index -> that fragment's global parameters and outer state, as a nested state of tensors that nobody changes
+afterwards."""
 
 
 class Transport(abc.ABC):
@@ -90,15 +91,25 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def publish(self, source: SnapshotSource) -> None:
-        """From now on, answer those who `fetch` from this replica with ``source(fragment)``."""
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
+        """From now on, answer those who `fetch` from this replica with ``source(fragment)``.
+
+        Args:
+            source: called in any thread.
+            version: fragment -> something that differs once the fragment's state has changed; None: it may at any time.
+        """
 
     @abc.abstractmethod
-    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
-        """The donor's global parameters and outer state of ``fragment``: a copy that is the caller's own.
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+        """What ``donors`` have as global parameters and outer state of ``fragment``: a copy that is the caller's own.
+
+        Args:
+            fragment: which one.
+            donors: members of the view; one that does not answer is not waited for where another does.
+            expected_bytes: more than this is refused; None: anything is taken.
 
         Raises:
-            TransportError: if the donor is no member of the view or has published nothing.
+            TransportError: if none of them is a member of the view, or has published anything, or answers.
         """
 
     def tick(self) -> None:  # noqa: B027 - a transport without a virtual clock has nothing to do

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,12 +177,14 @@ class InProcessTransport:
     def publish(self, replica: int, source: SnapshotSource) -> None:
         self._sources[replica] = source
 
-    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
-        if donor not in self._sources:
-            raise TransportError(
-                f"replica {donor} was asked for fragment {fragment}, but it has published nothing.", replicas=[donor]
-            )
-        return self._sources[donor](fragment)
+    def fetch(self, fragment: int, donors: Sequence[int]) -> Mapping[str, Any]:
+        for donor in donors:
+            if donor in self._sources:
+                return self._sources[donor](fragment)
+        asked = ", ".join(map(str, donors))
+        raise TransportError(
+            f"replica {asked} was asked for fragment {fragment}, but it has published nothing.", replicas=donors
+        )
 
     def _decide(self, round_id: RoundId, state: _Round) -> None:
         absent: dict[int, str] = {}
@@ -271,13 +273,13 @@ class InProcessEndpoint(Transport):
             self.hub.accept(contribution)
         return _InProcessPending(self, contribution.round)
 
-    def publish(self, source: SnapshotSource) -> None:
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         with self.hub.changed:
             self.hub.publish(self.replica, source)
 
-    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         with self.hub.changed:
-            return _copied(self.hub.fetch(fragment, donor))
+            return _copied(self.hub.fetch(fragment, donors))
 
     def tick(self) -> None:
         with self.hub.changed:

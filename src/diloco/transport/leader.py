@@ -6,7 +6,7 @@ between replicas once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,13 +53,13 @@ class LeaderTransport(Transport):
         self.shared(lambda leader: kept.append(leader.average(contribution)))
         return _LeaderPending(self, contribution.round, kept[0] if kept else None)
 
-    def publish(self, source: SnapshotSource) -> None:
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         if self.transport is not None:
-            self.transport.publish(source)
+            self.transport.publish(source, version)
 
-    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         tensors: list[Tensor] = []
-        outline = self.shared(lambda leader: _outline(leader.fetch(fragment, donor), tensors))
+        outline = self.shared(lambda leader: _outline(leader.fetch(fragment, donors, expected_bytes), tensors))
         return _received(outline, tensors, self.group)
 
     def tick(self) -> None:

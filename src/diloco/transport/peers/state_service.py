@@ -26,17 +26,14 @@ import xxhash
 from torch import Tensor
 
 from diloco.errors import TransportError
-from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
-from diloco.transport.peers import state_fetch
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.state_shelf import Shelf, Snapshot
 from diloco.transport.peers.state_wire import Description, TensorBytes, outline_of
-from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.token_bucket import TokenBucket
 
-__all__ = ["MAX_CHUNK_BYTES", "StateService", "fetch_state", "serve_state"]
+__all__ = ["MAX_CHUNK_BYTES", "StateService", "serve_state"]
 
 MAX_CHUNK_BYTES = 1 << 18
 MAX_ASKERS = 4
@@ -205,13 +202,6 @@ def serve_state(board: Switchboard, limit_bytes_per_s: float | None = None) -> S
     service = StateService(limit_bytes_per_s)
     board.services["fetch"] = service.serve
     return service
-
-
-async def fetch_state(
-    streams: Streams, address: Address, fragment: int, after: int, donor: int, timeout_s: float
-) -> dict[str, Any]:
-    """`state_fetch.fetch_state` from one donor."""
-    return await state_fetch.fetch_state(streams, {donor: address}, fragment, after, timeout_s)
 
 
 def _copy(source: SnapshotSource, fragment: int, version: object) -> Snapshot:
