@@ -1,0 +1,117 @@
+"""Who draws which sequences as views follow one another: a pure function of what all members agree on.
+
+A view changes while its members are at different steps, and none of them stops for it. So they go on by the assignment
+that they have for ``margin`` steps more, within which every one of them has to wait for a round of the next view; the
+next assignment begins there. Who joins draws meanwhile from positions that were set aside for it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.data.assignment import Assignment, Range
+from diloco.errors import ConfigurationError
+
+__all__ = ["Shares"]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The assignments of a run that are not over yet.
+
+    Attributes:
+        chain: in the order in which they begin; each is in force until the next one begins.
+        aside: assignments of one member each, for those who joined, with the step from which the chain has them.
+
+    >>> alone = Shares.of((0,))
+    >>> both = alone.following(10, (0, 1), joined=(1,), left={}, margin=5, batch_size=4)
+    >>> [each.from_step for each in both.of_member(0)]
+    [0, 15]
+    >>> both.of_member(1)[0]  # of steps 10 to 14, behind what replica 0 draws until then
+    Assignment(from_step=10, members=(1,), start=60, returned=())
+    >>> both.chain[-1].start
+    80
+    """
+
+    chain: tuple[Assignment, ...]
+    aside: tuple[tuple[Assignment, int], ...] = ()
+
+    @classmethod
+    def of(cls, members: Sequence[int], from_step: int = 0) -> Shares:
+        """Of a run that begins with ``members``."""
+        return cls((Assignment(from_step, tuple(members), 0),))
+
+    def following(
+        self,
+        from_step: int,
+        members: Sequence[int],
+        *,
+        joined: Collection[int],
+        left: Mapping[int, int],
+        margin: int,
+        batch_size: int,
+    ) -> Shares:
+        """After a change of the view.
+
+        Args:
+            from_step: no member has begun this step of the next view when the change is agreed on; not before that of
+                any change before.
+            members: of the next view, ascending.
+            joined: those that were not members before.
+            left: replica that left cleanly -> the inner steps that it has done.
+            margin: steps within which every member waits for a round.
+            batch_size: sequences per batch of a replica (B).
+        """
+        begins = max(from_step + margin, self.chain[-1].from_step)
+        returned: list[Range] = []
+        for replica in set(self.chain[-1].members) - set(members):
+            returned += self._unused(replica, left.get(replica, from_step), begins, batch_size)
+        base = self.chain[-1].following(begins, tuple(members), batch_size, returned)
+        oldest = from_step - margin  # nobody is further behind
+        aside, start = [each for each in self.aside if each[1] > oldest], base.start
+        for replica in sorted(joined):
+            aside.append((Assignment(from_step, (replica,), start), begins))
+            start += (begins - from_step) * batch_size
+        following = Assignment(begins, base.members, start, base.returned)
+        alive = [each for each, after in zip(self.chain, self.chain[1:], strict=False) if after.from_step > oldest]
+        last = [self.chain[-1]] if self.chain[-1].from_step < begins else []
+        return Shares((*alive, *last, following), tuple(aside))
+
+    def of_member(self, member: int) -> tuple[Assignment, ...]:
+        """What a member's sampler needs, in the order in which they begin."""
+        return tuple(assignment for assignment, _ in self._spans(member, self.chain[-1].from_step))
+
+    def to_message(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "chain": [each.to_message() for each in self.chain],
+            "aside": [[each.to_message(), until] for each, until in self.aside],
+        }
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Shares:
+        """What `to_message` made a message of; `ValueError`, `TypeError` or `KeyError` for anything else."""
+        chain = tuple(Assignment.from_message(each) for each in message["chain"])
+        aside = tuple((Assignment.from_message(each), int(until)) for each, until in message["aside"])
+        if not chain:
+            raise ConfigurationError("An empty chain of assignments was given. Nothing was assigned.")
+        return cls(chain, aside)
+
+    def _unused(self, replica: int, done: int, until: int, batch_size: int) -> list[Range]:
+        """What a replica that has done so many steps is assigned before step ``until`` and won't use."""
+        ranges: list[Range] = []
+        for assignment, end in self._spans(replica, until):
+            first = max(assignment.from_step, done)
+            if first < end:
+                ranges += assignment.ranges(replica, range(first, end), batch_size)
+        return ranges
+
+    def _spans(self, replica: int, until: int) -> list[tuple[Assignment, int]]:
+        """Its assignments, each with the step at which it ends; of one that came again only those since."""
+        aside = [each for each in self.aside if each[0].members == (replica,)][-1:]
+        begins = aside[0][1] if aside else 0
+        ends = [each.from_step for each in self.chain[1:]] + [until]
+        spans = zip(self.chain, ends, strict=True)
+        return [*aside, *((a, end) for a, end in spans if replica in a.members and a.from_step >= begins)]
