@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+from tests.transport.swarms import Swarms
 
 
 @pytest.fixture
@@ -16,3 +19,18 @@ def board() -> Iterator[Switchboard]:
     made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Private keys, which take a second each to make."""
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture
+def swarms(keys: Path) -> Iterator[Swarms]:
+    """Makes peers, and ends them."""
+    made = Swarms(keys)
+    yield made
+    made.close()
+    gc.collect()  # what Hivemind leaves open is this test's, not one's that comes later

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from tests.transport.wires import at_once
 
-__all__ = ["LOOPBACK", "QUICK", "Swarms"]
+__all__ = ["LOOPBACK", "QUICK", "Swarms", "wait_for_members"]
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 QUICK: dict[str, Any] = {
@@ -47,6 +47,7 @@ class Swarms:
         run: str = "run",
         secret: str = "",
         allowed: frozenset[str] = frozenset(),
+        at: Sequence[str] = (),
         hidden: bool = False,
         held_step: int = -1,
         swarm: str = "",
@@ -55,13 +56,14 @@ class Swarms:
         """Start a peer that knows ``known``.
 
         Args:
+            at: more addresses that it knows.
             hidden: whether nobody can open a connection to it.
         """
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
             gate=Gate(run, secret, allowed),
             node=NodePlace(
-                join=tuple(address for each in known for address in addresses(each)),
+                join=(*at, *(address for each in known for address in self.addresses_of(each))),
                 listen=() if hidden else LOOPBACK,
                 map_ports=False,
             ),
@@ -73,6 +75,16 @@ class Swarms:
         self._open.append(connected.transport)
         return connected
 
+    def peer_at(self, number: int, at: Sequence[str], **options: Any) -> Connected:
+        """Start a peer that knows addresses."""
+        return self.peer(number, at=at, **options)
+
+    def addresses_of(self, transport: PeerTransport) -> tuple[str, ...]:
+        """Where a peer can be reached."""
+        streams = transport.board.streams
+        assert isinstance(streams, PeerStreams)
+        return transport.board.call(streams.node.addresses())
+
     def meet(self, num_replicas: int, **options: Any) -> list[PeerTransport]:
         """So many peers in one view."""
         first = self.peer(0, **options)
@@ -83,7 +95,7 @@ class Swarms:
                 raise each
         transports = [first.transport, *later]
         for transport in transports:
-            _Changes(transport).wait_for(lambda members: len(members) == num_replicas)
+            wait_for_members(transport, num_replicas)
         for transport in transports:
             transport.tick()  # rounds of the last view begin one step after those who joined have come
         return transports
@@ -98,25 +110,14 @@ class Swarms:
         at_once([transport.close for transport in self._open])
 
 
-class _Changes:
-    """Waits for views."""
+def wait_for_members(transport: PeerTransport, number: int) -> None:
+    """Until the view has so many."""
+    changed = threading.Condition()
 
-    def __init__(self, transport: PeerTransport) -> None:
-        self._transport = transport
-        self._changed = threading.Condition()
-        transport.on_change = self._note
+    def note(following: object) -> None:
+        with changed:
+            changed.notify_all()
 
-    def _note(self, following: object) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait_for(self, holds: Callable[[tuple[int, ...]], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: holds(self._transport.view.members), 20.0), self._transport.view
-
-
-def addresses(transport: PeerTransport) -> tuple[str, ...]:
-    """Where a peer can be reached."""
-    streams = transport.board.streams
-    assert isinstance(streams, PeerStreams)
-    return transport.board.call(streams.node.addresses())
+    transport.on_change = note
+    with changed:
+        assert changed.wait_for(lambda: len(transport.view.members) == number, 20.0), transport.view

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,18 +10,10 @@ from diloco.transport.base import Transport
 from tests.transport.contract import MakeEndpoints, TransportContract
 from tests.transport.swarms import Swarms
 
-
-@pytest.fixture(scope="session")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Private keys, which take a second each to make."""
-    return tmp_path_factory.mktemp("keys")
-
-
-@pytest.fixture
-def swarms(keys: Path) -> Iterator[Swarms]:
-    made = Swarms(keys)
-    yield made
-    made.close()
+pytestmark = pytest.mark.filterwarnings(
+    # Hivemind leaves connections to its daemon to the garbage collector when one is ended in the middle of a question
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 class TestHivemindContract(TransportContract):

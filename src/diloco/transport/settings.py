@@ -18,9 +18,9 @@ class TransportSettings:
 
     name: Annotated[Literal["in-process", "torch", "hivemind"], arg(aliases=["--transport"])] = "in-process"
     """in-process: all replicas take turns in this process; torch: each is a process of its own, over
-    torch.distributed; hivemind is not part of this version and is refused."""
+    torch.distributed; hivemind: each finds the others in a DHT, comes and goes, with nobody in charge."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
-    """Number of replicas (M)."""
+    """Number of replicas (M). hivemind: see swarm.start_replicas."""
     min_contributors: int | None = None
     """A round with fewer contributions than this is void. Default: all replicas."""
     round_timeout_s: float = 600.0
@@ -88,9 +88,9 @@ class TransportSettings:
             )
         for name, value, low, high in (
             ("replica_size", self.replica_size, 1, None),
-            ("min_replicas", self.min_replicas, 1, self.replicas),
+            ("min_replicas", self.min_replicas, 1, None if self.name == "hivemind" else self.replicas),
             ("restarts", self.restarts, 0, None),
-            ("replica", self.replica or 0, 0, self.replicas - 1),
+            ("replica", self.replica or 0, 0, None if self.name == "hivemind" else self.replicas - 1),
             ("position", self.position, 0, self.replica_size - 1),
             ("streams", 1 if self.streams is None else self.streams, 1, 64),
             ("piece_bytes", self.piece_bytes, 4096, None),
@@ -101,7 +101,7 @@ class TransportSettings:
                     f"transport.{name}={value} was given; {works} would work. Nothing was started."
                 )
         in_order = 0 < self.heartbeat_s < self.silence_s / 2 and self.silence_s < self.round_timeout_s
-        if self.name == "torch" and not in_order:
+        if self.name != "in-process" and not in_order:
             raise ConfigurationError(
                 f"transport.heartbeat_s={self.heartbeat_s}, silence_s={self.silence_s} and round_timeout_s="
                 f"{self.round_timeout_s} were given; each must be shorter than the next, and two heartbeats must fit "

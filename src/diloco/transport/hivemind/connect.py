@@ -6,6 +6,7 @@ Nobody is in charge: whoever finds no member of the run founds the swarm, as a v
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ class SwarmPlace:
         swarm: the swarm that it was a member of before; "": any.
         join_window_s: who finds no member waits this long for others that look, too, before one of them founds it.
         status: what people that look are told of this peer, as JSON.
+        closed: why nobody can join at first; "": all can.
     """
 
     identity: Path
@@ -55,6 +57,7 @@ class SwarmPlace:
     swarm: str = ""
     join_window_s: float = 3.0
     status: Callable[[], Mapping[str, Any]] = dict
+    closed: str = ""
 
 
 def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Connected:
@@ -99,6 +102,8 @@ class _Arrival:
         self.registry = Registry(0)
         self.number = transport.replica
         self.patience_s = wire.rendezvous_timeout_s
+        self._calls: set[asyncio.Future[None]] = set()
+        transport.on_introduction = self._call_back
 
     def connect(self) -> Connected:
         call = self.board.call
@@ -107,15 +112,6 @@ class _Arrival:
         found = call(self._find())
         open_link = LinkDesk(self.board, self._address_of, self.wire.silence_s).open_link
         self.swarm = found.swarm if found else secrets.token_hex(8)
-        desk = SwarmDesk(
-            self.board,
-            self.registry,
-            self.mine,
-            self.swarm,
-            members=self._members,
-            step=lambda: self.transport.step,
-            status=self.place.status,
-        )
         self.board.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
@@ -124,18 +120,33 @@ class _Arrival:
             self.transport.begin(View(-1, found.members), self.registry, open_link, member=False)
         else:
             self.transport.begin(View(0, (self.number,)), self.registry, open_link, member=True)
+            call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))  # before anybody looks
+        self.transport.close_to_joiners(self.place.closed)
+        SwarmDesk(
+            self.board,
+            self.registry,
+            self.mine,
+            self.swarm,
+            members=self._members,
+            closed=lambda: self.transport.closed_to_joiners,
+            step=lambda: self.transport.step,
+            status=self.place.status,
+        )
         self.board.post(self._keep_announcing)
         entries = dict(found.entries) if found else {}
-        table = Table({**entries, self.number: self.mine}, running=found is not None)
-        del desk  # its services keep it
-        return Connected(self.transport, table, found is not None, self._refresh)
+        table = Table({**entries, self.number: self.mine}, found is not None, found.step if found else 0)
+        return Connected(self.transport, table, found is not None, self.swarm, self._refresh)
 
     def _members(self) -> tuple[int, ...]:
         view = self.transport.view
         return view.members if self.number in view.members else ()
 
     def _address_of(self, rank: int) -> PeerAddress:
-        return PeerAddress(self.registry.entries[rank].address)
+        """Of a rank that is connected, or was when it asked; `OSError` for one that nobody knows."""
+        connected = self.board.address_of(rank)
+        if connected is None and rank not in self.registry.entries:
+            raise OSError(f"nobody knows where replica {rank} is")
+        return PeerAddress(str(connected or self.registry.entries[rank].address))
 
     async def _entry(self) -> Entry:
         places = await self.streams.node.addresses()
@@ -215,16 +226,48 @@ class _Arrival:
             try:
                 await asyncio.wait_for(self.board.connect(rank, PeerAddress(entry.address)), self.wire.silence_s)
             except (OSError, EOFError, TransportError, TimeoutError) as error:
-                if rank in table.members:
+                if rank in table.members and not await self._called_back(table, rank):
                     raise RendezvousError(
                         f"replica {self.number} can't reach replica {rank} ({entry.address}), which is a member: "
-                        f"{str(error) or type(error).__name__}. A way to it, through a relay if it is behind a router "
-                        "that lets nothing in, would work. Nothing was started.",
+                        f"{str(error) or type(error).__name__}. A way to it, or, where both are behind routers that "
+                        "let nothing in, a peer with a public address that relays, would work. Nothing was started.",
                         replicas=[rank],
                     ) from error
 
         wanted = [rank for rank in table.entries if rank != self.number and rank not in self.board.connected]
         await asyncio.gather(*(one(rank) for rank in wanted))
+
+    async def _called_back(self, table: SwarmTable, rank: int) -> bool:
+        """Ask a member that can be reached to let one that can't open the connection; whether it did."""
+        question = {"kind": "introduce", "to": rank, "entry": self.mine.to_message()}
+        for other in table.members:
+            if other == rank:
+                continue
+            try:
+                await ask_peer(self.streams, table.entries[other].address, question)
+            except OSError:
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._connected_to(rank), self.wire.silence_s)
+                return True
+        return False
+
+    async def _connected_to(self, rank: int) -> None:
+        while rank not in self.board.connected:
+            self.board.arrived.clear()
+            await self.board.arrived.wait()
+
+    def _call_back(self, entry: Entry) -> None:
+        """Open the connection that another one can't."""
+
+        async def call() -> None:
+            self.streams.know(entry.address, entry.places)
+            with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
+                await asyncio.wait_for(self.board.connect(entry.rank, PeerAddress(entry.address)), self.wire.silence_s)
+
+        if entry.rank not in self.board.connected:
+            self._calls.add(task := asyncio.ensure_future(call()))
+            task.add_done_callback(self._calls.discard)
 
     def _refresh(self) -> None:
         """The members may be others by now."""

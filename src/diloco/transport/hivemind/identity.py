@@ -67,6 +67,6 @@ def number_of(peer_id: str) -> int:
     """The replica number of a peer that was given none: from its identity, so that it has it whenever it comes.
 
     >>> number_of("12D3KooWJrhzcn17yUmoHusNY4jT2mWtmrD7UtawBVTF1L1kTfMa")
-    75834034
+    178120399
     """
     return int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:4], "big") >> 4

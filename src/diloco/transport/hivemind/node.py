@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.transport.hivemind.daemon import Daemon, Handler
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
@@ -18,10 +19,8 @@ __all__ = ["Node", "NodePlace"]
 _PROTOCOL = "diloco/1"
 _RECORD_S = 1800.0
 """How long a record stays; long, so that clocks which are minutes apart don't matter."""
+_ENDING_S = 0.2  # for a daemon that did not start to be gone
 _DAEMON_IDLE_S = 3.0  # a daemon whose process is gone goes too
-
-Handler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Takes over a stream that the peer named first has opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +45,10 @@ class NodePlace:
 class Node:
     """A running peer. Made by `start`."""
 
-    def __init__(self, identity: Identity, p2p: Any, dht: Any) -> None:
+    def __init__(self, identity: Identity, daemon: Daemon, dht: Any) -> None:
         self.peer_id = identity.peer_id
-        self._p2p = p2p
+        self._daemon = daemon
         self._dht = dht
-        self._validator = dht.protocol.record_validator
         self._subkey = make_subkey(identity)
 
     @classmethod
@@ -76,6 +74,7 @@ class Node:
                 check_if_identity_free=False,
             )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
+            await asyncio.sleep(_ENDING_S)
             why = str(error).splitlines()[0]
             if place.join:
                 raise RendezvousError(
@@ -86,6 +85,7 @@ class Node:
                 f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Another transport.listen "
                 "would work. Nothing was started."
             ) from error
+        daemon = Daemon(p2p, _PROTOCOL)
         try:
             dht = await engine.DHTNode.create(
                 p2p=p2p,
@@ -95,64 +95,36 @@ class Node:
                 record_validator=make_validator(identity.private_key),
             )
         except Exception as error:  # it raises plain RuntimeErrors, and those of libp2p
-            await _shut_down(p2p)
+            await daemon.close()
             raise RendezvousError(
                 f"nobody at {', '.join(place.join)} answers as a peer: {str(error).splitlines()[0]} A peer of the run "
                 "that can be reached, as it printed its address, would work. Nothing was started."
             ) from error
-        return cls(identity, p2p, dht)
+        return cls(identity, daemon, dht)
 
     async def addresses(self) -> tuple[str, ...]:
         """Multiaddresses at which this peer can be reached, ``/p2p/`` and its identity included; maybe none."""
-        try:
-            return tuple(str(each) for each in await self._p2p.get_visible_maddrs(latest=True))
-        except ValueError:
-            return ()
+        return await self._daemon.addresses()
 
     async def handle(self, handler: Handler) -> None:
         """Hand over every stream that is opened to this peer."""
+        await self._daemon.handle(handler)
 
-        async def accept(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await handler(str(info.peer_id), reader, writer)
-
-        await self._p2p.add_binary_stream_handler(_PROTOCOL, accept)
-
-    async def open(self, peer_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A stream to another peer.
+    async def open(
+        self, peer_id: str, addresses: Sequence[str] = ()
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to another peer, which may be at ``addresses`` where the network does not find it by itself.
 
         Raises:
             OSError: if it can't be reached.
         """
-        engine = load_engine()
         try:
-            target = engine.PeerID.from_base58(peer_id).to_bytes()
-        except ValueError as error:
-            raise OSError(f"{peer_id} is no peer's identity ({error})") from error
-        asking = engine.p2pd_pb2.Request(
-            type=engine.p2pd_pb2.Request.STREAM_OPEN,
-            streamOpen=engine.p2pd_pb2.StreamOpenRequest(peer=target, proto=[_PROTOCOL]),
-        )
-        # as the daemon's client does, but what it opened is closed where the stream does not come to be
-        reader, writer = await self._p2p._client.control.daemon_connector.open_connection()
-        try:
-            await engine.write_pbmsg(writer, asking)
-            answer = engine.p2pd_pb2.Response()
-            await engine.read_pbmsg_safe(reader, answer)
-            engine.raise_if_failed(answer)
-        except (engine.P2PDaemonError, EOFError) as error:
-            writer.close()
-            raise OSError(f"{peer_id} can't be reached: {' '.join(str(error).split())}") from error
-        except BaseException:
-            writer.close()
-            raise
-        return reader, writer
-
-    async def introduce(self, peer_id: str, addresses: tuple[str, ...]) -> None:
-        """Try to connect to a peer at these addresses, so that streams to it can be opened."""
-        engine = load_engine()
-        with contextlib.suppress(engine.P2PDaemonError, ValueError):
-            target = engine.PeerID.from_base58(peer_id)
-            await self._p2p._client.connect(target, [engine.Multiaddr(_bare(each)) for each in addresses])
+            return await self._daemon.open(peer_id)
+        except OSError:
+            if not addresses:
+                raise
+        await self._daemon.connect(peer_id, [_bare(each) for each in addresses])
+        return await self._daemon.open(peer_id)
 
     async def announce(self, run: str, record: PeerRecord) -> None:
         """Say in the DHT what is true of this peer."""
@@ -173,19 +145,13 @@ class Node:
     async def close(self) -> None:
         """Leave the network and end the daemon."""
         await self._dht.shutdown()
-        await _shut_down(self._p2p)
+        await self._daemon.close()
 
 
 def make_subkey(identity: Identity) -> bytes:
     """The subkey under which only this identity can store."""
     key: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
     return key
-
-
-async def _shut_down(p2p: Any) -> None:
-    tasks = [task for task in (p2p._listen_task, p2p._reader_task) if task is not None]
-    await p2p.shutdown()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _bare(address: str) -> str:

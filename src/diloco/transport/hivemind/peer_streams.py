@@ -76,19 +76,13 @@ class PeerStreams:
         peer_id, me = address.host, self.node.peer_id
         if not self._gate.admits(peer_id):
             raise OSError(f"{peer_id} is not on the list of peers that may take part (transport.allow)")
-        try:
-            reader, writer = await self.node.open(peer_id)
-        except OSError:
-            if peer_id not in self._known:
-                raise
-            await self.node.introduce(peer_id, self._known[peer_id])
-            reader, writer = await self.node.open(peer_id)
+        reader, writer = await self.node.open(peer_id, self._known.get(peer_id, ()))
         try:
             writer.write(self._gate.proof(me, peer_id))
             proof = await asyncio.wait_for(reader.readexactly(PROOF_BYTES), _PROOF_S)
             if not self._gate.accepts(proof, peer_id, me):
                 raise OSError(f"{peer_id} is of another run, or has another secret")
-        except (asyncio.IncompleteReadError, TimeoutError) as error:
+        except (asyncio.IncompleteReadError, TimeoutError, ConnectionError) as error:
             writer.close()
             raise OSError(
                 f"{peer_id} turned this peer away: it is of another run, has another secret or a list of peers "

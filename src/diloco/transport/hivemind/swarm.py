@@ -69,6 +69,7 @@ class SwarmDesk:
         mine: this peer's own entry.
         swarm: name of the swarm.
         members: tells the view's members; empty while this peer is none itself.
+        closed: tells why nobody can join now, or "".
         step: tells the inner steps done.
         status: tells what people want to know, as JSON.
     """
@@ -81,6 +82,7 @@ class SwarmDesk:
         swarm: str,
         *,
         members: Callable[[], tuple[int, ...]],
+        closed: Callable[[], str],
         step: Callable[[], int],
         status: Callable[[], Mapping[str, Any]],
     ) -> None:
@@ -89,9 +91,11 @@ class SwarmDesk:
         self._mine = mine
         self._swarm = swarm
         self._members = members
+        self._closed = closed
         self._step = step
         self._status = status
         board.services["table"] = self._answer_table
+        board.services["introduce"] = self._introduce
         board.services["status"] = self._answer_status
 
     def table(self) -> SwarmTable:
@@ -116,14 +120,23 @@ class SwarmDesk:
         entry = Entry.from_message(message["entry"])
         if entry.address != self._board.streams.identity(writer):
             return
-        if not self._members():
-            answer: dict[str, Any] = {"kind": "refused", "reason": "it is joining itself", "for_good": False}
+        if closed := self._closed() or ("" if self._members() else "it is joining itself"):
+            answer: dict[str, Any] = {"kind": "refused", "reason": closed, "for_good": False}
         elif why := self.admits(entry, str(message["swarm"])):
             answer = {"kind": "refused", "reason": why, "for_good": True}
         else:
             self._registry.entries[entry.rank] = entry
             answer = self.table().to_message()
         await _say(answer, reader, writer)
+
+    async def _introduce(
+        self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Somebody can't open a connection to a member: ask the member to open one."""
+        entry, to = Entry.from_message(message["entry"]), int(message["to"])
+        if entry.address == self._board.streams.identity(writer) and to in self._members():
+            self._board.send(to, {"kind": "introduce", "entry": entry.to_message()})
+            await _say({"kind": "introduced"}, reader, writer)
 
     async def _answer_status(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

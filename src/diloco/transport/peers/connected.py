@@ -13,7 +13,7 @@ from diloco.transport.peers.transport import PeerTransport
 __all__ = ["Connected", "Table", "join"]
 
 _ANSWER_S = 30.0
-_AGAIN_S = 1.0
+_AGAIN_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,12 @@ class Table:
     Attributes:
         entries: rank -> entry, my own included.
         running: whether the run was going on already when I asked.
+        step: inner steps that were done then, where the network tells.
     """
 
     entries: dict[int, Entry]
     running: bool
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class Connected:
         transport: ready for rounds, or, for a joiner, for `fetch` and then `join`.
         table: everybody's entries.
         joining: whether the run was going on already.
+        swarm: name of the swarm, where it has one.
         refresh: for a joiner: look who the members are by now, and connect to all of them.
     """
 
     transport: PeerTransport
     table: Table
     joining: bool
+    swarm: str = ""
     refresh: Callable[[], None] = lambda: None
 
     def already_running(self) -> RendezvousError:
@@ -71,7 +75,8 @@ def join(connected: Connected, timeout_s: float) -> int:
         if answer is not None and answer["kind"] == "welcome":
             break
         why = f"they refuse: {answer['reason']}" if answer else why
-        if time.monotonic() > deadline_s or (answer is not None and answer["for_good"]):
+        final = answer is not None and answer["for_good"] and not connected.swarm  # another member may let it in
+        if time.monotonic() > deadline_s or final:
             raise RendezvousError(f"replica {transport.replica} can't join the others: {why}. It stops here.")
         time.sleep(_AGAIN_S)  # they are not ready for it yet
         connected.refresh()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 from torch import Tensor
@@ -58,7 +59,7 @@ class _Line:
 
     async def leave(self) -> None:
         """End the connection that is in use, so that another one can take its place."""
-        if self.running is not None:
+        while self.running is not None and not self.running.done():  # others may be waiting for the same
             self.running.cancel()
             await asyncio.wait((self.running,))
 
@@ -82,7 +83,12 @@ class LinkDesk:
 
     def open_link(self, request: LinkRequest) -> StreamLink:
         """As `OpenLink` says."""
-        return self._board.call(self._open(request))
+        opening = self._open(request)
+        try:
+            return self._board.call(opening)
+        except (CancelledError, RuntimeError) as error:
+            opening.close()
+            raise TransportError(f"the payload connection {request.key} was not made: the transport closed") from error
 
     async def _open(self, request: LinkRequest) -> StreamLink:
         lines = [_Line(request, index, self._board.loop) for index in range(request.streams)]
@@ -93,7 +99,7 @@ class LinkDesk:
             for line in lines:
                 line.keeping = asyncio.ensure_future(self._keep(line))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(line.settled.wait() for line in lines)), request.timeout_s)
+            await asyncio.wait_for(_settled(lines), request.timeout_s)
         lacking = [line for line in lines if line.stream.ended or not line.settled.is_set()]
         if lacking:
             self._end(lines, lacking[0].why)
@@ -181,3 +187,8 @@ class LinkDesk:
     def _give_up(self, line: _Line, uses: int) -> None:
         if line.uses == uses:
             self._end([line], f"{line.why}, and the other side did not come again in {self._patience_s:g} s")
+
+
+async def _settled(lines: Sequence[_Line]) -> None:
+    for line in lines:
+        await line.settled.wait()

@@ -8,6 +8,9 @@ from diloco.errors import TransportError
 
 __all__ = ["Mailbox"]
 
+_MOST_VALUES = 1 << 16
+_MOST_BYTES = 1 << 16
+
 
 class Mailbox:
     """Short values by key, put there by control messages and waited for in other threads."""
@@ -19,6 +22,8 @@ class Mailbox:
 
     def put(self, key: str, value: bytes) -> None:
         with self._changed:
+            if len(self._values) >= _MOST_VALUES or len(key) + len(value) > _MOST_BYTES:
+                raise ValueError(f"a mailbox takes {_MOST_VALUES} values of {_MOST_BYTES} bytes")
             self._values[key] = value
             self._changed.notify_all()
 

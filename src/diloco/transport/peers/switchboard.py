@@ -132,6 +132,7 @@ class Switchboard:
         self.call(self._close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+        self.loop.run_until_complete(self._end_tasks())  # of calls that came in the last moment
         self.loop.close()
 
     # In the loop's thread.
@@ -330,6 +331,10 @@ class Switchboard:
             await asyncio.sleep(0)
         await self._hang_up_all(_FLUSH_S)
         await self.streams.close()
+        await self._end_tasks()
+
+    async def _end_tasks(self) -> None:
+        await asyncio.sleep(0)
         for _ in range(_ROUNDS_OF_ENDING):
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             if not tasks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,9 @@ from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.rounds import Rules
-from diloco.transport.peers.state_service import fetch_state, serve_state
+from diloco.transport.peers.state_choice import donors_in_turn
+from diloco.transport.peers.state_fetch import fetch_state
+from diloco.transport.peers.state_service import serve_state
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.switchboard import Loss, Switchboard, Timing
 from diloco.transport.peers.view_messages import next_view
@@ -29,6 +31,10 @@ from diloco.transport.peers.views import Policies, ViewKeeper
 from diloco.transport.shaping import Pacer
 
 __all__ = ["PeerTransport"]
+
+_LEAVING_S = 3.0
+_MOST_EARLY = 1000
+_FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced")
 
 
 class PeerTransport(Transport):
@@ -44,11 +50,15 @@ class PeerTransport(Transport):
         streams: of control connections.
         link: emulated, at this end; None: none.
         together: whether all stop when one has to; else each goes its own way.
+        state_bytes_per_s: what those who take over this rank's state get together; None: as much as the way carries.
 
     Attributes:
         address: of this rank's control port.
         step: inner steps that this rank has begun to synchronise; see `tick`.
-        on_change: called with every next view, in the control thread.
+        on_change: called with every next view, in the control thread; what it gives is told to those who join with it.
+        digests: by fragment, of the state that this rank contributed from last.
+        on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
+        welcome_note: what the others' `on_change` gave when this rank joined.
     """
 
     def __init__(
@@ -60,19 +70,23 @@ class PeerTransport(Transport):
         link: Link | None = None,
         *,
         together: bool = True,
+        state_bytes_per_s: float | None = None,
     ) -> None:
         self.rules = rules
         self.policies = policies
         self._together = together
         self.replica = rules.replica
         self.step = 0
-        self.on_change: Callable[[NextView], None] = lambda following: None
+        self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
+        self.welcome_note: Mapping[str, Any] = {}
+        self.on_introduction: Callable[[Entry], None] = lambda entry: None
+        self.digests: dict[int, str] = {}
         self.transfers: list[tuple[RoundId, int, float]] = []
         self.mailbox = Mailbox()
         self._postman = Postman(Pacer(link) if link else None)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
         self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost, streams)
-        self._publication = serve_state(self.board)
+        self._publication = serve_state(self.board, state_bytes_per_s)
         self._keeper: ViewKeeper | None = None
         self._early: list[tuple[int, dict[str, Any], bytes]] = []
         self._sent: dict[int, PeerPending] = {}
@@ -113,6 +127,7 @@ class PeerTransport(Transport):
         assert keeper is not None, "connect comes first"
         pending = PeerPending(round_id, contribution.payload.numel(), self._guard_s(), self._missing, self._taken)
         self._sent[round_id.fragment] = pending
+        self.digests[round_id.fragment] = contribution.digest
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
             step = self.step
@@ -125,22 +140,41 @@ class PeerTransport(Transport):
         """One inner step is done; rounds sent from now on belong to the next."""
         self.step += 1
 
-    def publish(self, source: SnapshotSource) -> None:
-        self._publication.source = source
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
+        self._publication.source, self._publication.version = source, version
 
-    def fetch(self, fragment: int, donor: int) -> Mapping[str, Any]:
-        rank = donor * self.rules.ranks_per_replica + self.rules.rank % self.rules.ranks_per_replica
-        if rank not in self._registry.entries or (donor not in self.view.members):
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+        size, entries, members = self.rules.ranks_per_replica, self._registry.entries, self.view.members
+        ranks = {donor: donor * size + self.rules.rank % size for donor in donors if donor != self.replica}
+        there = [donor for donor in ranks if donor in members and ranks[donor] in entries]
+        if not there:
             raise TransportError(
-                f"replica {donor} was asked for fragment {fragment}, but it is no member of the view "
-                f"{self.view.members}.",
-                replicas=[donor],
+                f"replica {', '.join(map(str, donors))} was asked for fragment {fragment}, but is no other member of "
+                f"the view {members}.",
+                replicas=donors,
             )
         sent = self._sent.get(fragment)
         after = sent.round.outer_step + 1 if sent is not None and sent.outcome is not None else 0
-        streams = self.board.streams
-        address = streams.address(self._registry.entries[rank].address)
-        return self.board.call(fetch_state(streams, address, fragment, after, donor, self.rules.round_timeout_s))
+        streams, errors = self.board.streams, []
+        for group in donors_in_turn(there, self.replica, fragment):
+            addresses = {donor: streams.address(entries[ranks[donor]].address) for donor in group}
+            timeout_s = self.rules.round_timeout_s
+            fetching = fetch_state(streams, addresses, fragment, after, timeout_s, expected_bytes=expected_bytes)
+            try:
+                return self.board.call(fetching)
+            except TransportError as error:  # the next ones may answer
+                errors.append(str(error))
+        raise TransportError(" ".join(errors), replicas=there)
+
+    def places(self) -> tuple[str, ...]:
+        """Where the other members may be found, in the network's own words."""
+        entries = [self._registry.entries.get(member) for member in self.view.members if member != self.replica]
+        return tuple(place for entry in entries if entry is not None for place in entry.places)
+
+    @property
+    def closed_to_joiners(self) -> str:
+        """Why nobody can join for now; "" where all can."""
+        return self._keeper.closed_to_joiners if self._keeper else ""
 
     def close_to_joiners(self, reason: str) -> None:
         """Let nobody join for now, for ``reason``; "" opens again."""
@@ -177,6 +211,15 @@ class PeerTransport(Transport):
             self._meetings.setdefault(name, {})[self.rules.rank] = value
             self._met.wait_for(lambda: not self._awaited(name), self._guard_s())
             return dict(self._meetings[name])
+
+    def leave(self) -> None:
+        """Tell the others that this replica leaves, and wait until they have heard it; they go on without it."""
+        if self._keeper is None or self.failure is not None:
+            return
+        members = set(self.view.members) - {self.replica}
+        self.board.call(self._tell_leaving(self._keeper))
+        with self._met:
+            self._met.wait_for(lambda: not self.board.connected & members, _LEAVING_S)
 
     def close(self) -> None:
         """Leave: all connections end. The others notice, so `meet` them first where they shall not mind."""
@@ -222,7 +265,7 @@ class PeerTransport(Transport):
 
     def ask_to_join(self, entry: Entry) -> None:
         """Tell all that this rank is connected to that it wants to be a member."""
-        message = {"kind": "join", **entry.to_message()}
+        message = {"kind": "join", **entry.to_message(), "connected": sorted(self.board.connected)}
         for rank in self.board.connected:
             self.board.post(self.board.send, rank, message)
 
@@ -258,13 +301,17 @@ class PeerTransport(Transport):
         following = next_view(answer, self.view)
         assert self._keeper is not None
         assert following.view is not None
+        self.welcome_note = answer.get("note") or {}
         self.step = following.from_step - 1
         self.view = following.view
         self._keeper.enter(following)
 
     def _deliver(self, sender: int, message: dict[str, Any], blob: bytes) -> None:
         kind, keeper = message["kind"], self._keeper
-        if kind == "store":
+        is_member = keeper is None or sender // self.rules.ranks_per_replica in self.view.members
+        if not is_member and kind in _FOR_MEMBERS:
+            pass  # who is connected and no member has no say
+        elif kind == "store":
             self.mailbox.put(str(message["key"]), blob)
         elif kind == "meet":
             with self._met:
@@ -274,8 +321,10 @@ class PeerTransport(Transport):
                 self._tell_stop()
         elif kind in ("welcome", "refused"):
             with self._met:
-                self._welcomed.append(message)
+                self._welcomed = [*self._welcomed[-_MOST_EARLY:], message]
                 self._met.notify_all()
+        elif keeper is None and len(self._early) > _MOST_EARLY:
+            raise ValueError("it says too much to somebody who is not ready")
         elif keeper is None:
             self._early.append((sender, message, blob))
         elif kind == "join":
@@ -283,7 +332,9 @@ class PeerTransport(Transport):
             if entry.rank != sender or entry.address != str(self.board.address_of(sender)):
                 raise ValueError("it wants to join in the name of another one")
             self._registry.entries[sender] = entry
-            keeper.join(sender)
+            keeper.join(sender, frozenset(int(rank) for rank in message["connected"]))
+        elif kind == "introduce":
+            self.on_introduction(Entry.from_message(message["entry"]))
         elif kind == "excluded":
             if int(message["view"]) >= keeper.view.id:
                 keeper.exclude(str(message["reason"]))
@@ -300,13 +351,13 @@ class PeerTransport(Transport):
         with self._met:
             self._met.notify_all()
 
-    def _changed(self, following: NextView) -> None:
+    def _changed(self, following: NextView) -> Mapping[str, Any] | None:
         if following.view is not None:
             self.view = following.view
         self._stop_if_failed()
         with self._met:
             self._met.notify_all()
-        self.on_change(following)
+        return self.on_change(following)
 
     def _stop_if_failed(self) -> None:
         if self.failure is not None and self._together and not self.policies.raise_on_loss:
@@ -328,6 +379,9 @@ class PeerTransport(Transport):
         size, said = self.rules.ranks_per_replica, self._meetings.get(name, {})
         ranks = {rank for m in self.view.members for rank in range(m * size, (m + 1) * size)}
         return {rank for rank in ranks if rank not in said and rank in self.board.connected}
+
+    async def _tell_leaving(self, keeper: ViewKeeper) -> None:
+        keeper.leave(self.step)
 
     async def _leave(self, keeper: ViewKeeper, left: TransportError) -> None:
         keeper.close(left)

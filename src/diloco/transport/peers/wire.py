@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from diloco.membership.quorum import Policy
 from diloco.transport.links import Link
@@ -26,6 +27,8 @@ class Wire:
         min_contributors: a round with fewer is void; None: all.
         min_replicas: fewer never go on.
         go_on: whether survivors form a smaller view.
+        late_s: a replica whose contribution is so much later than this rank's own is left behind; None: never.
+        split: whether the smaller side of a network that fell apart goes on.
         raise_on_loss: see `Policies`.
         link: emulated at this end, or None.
         facts: what must be the same on all ranks, name -> value in words.
@@ -40,6 +43,8 @@ class Wire:
     min_contributors: int | None = None
     min_replicas: int = 1
     go_on: bool = False
+    late_s: float | None = None
+    split: Literal["stop", "go-on"] = "stop"
     raise_on_loss: bool = True
     link: Link | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -55,9 +60,10 @@ class Wire:
             min_contributors=self.min_contributors,
             round_timeout_s=self.round_timeout_s,
             piece_bytes=self.piece_bytes,
+            late_s=self.late_s,
         )
         policies = Policies(
-            quorum=Policy(self.min_replicas),
+            quorum=Policy(self.min_replicas, self.split),
             go_on=self.go_on,
             raise_on_loss=self.raise_on_loss,
             streams=self.streams or max(1, round(4 / max(1, others))),

@@ -1,0 +1,86 @@
+"""Peers that do not train: one that others find each other through, and one that looks who is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import RendezvousError, TransportError
+from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import load_identity
+from diloco.transport.hivemind.node import Node, NodePlace
+from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.hivemind.swarm import ask_peer
+
+__all__ = ["Seen", "look", "stand"]
+
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One peer of a run.
+
+    Attributes:
+        peer_id: who.
+        number: the replica number that it announced.
+        status: what it says of itself when asked; empty where it does not answer.
+        problem: why not; "" where it does.
+    """
+
+    peer_id: str
+    number: int
+    status: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+async def stand(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
+    """Be a peer that trains nothing, until cancelled.
+
+    Args:
+        identity: file of its private key.
+        place: where it is.
+        ready: told its addresses, once it can be reached.
+
+    Raises:
+        RendezvousError, TransportError: if it can't be started.
+    """
+    node = await Node.start(load_identity(identity), place)
+    try:
+        ready(await node.addresses())
+        await asyncio.Event().wait()
+    finally:
+        await node.close()
+
+
+async def look(identity: Path, place: NodePlace, gate: Gate) -> list[Seen]:
+    """Every peer of a run that is or was there within the last half hour, as it answers.
+
+    Raises:
+        RendezvousError: if nobody of ``place.join`` answers.
+    """
+    streams = PeerStreams(load_identity(identity), place, gate)
+
+    async def nobody_comes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    await streams.listen(nobody_comes)
+    try:
+        records = await streams.node.find(gate.run)
+        for record in records:
+            streams.know(record.peer_id, record.addresses)
+        return list(await asyncio.gather(*(_asked(streams, each.peer_id, each.number) for each in records)))
+    finally:
+        streams.refuse()
+        await streams.close()
+
+
+async def _asked(streams: PeerStreams, peer_id: str, number: int) -> Seen:
+    try:
+        answer = await asyncio.wait_for(ask_peer(streams, peer_id, {"kind": "status"}), _ANSWER_S)
+    except (OSError, TimeoutError, RendezvousError, TransportError) as error:
+        return Seen(peer_id, number, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
+    return Seen(peer_id, number, answer)

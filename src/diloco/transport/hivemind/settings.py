@@ -1,0 +1,65 @@
+"""What can be set about a swarm: replicas that find each other, come and go. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["SwarmSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmSettings:
+    """hivemind: who takes part, and how they find each other."""
+
+    run: Annotated[str | None, arg(aliases=["--run"])] = None
+    """Name of the run: peers of the same name train together."""
+    join: Annotated[tuple[str, ...], arg(aliases=["--join"])] = ()
+    """Addresses of any peers, as they print them (/ip4/.../p2p/...). Empty: this is the first peer."""
+    start_replicas: Annotated[int, arg(aliases=["--start-replicas"])] = 1
+    """Training begins when so many replicas are there; later it goes on with as few as transport.min_replicas."""
+    straggler: Literal["wait", "skip"] = "wait"
+    """A replica whose contribution is late is waited for until transport.round_timeout_s (wait), or until
+    swarm.join_window_s (skip); then the others go on without it, and it joins again."""
+    join_window_s: float = 30.0
+    """How long the others wait for a late contribution where stragglers are skipped."""
+    split: Literal["stop", "go-on"] = "stop"
+    """When some replicas can't reach the others: stop: only the larger side goes on; go-on: each side does that has
+    transport.min_replicas."""
+    secret_file: Path | None = None
+    """A file whose content all peers of the run share; who does not have it can neither read nor contribute."""
+    allow: tuple[str, ...] = ()
+    """Identities of the peers that may take part. Empty: all that know the run's name and secret."""
+    identity: Path | None = None
+    """File of this peer's private key, made where there is none. Default: identity.key in the run's folder."""
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    """Multiaddresses to listen at."""
+    announce: tuple[str, ...] = ()
+    """Multiaddresses to tell others instead of those listened at."""
+    behind_nat: bool = False
+    """Listen nowhere: others are reached over connections that this peer opens, and through relays."""
+    relay: bool = True
+    """Be reached through other peers where nothing else works, and pass on what others send through this one."""
+    map_ports: bool = True
+    """Ask the router to let others in (UPnP)."""
+
+    def __post_init__(self) -> None:
+        if self.start_replicas < 1:
+            raise ConfigurationError(
+                f"swarm.start_replicas={self.start_replicas} was given; at least 1 would work. Nothing was started."
+            )
+        if not self.join_window_s > 0:
+            raise ConfigurationError(
+                f"swarm.join_window_s={self.join_window_s} was given; it must be positive. Nothing was started."
+            )
+        for address in self.join:
+            if "/p2p/" not in address:
+                raise ConfigurationError(
+                    f"--join {address} was given; an address as a peer prints it, such as "
+                    "/ip4/203.0.113.7/tcp/31330/p2p/QmXoyp..., would work. Nothing was started."
+                )

@@ -1,0 +1,155 @@
+"""Who may be a member of a swarm, and how one comes to be."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.errors import ConfigurationError, RendezvousError
+from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import load_identity, number_of
+from diloco.transport.peers.connected import join
+from tests.transport.contract import contribution, exchange
+from tests.transport.swarms import Swarms, wait_for_members
+from tests.transport.wires import at_once
+
+pytestmark = pytest.mark.filterwarnings(
+    # Hivemind leaves connections to its daemon to the garbage collector when one is ended in the middle of a question
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+PATIENCE = {"rendezvous_timeout_s": 2.0}
+
+
+# Identities.
+
+
+def test_a_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    made = load_identity(tmp_path / "deep" / "identity.key")
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
+    assert load_identity(made.path).peer_id == made.peer_id
+    assert [each.name for each in made.path.parent.iterdir()] == ["identity.key"]
+    assert 0 <= number_of(made.peer_id) < 1 << 28
+
+
+def test_a_key_that_others_can_read_is_refused(keys: Path, tmp_path: Path) -> None:
+    path = tmp_path / "identity.key"
+    path.write_bytes(load_identity(keys / "0.key").path.read_bytes())
+    path.chmod(0o640)
+    with pytest.raises(ConfigurationError, match=r"can be read by others \(mode 640\); chmod 600 would work"):
+        load_identity(path)
+
+
+def test_a_file_that_is_no_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "identity.key"
+    path.write_bytes(b"no key")
+    path.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="holds no private key"):
+        load_identity(path)
+
+
+# Coming together.
+
+
+def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: Swarms) -> None:
+    first = swarms.peer(0).transport
+    hidden = swarms.peer(1, [first], hidden=True)
+    join(hidden, 20.0)
+    third = swarms.peer(2, [first])
+    join(third, 20.0)  # it has to reach the hidden one, too
+    transports = [first, hidden.transport, third.transport]
+    for transport in transports:
+        wait_for_members(transport, 3)
+        transport.tick()
+    averages = exchange(transports, [contribution(m) for m in range(3)])
+    assert all(torch.equal(average.values, averages[0].values) for average in averages)
+    assert averages[0].contributors == (0, 1, 2)
+
+
+def test_peers_with_the_secret_find_each_other_and_one_without_is_turned_away(swarms: Swarms) -> None:
+    first = swarms.peer(0, secret="the words of this run").transport
+    second = swarms.peer(1, [first], secret="the words of this run")
+    assert second.joining
+    with pytest.raises(RendezvousError, match=r"nobody of it could be joined within 2 s: .* turned this peer away"):
+        swarms.peer(2, [first], secret="some words", **PATIENCE)
+    assert first.view.members == (0,)
+
+
+def test_another_run_is_another_world(swarms: Swarms) -> None:
+    first = swarms.peer(0, run="one").transport
+    other = swarms.peer(1, [first], run="two", **PATIENCE)
+    assert not other.joining, "it founded a swarm of its own run"
+    assert other.transport.view.members == (1,)
+    assert first.view.members == (0,)
+
+
+def test_only_those_on_the_list_may_come(swarms: Swarms, keys: Path) -> None:
+    allowed = frozenset(load_identity(keys / f"{number}.key").peer_id for number in (0, 1))
+    first = swarms.peer(0, allowed=allowed).transport
+    assert swarms.peer(1, [first], allowed=allowed).joining
+    with pytest.raises(RendezvousError, match="turned this peer away"):
+        swarms.peer(2, [first], **PATIENCE)
+
+
+def test_settings_that_differ_are_refused_in_one_sentence(swarms: Swarms) -> None:
+    first = swarms.peer(0, facts={"codec": "fp4"}).transport
+    with pytest.raises(RendezvousError, match=r"refuses: replica 0 \(.*\) has codec = fp4 and replica 1 .* = int8"):
+        swarms.peer(1, [first], facts={"codec": "int8"}, **PATIENCE)
+
+
+def test_a_number_that_is_taken_is_refused(swarms: Swarms, keys: Path) -> None:
+    first = swarms.peer(0).transport
+    (keys / "other-0").mkdir(exist_ok=True)
+    other = Swarms(keys / "other-0")
+    try:
+        with pytest.raises(RendezvousError, match=r"replica 0 is .* already; another number \(--replica\) would work"):
+            other.peer(0, [first], **PATIENCE)
+    finally:
+        other.close()
+
+
+def test_a_member_of_another_swarm_of_the_run_does_not_merge_into_this_one(swarms: Swarms) -> None:
+    first = swarms.peer(0).transport
+    with pytest.raises(RendezvousError, match="it was a member of another swarm of this run"):
+        swarms.peer(1, [first], swarm="0123456789abcdef", **PATIENCE)
+
+
+def test_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(swarms: Swarms) -> None:
+    """The record of a swarm outlives its last member; only who holds a checkpoint may begin again."""
+    standing = swarms.peer(7, run="a standing peer of another run").transport
+    gone = swarms.peer(0, [standing])
+    assert not gone.joining
+    gone.transport.close()
+    with pytest.raises(RendezvousError, match="has had a swarm within the last half hour"):
+        swarms.peer(1, [standing], **PATIENCE)
+    again = swarms.peer(2, [standing], held_step=120, **PATIENCE)
+    assert not again.joining
+
+
+def test_of_those_who_look_at_once_one_founds_the_swarm(swarms: Swarms) -> None:
+    standing = swarms.peer(7, run="a standing peer of another run").transport
+    steps = {1: 30, 2: 50, 3: 50}
+    found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m]) for m in steps])
+    assert [each.joining for each in found] == [True, False, True], "the lowest of those with the newest step"
+    assert {each.swarm for each in found} == {found[1].swarm}
+
+
+def test_nobody_at_the_address_is_an_error_that_names_it(swarms: Swarms) -> None:
+    first = swarms.peer(0).transport
+    known = swarms.addresses_of(first)
+    first.close()
+    with pytest.raises(RendezvousError, match=r"the network can't be entered through|nobody at .* answers as a peer"):
+        swarms.peer_at(1, known, **PATIENCE)
+
+
+def test_a_proof_is_of_no_use_to_somebody_else() -> None:
+    gate = Gate("run", "secret")
+    proof = gate.proof("a", "b")
+    assert gate.accepts(proof, "a", "b")
+    for prover, verifier in (("b", "a"), ("c", "b"), ("a", "c")):
+        assert not gate.accepts(proof, prover, verifier)
+    for other in (Gate("run", "other"), Gate("other", "secret"), Gate("run")):
+        assert not other.accepts(proof, "a", "b")

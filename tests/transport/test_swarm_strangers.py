@@ -1,0 +1,203 @@
+"""What strangers and hostile members can send to a peer of a swarm: it goes on, and nobody else hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import load_identity
+from diloco.transport.hivemind.node import Node, NodePlace
+from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.peers.frames import MAX_BLOB_BYTES, MAX_JSON_BYTES, pack
+from diloco.transport.peers.transport import PeerTransport
+from tests.transport.contract import contribution, exchange
+from tests.transport.swarms import Swarms
+
+pytestmark = pytest.mark.filterwarnings(
+    # Hivemind leaves connections to its daemon to the garbage collector when one is ended in the middle of a question
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+LIMIT_S = 20.0
+
+
+def frame(text: bytes, blob_bytes: int = 0, blob: bytes = b"") -> bytes:
+    return struct.pack(">4sIQ", b"DLC1", len(text), blob_bytes) + text + blob
+
+
+def hello(rank: Any, address: str = "{me}") -> bytes:
+    return pack({"kind": "hello", "rank": rank, "address": address})
+
+
+ENTRY = {"rank": 9, "address": "{me}", "facts": {}, "held_step": -1, "places": []}
+
+OPENINGS: dict[str, bytes] = {
+    "nothing": b"",
+    "half a head": b"DLC1\x00",
+    "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
+    "another protocol": frame(b"{}").replace(b"DLC1", b"DLC9"),
+    "a text of 4 GB": struct.pack(">4sIQ", b"DLC1", 0xFFFFFFFF, 0),
+    "a text a byte too long": struct.pack(">4sIQ", b"DLC1", MAX_JSON_BYTES + 1, 0),
+    "a blob of 1 TB": struct.pack(">4sIQ", b"DLC1", 2, 1 << 40) + b"{}",
+    "a blob a byte too long": struct.pack(">4sIQ", b"DLC1", 2, MAX_BLOB_BYTES + 1) + b"{}",
+    "a text that never comes": struct.pack(">4sIQ", b"DLC1", 100, 0) + b"{",
+    "no JSON": frame(b"{kind: hello}"),
+    "deep JSON": frame(b"[" * 100_000),
+    "no object": frame(b'["hello"]'),
+    "no kind": frame(b'{"rank": 1}'),
+    "a kind that is no text": frame(b'{"kind": 7}'),
+    "an unknown kind": pack({"kind": "launch"}),
+    "NaN": frame(b'{"kind": "hello", "rank": NaN, "address": "a"}'),
+    "a huge number": frame(b'{"kind": "hello", "rank": 1e999, "address": "{me}"}'),
+    "bad text encoding": frame(b'{"kind": "\xff\xfe"}'),
+    "a pickle": b"\x80\x04\x95\x1c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94",
+    "hello without a rank": pack({"kind": "hello", "address": "{me}"}),
+    "hello with a rank that is no number": hello("first"),
+    "hello with a negative rank": hello(-5),
+    "hello in the name of a member": hello(1),
+    "hello from another address": hello(9, "QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"),
+    "table without an entry": pack({"kind": "table", "swarm": ""}),
+    "table in another's name": pack({"kind": "table", "swarm": "", "entry": ENTRY | {"address": "somebody"}}),
+    "table with an entry of lists": pack({"kind": "table", "swarm": "", "entry": [1, 2]}),
+    "table with facts that are none": pack({"kind": "table", "swarm": "", "entry": ENTRY | {"facts": 5}}),
+    "table of a member's number": pack({"kind": "table", "swarm": "", "entry": ENTRY | {"rank": 0}}),
+    "table of another swarm": pack({"kind": "table", "swarm": "ffff", "entry": ENTRY}),
+    "link of nobody": pack({"kind": "link", "key": "0/0-1/0", "stream": 0, "rank": 1, "received": 0}),
+    "link with a key of lists": pack({"kind": "link", "key": [], "stream": "x", "rank": 1, "received": 0}),
+    "link with nothing": pack({"kind": "link"}),
+    "fetch of a fragment that is none": pack({"kind": "fetch", "fragment": -1, "after": 0}),
+    "fetch of a huge fragment": pack({"kind": "fetch", "fragment": 1 << 80, "after": 0}),
+    "fetch with nothing": pack({"kind": "fetch"}),
+    "fetch from a huge offset": pack(
+        {"kind": "fetch", "fragment": 0, "after": 0, "digest": "x" * 1000, "offset": 1 << 63}
+    ),
+    "status with a blob": pack({"kind": "status"}, bytes(100_000)),
+    "register": pack({"kind": "register", "patience_s": 1e300, **ENTRY}),
+    "probe of 1 TB": pack({"kind": "probe", "ask": "give", "bytes": 1 << 40}),
+}
+"""What a stream begins with, from somebody who knows the secret; ``{me}`` is his own identity."""
+
+AFTER_HELLO: dict[str, dict[str, Any]] = {
+    "a header of a round": {"kind": "header", "view": 2, "round": [0, 0], "weight": "1e300", "digest": "d"},
+    "a vote": {"kind": "vote", "view": 2, "round": [0, 0], "ok": False, "digest": "", "reason": "no"},
+    "a vote of a later view": {"kind": "vote", "view": 99, "round": [0, 0], "ok": True},
+    "a change that loses everybody": {"kind": "change", "view": 2, "lost": [0, 1], "gone": [0, 1], "why": "me"},
+    "an adopted view": {"kind": "adopted", "view": 2, "members": [9], "from_step": 0, "commits": [], "reason": ""},
+    "a welcome": {"kind": "welcome", "view": 2, "members": [9], "from_step": 0, "commits": [], "reason": ""},
+    "an exclusion": {"kind": "excluded", "view": 2, "reason": "go away"},
+    "a leaving": {"kind": "leaving", "step": 3},
+    "a value for the mailbox": {"kind": "store", "key": "x" * 1000},
+    "a meeting": {"kind": "meet", "name": "stop", "value": 1},
+    "a wish to join in another's name": {"kind": "join", **ENTRY, "rank": 1, "connected": [0, 1]},
+    "a wish to join with lists": {"kind": "join", "rank": [], "connected": {}},
+    "a beat with a view": {"kind": "beat", "view": "x"},
+    "being replaced": {"kind": "replaced"},
+    "nothing known": {"kind": "?"},
+}
+"""What somebody says who is connected and no member."""
+
+
+class Stranger:
+    """A peer of its own, in its own event loop."""
+
+    def __init__(self, key: Path, secret: str, known: tuple[str, ...]) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.identity = load_identity(key)
+        self.gate = Gate("run", secret)
+        self.node = self.loop.run_until_complete(
+            Node.start(self.identity, NodePlace(join=known, listen=(), map_ports=False))
+        )
+
+    def say(self, target: str, data: bytes, *, proof: bool = True) -> bytes:
+        """Open a stream, say it, and hear what comes back until the other side ends the stream."""
+        return self.loop.run_until_complete(asyncio.wait_for(self._say(target, data, proof), LIMIT_S))
+
+    async def _say(self, target: str, data: bytes, proof: bool) -> bytes:
+        me = self.node.peer_id
+        reader, writer = await self.node.open(target)
+        try:
+            if proof:
+                writer.write(self.gate.proof(me, target))
+                assert len(await reader.readexactly(32)) == 32
+            writer.write(data.replace(b"{me}", me.encode().ljust(4)) if b"{me}" not in data else _with_me(data, me))
+            await writer.drain()
+            writer.write_eof()
+            return await reader.read()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return b""
+        finally:
+            writer.close()
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.node.close())
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
+def _with_me(data: bytes, me: str) -> bytes:
+    """A frame whose text names the sender; its size is put right."""
+    magic, _, blob_bytes = struct.unpack(">4sIQ", data[:16])
+    text = data[16:].replace(b"{me}", me.encode())
+    return struct.pack(">4sIQ", magic, len(text), blob_bytes) + text
+
+
+class Live:
+    """Two members that go on exchanging, whatever a stranger says to one of them."""
+
+    def __init__(self, members: list[PeerTransport], stranger: Stranger) -> None:
+        self.members = members
+        self.stranger = stranger
+        self.outer_step = 0
+        streams = members[0].board.streams
+        assert isinstance(streams, PeerStreams)
+        self.target = streams.node.peer_id
+
+    def still_works(self) -> None:
+        assert [member.view.members for member in self.members] == [(0, 1), (0, 1)]
+        assert [member.failure for member in self.members] == [None, None]
+        given = [contribution(m, outer_step=self.outer_step) for m in range(2)]
+        self.outer_step += 1
+        averages = exchange(self.members, given)
+        assert torch.equal(averages[0].values, averages[1].values)
+        assert averages[0].contributors == (0, 1)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("live")
+    swarms = Swarms(folder)
+    members = swarms.meet(2, secret="the words of this run")
+    stranger = Stranger(folder / "stranger.key", "the words of this run", swarms.addresses_of(members[0]))
+    yield Live(members, stranger)
+    stranger.close()
+    swarms.close()
+    gc.collect()
+
+
+@pytest.mark.parametrize("opening", OPENINGS.values(), ids=OPENINGS)
+def test_whatever_a_stream_begins_with_the_peer_goes_on(live: Live, opening: bytes) -> None:
+    live.stranger.say(live.target, opening)
+    live.still_works()
+
+
+@pytest.mark.parametrize("message", AFTER_HELLO.values(), ids=AFTER_HELLO)
+def test_who_is_connected_and_no_member_has_no_say(live: Live, message: dict[str, Any]) -> None:
+    words = json.dumps(message).encode()
+    opening = _with_me(hello(9), live.stranger.node.peer_id)
+    live.stranger.say(live.target, opening + frame(words))
+    live.still_works()
+
+
+@pytest.mark.parametrize("opening", [b"", b"x", bytes(31), bytes(32), bytes(1 << 20)], ids=len)
+def test_without_the_secret_nothing_is_read(live: Live, opening: bytes) -> None:
+    assert live.stranger.say(live.target, opening, proof=False) == b""
+    live.still_works()
