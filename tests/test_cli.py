@@ -119,7 +119,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["train", "--preset", "tinny"], "no preset 'tinny'; did you mean 'tiny'?"),
         (["train", "absent.toml"], "absent.toml cannot be read"),
         (["train", "--codec", "int9"], "did you mean 'int8'"),
-        (["train", "--transport", "hivemind"], "--transport torch"),
+        (["train", "--transport", "hivemind"], "--run NAME"),
         (["train", "--transport", "torch", "--replica", "0"], "without transport.rendezvous; --rendezvous HOST:PORT"),
         (["train", "--rendezvous", "10.0.0.1", "--transport", "torch"], "without transport.replica; --replica 0"),
         (["train", "--algorithm", "diloco", "--overlap-steps", "1"], "--algorithm streaming would work"),

@@ -26,6 +26,7 @@ __all__ = [
     "SampleGenerated",
     "Sink",
     "StepFinished",
+    "ViewChanged",
     "to_record",
 ]
 
@@ -109,6 +110,20 @@ class RoundVoid(Event):
     replica: int
     fragment: int
     outer_step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewChanged(Event):
+    """Other replicas take part from now on."""
+
+    replica: int
+    """Who says it."""
+    view: int
+    members: tuple[int, ...]
+    joined: tuple[int, ...]
+    left: tuple[int, ...]
+    """Members before that are none any more, whatever the reason."""
     reason: str
 
 

@@ -155,7 +155,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"merge.alpha": float("nan")}, "alpha=nan.*0 to 1"),
     ({"merge.alpha": 0.0, "merge.rule": "rebase"}, "rebase.* one of the two"),
     # transport and places
-    ({"transport.name": "hivemind"}, "'hivemind'.*not part of this version; --transport torch"),
+    ({"transport.name": "hivemind"}, "'hivemind' without swarm.run was given; --run NAME"),
+    ({"swarm.run": "mine"}, "swarm.run='mine' with transport.name='in-process' was given; --transport hivemind would"),
+    (
+        {"transport.name": "hivemind", "swarm.run": "mine", "algorithm": "data-parallel"},
+        "gradients can't be averaged at every step by replicas that come and go",
+    ),
+    (
+        {"transport.name": "hivemind", "swarm.run": "mine", "transport.min_replicas": 2},
+        "transport.min_replicas=2 with swarm.start_replicas=1",
+    ),
+    ({"transport.name": "hivemind", "swarm.run": "mine", "data.sharding": "contiguous"}, "'shuffled' would work"),
     (
         {"transport.name": "torch", "transport.faults": ("drop replica=0 fragment=0 outer_step=0",)},
         "faults with transport.name='torch'.*--transport in-process; without it this would work",

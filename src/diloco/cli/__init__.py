@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": "continue a text with a trained model",
     "inspect": "what a checkpoint holds",
     "doctor": "does the way to other replicas work, and what does it carry",
+    "peers": "who takes part in a run of --transport hivemind, and what each does",
+    "dht": "be a peer that others find each other through, and that trains nothing",
     "simulate": "the compute utilisation that a link allows, and the link that one needs",
     "plan": "the settings for a model and a link that harm the loss least",
     "presets": "the models to begin from, with their dimensions",

@@ -43,6 +43,10 @@ def run(arguments: Sequence[str]) -> int:
             from diloco.cli.rank import launch_ranks
 
             return launch_ranks(plan, folder, arguments, has_out="out" in line.values)
+        if role.kind == "peer":
+            from diloco.cli.peer import train_peer
+
+            return train_peer(plan, folder)
         return _train(plan, folder)
     finally:
         # Nothing of a run that never began stays behind to stand in the way of the next attempt.
@@ -85,7 +89,9 @@ def _claim_folder(plan: RunPlan) -> Path:
     if source is not None and (out is None or out.resolve() == source.resolve()):
         return source
     if out is None:
-        return claim_numbered(Path("runs") / f"{plan.configuration.algorithm}-{plan.configuration.preset}")
+        configuration = plan.configuration
+        name = configuration.swarm.run or f"{configuration.algorithm}-{configuration.preset}"
+        return claim_numbered(Path("runs") / name)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is no folder" if not out.is_dir() else "is not empty"
         works = "another --out" if source is not None else f"--resume {out} to go on with a run there, or another --out"

@@ -15,10 +15,13 @@ from diloco.config.presets import preset_values
 from diloco.config.toml import read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.train.resolve import notes, resolve
+from diloco.transport.hivemind.settings import SwarmSettings
 
 __all__ = ["RunPlan", "plan_run"]
 
 CONFIG_FILE = "config.toml"
+
+_LISTEN = SwarmSettings().listen
 
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
 """Which of the processes this one is: in no record."""
@@ -31,7 +34,7 @@ WIRE_KEYS = (
 
 CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
-    *("train.parallelism", "transport.replica_size"),
+    *("train.parallelism", "transport.replica_size", "swarm"),
     *PROCESS_KEYS,
     *WIRE_KEYS,
 )
@@ -150,6 +153,7 @@ def _record(configuration: Configuration, *, given: Values | None = None) -> str
         transport=dataclasses.replace(
             configuration.transport, replica=None, position=0, rendezvous=None, inner_store=None
         ),
+        swarm=dataclasses.replace(configuration.swarm, join=(), identity=None, listen=_LISTEN, announce=()),
     )
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."

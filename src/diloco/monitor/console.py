@@ -173,7 +173,12 @@ class LiveConsole:
         self._console.print(what, markup=False, highlight=False)
 
     def _line(self, event: events.Event) -> Table:
-        style = {events.Evaluated: "green", events.RoundVoid: "yellow", events.Interrupted: "bold yellow"}
+        style = {
+            events.Evaluated: "green",
+            events.RoundVoid: "yellow",
+            events.ViewChanged: "cyan",
+            events.Interrupted: "bold yellow",
+        }
         grid = Table.grid(padding=(0, 2))
         grid.add_column(justify="right", style="dim", no_wrap=True, width=_width(self._progress))
         grid.add_column(overflow="fold")

@@ -12,6 +12,7 @@ StepFinished        loss, learning_rate, gradient_norm, tokens, step_s, sent_byt
 RoundSent           replica, fragment, outer_step, payload_bytes, saturated
 RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, received_bytes, wait_s
 RoundVoid           replica, fragment, outer_step, reason
+ViewChanged         replica, view, members, joined, left, reason
 Evaluated           heldout_loss, perplexity, bits_per_byte, heldout_tokens, final
 CheckpointSaved     path, size_bytes, save_s
 Interrupted         signal

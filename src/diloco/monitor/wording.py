@@ -53,8 +53,8 @@ def title(event: events.RunStarted) -> str:
     ...                         parameters=1_086_720, tokens_per_step=2048))
     'streaming, 4 replicas, 1.1M parameters, 1000 steps, going on after step 300'
     """
-    replicas = "1 replica" if event.num_replicas == 1 else f"{event.num_replicas} replicas"
-    words = f"{event.algorithm}, {replicas}, {format_count(event.parameters)} parameters, {event.total_steps} steps"
+    size = f"{format_count(event.parameters)} parameters, {event.total_steps} steps"
+    words = f"{event.algorithm}, {_counted(event.num_replicas)}, {size}"
     return f"{words}, going on after step {event.step}" if event.step else words
 
 
@@ -78,6 +78,8 @@ def line(event: events.Event, progress: Progress) -> str:
         case events.RoundVoid():
             name = f"fragment {event.fragment}, outer step {event.outer_step}"
             return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
+        case events.ViewChanged():
+            return f"{_counted(len(event.members))} from now on: {event.reason}"
         case events.RoundSent():
             return f"fragment {event.fragment}: values beyond the codec's range were clamped (said once per fragment)"
         case events.StepFinished():
@@ -88,6 +90,10 @@ def line(event: events.Event, progress: Progress) -> str:
             return event.text
         case _:
             return type(event).__name__
+
+
+def _counted(replicas: int) -> str:
+    return "1 replica" if replicas == 1 else f"{replicas} replicas"
 
 
 def ending(progress: Progress) -> str:

@@ -86,27 +86,55 @@ def _check_wires(settings: RunSettings) -> None:
     for name, value in (("faults", transport.faults), ("step_time_s", transport.step_time_s)):
         if value:
             raise refuse(
-                f"transport.{name} with transport.name='torch'",
+                f"transport.{name} with transport.name={transport.name!r}",
                 "it is for the emulated links of --transport in-process; without it this would work",
             )
     if settings.algorithm == "none":
         raise refuse(
-            "algorithm='none' with transport.name='torch'",
+            f"algorithm='none' with transport.name={transport.name!r}",
             "independent replicas have nothing to say to each other; --transport in-process would work",
+        )
+
+
+def _check_swarm(settings: RunSettings) -> None:
+    """What a swarm needs, and what can't be elastic."""
+    transport, swarm = settings.transport, settings.swarm
+    if swarm.run is None:
+        raise refuse(
+            "transport.name='hivemind' without swarm.run", "--run NAME, the same for all peers of the run, would work"
+        )
+    for given, value, works in (
+        ("transport.replica_size", transport.replica_size, 1),
+        ("data.sharding", settings.data.sharding, "shuffled"),
+        ("transport.rendezvous", transport.rendezvous, None),
+    ):
+        if value != works:
+            raise refuse(f"{given}={value!r} with transport.name='hivemind'", f"{works!r} would work")
+    if settings.algorithm == "data-parallel":
+        raise refuse(
+            "algorithm='data-parallel' with transport.name='hivemind'",
+            "gradients can't be averaged at every step by replicas that come and go; --algorithm streaming or diloco, "
+            "or --transport torch would work",
+        )
+    if transport.min_replicas > swarm.start_replicas:
+        raise refuse(
+            f"transport.min_replicas={transport.min_replicas} with swarm.start_replicas={swarm.start_replicas}",
+            f"--start-replicas {transport.min_replicas} or more would work",
         )
 
 
 def check_places(settings: RunSettings) -> None:
     """Where the run happens and what it begins from."""
     train = settings.train
-    if settings.transport.name == "hivemind":
-        raise refuse(
-            f"transport.name={settings.transport.name!r}",
-            "it is not part of this version; --transport torch, with a process for each replica, or --transport "
-            "in-process, where all share one, would work",
-        )
-    if settings.transport.name == "torch":
+    if settings.transport.name != "in-process":
         _check_wires(settings)
+    if settings.transport.name == "hivemind":
+        _check_swarm(settings)
+    elif settings.swarm.run is not None:
+        raise refuse(
+            f"swarm.run={settings.swarm.run!r} with transport.name={settings.transport.name!r}",
+            "--transport hivemind would work",
+        )
     check_device("train.device", train.device)
     if train.threads is not None and train.threads < 1:
         raise refuse(f"train.threads={train.threads}", "at least 1 would work")

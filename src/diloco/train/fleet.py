@@ -20,6 +20,10 @@ class Fleet(Protocol):
     """What both kinds have."""
 
     @property
+    def elastic(self) -> bool:
+        """Whether replicas come and go."""
+
+    @property
     def local(self) -> tuple[int, ...]:
         """Replicas that train in this process."""
 
@@ -71,6 +75,7 @@ class Fleet(Protocol):
 class InProcessFleet:
     """All replicas in this process."""
 
+    elastic = False
     joining = False
     leads = True
     group = ReplicaGroup()
@@ -120,6 +125,7 @@ class TorchFleet:
         group: the replica's ranks.
     """
 
+    elastic = False
     network: VirtualNetwork | None = None
 
     def __init__(self, connected: Connected, group: ReplicaGroup | None = None) -> None:
@@ -146,6 +152,11 @@ class TorchFleet:
     def held_steps(self) -> dict[int, int]:
         """Rank -> the newest step that it could resume from; -1 for none."""
         return {rank: entry.held_step for rank, entry in self.connected.table.entries.items()}
+
+    @property
+    def others_have_trained(self) -> bool:
+        """For a joiner: whether there is a state to take over."""
+        return True
 
     def join(self, timeout_s: float) -> int:
         """Become a member; the inner steps that are done."""

@@ -41,10 +41,17 @@ def handshake_facts(settings: RunSettings, model: nn.Module, corpus_fingerprint:
         "merge": repr(make_merge_rule(settings.merge)),
         "outer optimizer": f"{outer.name}, learning rate {outer.learning_rate}, momentum {outer.momentum}",
         "token weighting": f"one a replica, batches of {settings.train.batch_size} x {settings.train.sequence_length}",
-        "replicas": f"{settings.transport.replicas} of {settings.transport.replica_size} ranks",
+        "replicas": _replicas(settings),
         "seed": str(settings.seed),
         "data": corpus_fingerprint,
     }
+
+
+def _replicas(settings: RunSettings) -> str:
+    transport = settings.transport
+    if transport.name == "hivemind":
+        return f"any number, {settings.swarm.start_replicas} to begin with"
+    return f"{transport.replicas} of {transport.replica_size} ranks"
 
 
 def model_fingerprint(model: nn.Module) -> str:

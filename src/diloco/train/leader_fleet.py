@@ -23,6 +23,8 @@ class LeaderFleet:
         leader: position 0's way to the others; None on the other ranks.
     """
 
+    elastic = False
+    others_have_trained = True
     network: VirtualNetwork | None = None
 
     def __init__(self, group: ReplicaGroup, leader: TorchFleet | None) -> None:

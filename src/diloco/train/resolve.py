@@ -44,6 +44,9 @@ def resolve(settings: S, *, num_layers: int | None = None) -> S:
     Raises:
         ConfigurationError: for settings that cannot work; it says what would.
     """
+    if settings.transport.name == "hivemind":  # they come and go; what is planned with is how many begin
+        replicas = settings.swarm.start_replicas
+        settings = dataclasses.replace(settings, transport=dataclasses.replace(settings.transport, replicas=replicas))
     check_lengths(settings)
     check_optimizers(settings)
     check_places(settings)
@@ -80,7 +83,8 @@ def notes(settings: RunSettings) -> tuple[str, ...]:
                 f"No fragment is ever sent: the {local_steps} steps after the shared start are fewer than "
                 f"schedule.inner_steps={settings.schedule.inner_steps}, and the global parameters do not move."
             )
-    if settings.transport.replicas == 1 and settings.algorithm != "none":
+    alone = settings.transport.replicas == 1 and settings.transport.name != "hivemind"
+    if alone and settings.algorithm != "none":
         found.append("transport.replicas=1: one replica, so the mean is over itself.")
     return tuple(found)
 

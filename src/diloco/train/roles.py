@@ -59,7 +59,8 @@ class Role:
     """What this process is to do.
 
     Attributes:
-        kind: ``alone``: train all replicas here; ``launcher``: start a process for every rank; ``rank``: be one.
+        kind: ``alone``: train all replicas here; ``launcher``: start a process for every rank; ``rank``: be one;
+            ``peer``: be a replica of a swarm.
         replica, position: of a rank.
         rendezvous: where the ranks meet; None under ``torchrun``.
         torchrun: what it said.
@@ -67,7 +68,7 @@ class Role:
         local_rank: a number of this process among those of its machine, where that is known.
     """
 
-    kind: Literal["alone", "launcher", "rank"]
+    kind: Literal["alone", "launcher", "rank", "peer"]
     replica: int = 0
     position: int = 0
     rendezvous: Address | None = None
@@ -90,13 +91,13 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
     >>> role_of(TransportSettings(name="torch", replicas=2), None).kind
     'launcher'
     """
-    if settings.name == "in-process":
+    if settings.name in ("in-process", "hivemind"):
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
-                f"torchrun started {torchrun.world_size} processes with transport.name='in-process', which trains all "
-                "replicas in one; --transport torch would work. Nothing was started."
+                f"torchrun started {torchrun.world_size} processes with transport.name={settings.name!r}, which needs "
+                "one; --transport torch would work. Nothing was started."
             )
-        return Role("alone")
+        return Role("alone" if settings.name == "in-process" else "peer")
     if torchrun is not None:
         if torchrun.world_size != settings.num_ranks:
             raise ConfigurationError(

@@ -26,6 +26,7 @@ from diloco.events import (
     SampleGenerated,
     Sink,
     StepFinished,
+    ViewChanged,
 )
 from diloco.model.transformer import build_model
 from diloco.train.checkpoint import list_checkpoints, open_checkpoint
@@ -41,6 +42,7 @@ from diloco.train.session import Session
 from diloco.train.session_state import load_session, save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
+from diloco.train.swarm_fleet import SwarmFleet
 from diloco.train.trained import read_weights
 from diloco.train.whole_file import write_whole
 from diloco.units import format_bytes
@@ -48,7 +50,7 @@ from diloco.units import format_bytes
 __all__ = ["run_training"]
 
 
-Meet = Callable[[Mapping[str, str], Path], TorchFleet | LeaderFleet]
+Meet = Callable[[Mapping[str, str], Path], TorchFleet | LeaderFleet | SwarmFleet]
 """What the ranks must agree on, and the folder of this one -> its fleet."""
 
 
@@ -86,7 +88,7 @@ def run_training(
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab_size=vocab_size))
     initial = read_weights(settings.train.init_from) if settings.train.init_from else None
     resume = settings.checkpoint.resume
-    fleet: InProcessFleet | TorchFleet | LeaderFleet
+    fleet: InProcessFleet | TorchFleet | LeaderFleet | SwarmFleet
     if meet is None:
         fleet = InProcessFleet(make_transport(settings.transport))
     else:
@@ -124,13 +126,16 @@ class _Run:
         self.corpus = corpus
         self.device = device
         self.resumed_from: str | None = None
-        train = settings.train
-        self.tokens_per_step = settings.transport.replicas * train.batch_size * train.sequence_length
         self.parameters = session.replicas[0].model.num_parameters()
 
     @property
     def step(self) -> int:
         return self.session.totals.steps
+
+    @property
+    def tokens(self) -> int:
+        """Seen so far, all replicas together."""
+        return self.session.totals.sequences * self.settings.train.sequence_length
 
     def resume(self, path: Path) -> None:
         """Load the checkpoint at ``path``, refusing one of other data."""
@@ -147,13 +152,16 @@ class _Run:
             )
         self.resumed_from = str(checkpoint.path)
 
-    def find_place(self, fleet: TorchFleet | LeaderFleet) -> None:
+    def find_place(self, fleet: TorchFleet | LeaderFleet | SwarmFleet) -> None:
         """Begin where the other processes are: with them at step 0, at a checkpoint that all have, or as a joiner."""
         if fleet.joining:
             self.session.take_over(fleet, self.settings.transport.rendezvous_timeout_s)
             self.resumed_from = "the other replicas"
             return
         if self.settings.checkpoint.resume is None:
+            return
+        if isinstance(fleet, SwarmFleet):
+            self.resume(self.settings.checkpoint.resume)
             return
         held = fleet.held_steps()
         if min(held.values()) < 0:
@@ -174,7 +182,7 @@ class _Run:
                 algorithm=settings.algorithm,
                 num_replicas=settings.transport.replicas,
                 parameters=self.parameters,
-                tokens_per_step=self.tokens_per_step,
+                tokens_per_step=self.session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
                 facts=self._facts(),
             )
@@ -187,7 +195,14 @@ class _Run:
         fleet = self.session.fleet
         agreed: int | None = None
         with StopRequest() as stop:
+            self.session.open_to_joiners()
+            if isinstance(fleet, SwarmFleet):
+                fleet.open()
+                fleet.wait_for_start(lambda: stop.signal is not None)
+                self.session.open_to_joiners()
             while self.step < last:
+                if isinstance(fleet, SwarmFleet):
+                    self._follow_views(fleet)
                 if agreed is None:
                     agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
                     if agreed is not None:
@@ -205,7 +220,7 @@ class _Run:
                 self.session.drain()
             if saved_at != self.step or finished:
                 self._save()
-            if fleet.failure is not None:
+            if fleet.failure is not None and not fleet.elastic:
                 self._emit(Note(step=self.step, text=f"{fleet.failure} The state at step {self.step} is saved."))
                 raise fleet.failure
             interrupted = stop.signal or ("another replica" if agreed is not None and not finished else None)
@@ -221,19 +236,43 @@ class _Run:
         self._emit(RunFinished(step=self.step, summary=summary))
         return summary
 
+    def _follow_views(self, fleet: SwarmFleet) -> None:
+        """Tell of the views that were adopted, and come back where the others went on without this replica."""
+        for news in fleet.take_news():
+            before, now = news.previous.members, news.view.members if news.view else ()
+            self._emit(
+                ViewChanged(
+                    step=self.step,
+                    replica=fleet.transport.replica,
+                    view=news.view.id if news.view else news.previous.id,
+                    members=now,
+                    joined=news.joined,
+                    left=tuple(sorted(set(before) - set(now))),
+                    reason=news.reason,
+                )
+            )
+        if fleet.failure is None:
+            return
+        self._emit(Note(step=self.step, text=f"{fleet.failure} It looks for them."))
+        self.session.come_back(fleet, self.settings.transport.rendezvous_timeout_s)
+        self._emit(Note(step=self.step, text=f"Replica {fleet.transport.replica} is a member again."))
+
     def _train_step(self) -> None:
-        started_s = time.perf_counter()
+        started_s, before = time.perf_counter(), self.tokens
         result = self.session.step()
         sent_bytes, received_bytes = self.session.traffic()
-        inner = result.inner
+        inner, step_s = result.inner, time.perf_counter() - started_s
+        if isinstance(self.session.fleet, SwarmFleet):
+            mine = (self.tokens - before) / max(1, self.session.fleet.num_members)
+            self.session.fleet.note(loss=result.loss, tokens_per_s=mine / max(1e-9, step_s))
         self._emit(
             StepFinished(
                 step=self.step,
                 loss=result.loss,
                 learning_rate=inner[0].learning_rate,
                 gradient_norm=sum(step.gradient_norm for step in inner) / len(inner),
-                tokens=self.step * self.tokens_per_step,
-                step_s=time.perf_counter() - started_s,
+                tokens=self.tokens,
+                step_s=step_s,
                 sent_bytes=sent_bytes,
                 received_bytes=received_bytes,
                 compute_utilization=self.session.compute_utilization(),
@@ -320,7 +359,7 @@ class _Run:
             "heldout_loss": evaluation.loss if evaluation else None,
             "perplexity": evaluation.perplexity if evaluation else None,
             "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
-            "tokens": self.step * self.tokens_per_step,
+            "tokens": self.tokens,
             "steps": self.step,
             "algorithm": self.settings.algorithm,
             "num_replicas": replicas,

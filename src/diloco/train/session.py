@@ -34,6 +34,7 @@ from diloco.train.replica import DiLoCo
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.train.sharded_checkpoint import Whole
+from diloco.train.swarm_fleet import SwarmFleet
 from diloco.train.trained import load_parameters
 
 __all__ = ["Replica", "Session", "Totals"]
@@ -56,6 +57,7 @@ class Totals:
     compute_s: float = 0.0
     exchange_s: float = 0.0
     shared_start_sent_bytes: int = 0
+    sequences: int = 0
 
 
 @dataclass(eq=False)
@@ -105,8 +107,6 @@ class Session:
         self.totals = Totals()
         self.schedule = make_schedule(settings)
         self.replicas = [self._make_replica(number, initial) for number in fleet.local]
-        if self.averages_gradients:
-            fleet.close_to_joiners("the replicas average gradients at every step")
         self._begin_diloco_if_due()
 
     @property
@@ -115,16 +115,23 @@ class Session:
         in_start = self.totals.steps < self.settings.train.data_parallel_steps
         return self.settings.algorithm == "data-parallel" or in_start
 
+    def open_to_joiners(self) -> None:
+        """All is in place here: let others join, unless the replicas average gradients at every step."""
+        self.fleet.close_to_joiners("the replicas average gradients at every step" if self.averages_gradients else "")
+
     def step(self) -> StepResult:
         """One inner step of every replica, and the synchronisation that is due after it."""
         started_s = time.perf_counter()
         step, replicas = self.totals.steps, self.replicas
+        if isinstance(self.fleet, SwarmFleet):
+            self._draw_as_assigned(self.fleet)
         losses = torch.stack([self._accumulate(replica) for replica in replicas])
         computed_s = time.perf_counter()
         keep = self._average_gradients(step) if self.averages_gradients else True
         averaged_s = time.perf_counter()
         inner = tuple(replica.inner.apply(step, skip=not keep) for replica in replicas)
         self.totals.steps += 1
+        self.totals.sequences += self.sequences_per_step
         loss = float(losses.mean())
         stepped_s = time.perf_counter()
         for replica in replicas:
@@ -139,6 +146,12 @@ class Session:
         self.totals.compute_s += (computed_s - started_s) + (stepped_s - averaged_s)
         self.totals.exchange_s += (averaged_s - computed_s) + (finished_s - stepped_s)
         return StepResult(loss, inner)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Of all replicas that take part now."""
+        number = self.fleet.num_members if isinstance(self.fleet, SwarmFleet) else self.settings.transport.replicas
+        return number * self.settings.train.batch_size
 
     @property
     def in_one_process(self) -> bool:
@@ -203,7 +216,7 @@ class Session:
         sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
         return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
 
-    def take_over(self, fleet: TorchFleet | LeaderFleet, timeout_s: float) -> None:
+    def take_over(self, fleet: TorchFleet | LeaderFleet | SwarmFleet, timeout_s: float) -> None:
         """Take over what the others have, and become one of them: their global parameters, step and place in the data.
 
         The global parameters and outer state are fetched while the others train on; what changes meanwhile is taken
@@ -220,11 +233,40 @@ class Session:
                 "only DiLoCo and Streaming DiLoCo can be joined. Starting all replicas again would work. "
                 "Nothing was started."
             )
-        diloco = replica.diloco = replica.diloco or self._make_diloco(replica)
-        diloco.take_over(fleet.endpoint(replica.number).view.members)
+        if fleet.others_have_trained:
+            diloco = replica.diloco = replica.diloco or self._make_diloco(replica)
+            diloco.take_over(fleet.endpoint(replica.number).view.members)
+        self._become_member(replica, fleet, timeout_s)
+
+    def come_back(self, fleet: SwarmFleet, timeout_s: float) -> None:
+        """After the others went on without this replica: take over what they have, and keep the work not shared yet.
+
+        Raises:
+            TransportError: if they can't be found any more, or refuse.
+        """
+        (replica,) = self.replicas
+        if replica.diloco is not None:
+            replica.diloco.drain()  # what is in flight ends with the failure, and stays in the local parameters
+        fleet.rejoin()
+        replica.gradients = self._gradients(replica.model, replica.number)
+        if replica.diloco is not None:
+            replica.diloco.change_transport(fleet.endpoint(replica.number))
+            if fleet.joining:
+                replica.diloco.take_over(fleet.endpoint(replica.number).view.members, keep_work=True)
+        self._become_member(replica, fleet, timeout_s)
+
+    def _become_member(self, replica: Replica, fleet: TorchFleet | LeaderFleet | SwarmFleet, timeout_s: float) -> None:
+        before = self.totals.steps
         self.totals.steps = fleet.join(timeout_s)
-        diloco.steps = self.totals.steps - self.settings.train.data_parallel_steps
-        replica.sampler.load_state_dict({**replica.sampler.state_dict(), "drawn": self.totals.steps})
+        self.totals.sequences += (self.totals.steps - before) * self.sequences_per_step  # of the others, about
+        if replica.diloco is not None:
+            replica.diloco.steps = self.totals.steps - self.settings.train.data_parallel_steps
+        cursor = {**replica.sampler.state_dict(), "drawn": self.totals.steps}
+        replica.sampler.load_state_dict(cursor | ({"assignments": []} if fleet.elastic else {}))
+
+    def _draw_as_assigned(self, fleet: SwarmFleet) -> None:
+        for assignment in fleet.take_assignments():
+            self.replicas[0].sampler.assign(assignment)
 
     def _accumulate(self, replica: Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()
@@ -287,13 +329,16 @@ class Session:
             sequence_length=settings.train.sequence_length,
             batch_size=settings.train.batch_size,
             replica=number,
-            num_replicas=settings.transport.replicas,
+            num_replicas=None if self.fleet.elastic else settings.transport.replicas,
             seed=settings.seed,
             sharding=settings.data.sharding,
         )
-        codec = make_codec((settings.codec.name or "float32") if settings.algorithm == "data-parallel" else "float32")
-        gradients = GradientAverager(model, self.fleet.endpoint(number), codec, group)
+        gradients = self._gradients(model, number)
         return Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
+
+    def _gradients(self, model: Transformer, number: int) -> GradientAverager:
+        name = self.settings.codec.name if self.settings.algorithm == "data-parallel" else None
+        return GradientAverager(model, self.fleet.endpoint(number), make_codec(name or "float32"), self.fleet.group)
 
     def _emit(self, event: Event) -> None:
         self.on_event(replace(event, step=self.totals.steps))

@@ -13,6 +13,7 @@ from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSett
 from diloco.data.settings import DataSettings
 from diloco.errors import ConfigurationError
 from diloco.model.settings import ModelSettings
+from diloco.transport.hivemind.settings import SwarmSettings
 from diloco.transport.settings import TransportSettings
 
 __all__ = ["Algorithm", "CheckpointSettings", "EvaluationSettings", "InnerSettings", "RunSettings", "TrainSettings"]
@@ -140,6 +141,7 @@ class RunSettings:
     outer: OuterSettings = field(default_factory=OuterSettings)
     codec: CodecSettings = field(default_factory=CodecSettings)
     transport: TransportSettings = field(default_factory=TransportSettings)
+    swarm: SwarmSettings = field(default_factory=SwarmSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 
+from diloco.errors import ConfigurationError
 from diloco.train.components import make_links
 from diloco.train.fleet import TorchFleet
 from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
+from diloco.train.swarm_fleet import SwarmFleet
+from diloco.transport.hivemind.connect import SwarmPlace
+from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.peers.connected import Connected
+from diloco.transport.peers.wire import Wire
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 
-__all__ = ["connect_rank"]
+__all__ = ["connect_peer", "connect_rank", "read_secret"]
+
+_SHORTEST_SECRET = 16
 
 
 def connect_rank(
@@ -43,6 +52,80 @@ def connect_rank(
         return TorchFleet(_connect(settings, role, settings.replica_size, facts, held_step), group)
     leader = TorchFleet(_connect(settings, role, 1, facts, held_step)) if group.leads else None
     return LeaderFleet(group, leader)
+
+
+def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str], held_step: int) -> SwarmFleet:
+    """Become a replica of the swarm that ``run.swarm`` names, or found it.
+
+    Args:
+        run: resolved.
+        folder: of the run; its private key lies there where no other place is given.
+        facts: what all replicas must agree on.
+        held_step: the newest step that this replica could resume from; -1 for none.
+
+    Raises:
+        RendezvousError: if the others can't be found or joined.
+        ConfigurationError: if the secret or the key can't be used.
+    """
+    settings, swarm = run.transport, run.swarm
+    place = SwarmPlace(
+        identity=swarm.identity or folder / "identity.key",
+        gate=Gate(str(swarm.run), read_secret(swarm.secret_file), frozenset(swarm.allow)),
+        node=NodePlace(
+            join=swarm.join,
+            listen=() if swarm.behind_nat else swarm.listen,
+            announce=swarm.announce,
+            map_ports=swarm.map_ports,
+            relay=swarm.relay,
+        ),
+        replica=settings.replica,
+    )
+    wire = Wire(
+        streams=settings.streams or 1,
+        piece_bytes=settings.piece_bytes,
+        heartbeat_s=settings.heartbeat_s,
+        silence_s=settings.silence_s,
+        round_timeout_s=settings.round_timeout_s,
+        rendezvous_timeout_s=settings.rendezvous_timeout_s,
+        min_contributors=settings.min_contributors,
+        min_replicas=settings.min_replicas,
+        go_on=True,
+        raise_on_loss=False,
+        facts=facts,
+        late_s=swarm.join_window_s if swarm.straggler == "skip" else settings.round_timeout_s,
+        split=swarm.split,
+    )
+    return SwarmFleet(
+        place,
+        wire,
+        held_step,
+        start_replicas=swarm.start_replicas,
+        margin=2 * run.schedule.inner_steps + 1,
+        batch_size=run.train.batch_size,
+    )
+
+
+def read_secret(path: Path | None) -> str:
+    """What the file holds; "" for none.
+
+    Raises:
+        ConfigurationError: if it can't be read, or is too short to keep anybody out.
+    """
+    if path is None:
+        return ""
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"swarm.secret_file={path} can't be read: {error}. A file with the same words for all peers would work. "
+            "Nothing was started."
+        ) from error
+    if len(secret) < _SHORTEST_SECRET:
+        raise ConfigurationError(
+            f"swarm.secret_file={path} holds {len(secret)} characters; at least {_SHORTEST_SECRET}, such as those of "
+            "`openssl rand -hex 32`, would work. Nothing was started."
+        )
+    return secret
 
 
 def _open_group(settings: TransportSettings, role: Role, device: torch.device) -> ReplicaGroup:

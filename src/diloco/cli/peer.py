@@ -1,0 +1,38 @@
+"""``diloco train --transport hivemind``: one replica of a swarm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from diloco.config.run_plan import CONFIG_FILE, RunPlan
+
+__all__ = ["train_peer"]
+
+
+def train_peer(plan: RunPlan, folder: Path) -> int:
+    """Take part in the run that the settings name, until it is over or a signal asks this replica to leave."""
+    from diloco.cli.train import continue_record
+    from diloco.monitor.sinks import make_sinks
+    from diloco.train.run import held_step, run_training
+    from diloco.train.swarm_fleet import SwarmFleet
+    from diloco.train.wires import connect_peer
+
+    settings = plan.configuration
+    if plan.source is not None and (folder / CONFIG_FILE).exists():
+        continue_record(plan, plan.source, folder)
+
+    def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
+        held = held_step(own, settings.checkpoint.resume) if settings.checkpoint.resume else -1
+        fleet = connect_peer(settings, own, facts, held)
+        for line in fleet.invitation():
+            print(line, file=sys.stderr, flush=True)
+        return fleet
+
+    sink = make_sinks(settings.monitor, folder, is_terminal=sys.stdout.isatty())
+    try:
+        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes, meet=meet)
+    finally:
+        sink.close()
+    return 130 if summary["interrupted"] else 0

@@ -1,0 +1,275 @@
+"""One replica of a swarm: its way to the others, its share of the data, and coming back after it was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import xxhash
+
+from diloco.data.assignment import Assignment
+from diloco.data.shares import Shares
+from diloco.errors import RendezvousError, TransportError
+from diloco.membership.change import NextView
+from diloco.membership.quorum import consequences
+from diloco.transport.base import Transport
+from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
+from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.links import VirtualNetwork
+from diloco.transport.peers.connected import Connected, join
+from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.peers.wire import Wire
+from diloco.transport.replica_group import ReplicaGroup
+
+__all__ = ["SwarmFleet"]
+
+_STARTING = "it is starting"
+_AGAIN_S = 1.0
+
+
+class SwarmFleet:
+    """Made connected; a joiner becomes a member by `join`, a founder lets others in by `open`.
+
+    Args:
+        place: which peer this is.
+        wire: how contributions are exchanged.
+        held_step: the newest step that it could resume from.
+        start_replicas: training begins with so many.
+        margin: inner steps within which every member has to wait for a round.
+        batch_size: sequences per batch of a replica (B).
+    """
+
+    network: VirtualNetwork | None = None
+    elastic = True
+    group = ReplicaGroup()
+
+    def __init__(
+        self, place: SwarmPlace, wire: Wire, held_step: int, *, start_replicas: int, margin: int, batch_size: int
+    ) -> None:
+        self._place = dataclasses.replace(place, status=self._status, closed=_STARTING)
+        self._wire = wire
+        self._held_step = held_step
+        self._start_replicas = start_replicas
+        self._margin = margin
+        self._batch_size = batch_size
+        self._changed = threading.Condition()
+        self._untold: list[NextView] = []
+        self._assignments: tuple[Assignment, ...] = ()
+        self._taken: tuple[Assignment, ...] = ()
+        self._seen: dict[str, Any] = {}
+        self._started_s = time.monotonic()
+        self.begun = False
+        self.shares = Shares.of((0,))
+        self._connect()
+
+    def _connect(self) -> None:
+        self.connected: Connected = connect_swarm(self._place, self._wire, held_step=self._held_step)
+        self.transport: PeerTransport = self.connected.transport
+        self.joining = self.connected.joining
+        self.transport.on_change = self._follow
+        if not self.joining:
+            self.shares = Shares.of((self.transport.replica,))
+            self._assignments = self.shares.of_member(self.transport.replica)
+            self._note_members(1)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return (self.transport.replica,)
+
+    @property
+    def num_members(self) -> int:
+        """Replicas that take part now."""
+        return len(self.transport.view.members)
+
+    @property
+    def leads(self) -> bool:
+        return self.transport.replica == self.transport.view.members[0]
+
+    @property
+    def failure(self) -> TransportError | None:
+        return self.transport.failure
+
+    def endpoint(self, replica: int) -> Transport:
+        return self.transport
+
+    # Becoming a member, and again.
+
+    @property
+    def others_have_trained(self) -> bool:
+        """For a joiner: whether there is a state to take over."""
+        return self.connected.table.step > 0
+
+    def join(self, timeout_s: float) -> int:
+        """Become a member; the inner steps that are done."""
+        step = join(self.connected, timeout_s)
+        note = self.transport.welcome_note
+        self.begun = bool(note["begun"])
+        self.shares = Shares.from_message(note["shares"])
+        self._note_members(len(self.transport.view.members))
+        with self._changed:
+            self._assignments, self._taken = self.shares.of_member(self.transport.replica), ()
+        self.joining = False
+        return step
+
+    def rejoin(self) -> None:
+        """After a failure: connect to the swarm anew, as one who joins.
+
+        Raises:
+            RendezvousError: if it can't be found any more.
+        """
+        known = dict.fromkeys((*self._place.node.join, *self.transport.places()))
+        node = dataclasses.replace(self._place.node, join=tuple(known))
+        self._place = dataclasses.replace(
+            self._place, swarm=self.connected.swarm, replica=self.transport.replica, node=node
+        )
+        self.transport.close()
+        deadline_s = time.monotonic() + self._wire.rendezvous_timeout_s
+        while True:
+            try:
+                return self._connect()
+            except RendezvousError:
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_AGAIN_S)
+
+    def open(self) -> None:
+        """Let others join from now on."""
+        self.transport.close_to_joiners("")
+
+    def wait_for_start(self, stopped: Callable[[], bool]) -> None:
+        """Until enough replicas are there for training to begin, or somebody asks to stop."""
+        with self._changed:
+            while not self.begun and not stopped() and self.failure is None:
+                self._changed.wait(0.2)
+
+    def close_to_joiners(self, reason: str) -> None:
+        self.transport.close_to_joiners(reason)
+
+    # What the session asks at every step.
+
+    def take_assignments(self) -> tuple[Assignment, ...]:
+        """What the sampler is to draw by from now on, if that has changed."""
+        with self._changed:
+            taken = tuple(each for each in self._assignments if each not in self._taken)
+            self._taken = self._assignments
+            return taken
+
+    def take_news(self) -> tuple[NextView, ...]:
+        """The views that were adopted since this was asked last."""
+        with self._changed:
+            taken, self._untold = self._untold, []
+            return tuple(taken)
+
+    def note(self, **seen: Any) -> None:
+        """Tell what people that look shall see of this replica."""
+        self._seen.update(seen)
+
+    def stop_step(self, step: int, *, wanted: bool) -> int | None:
+        """Each stops for itself; the others go on."""
+        return step if wanted else None
+
+    # The end.
+
+    def finish(self) -> None:
+        """The run is over, for all; or for this replica, which leaves."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave, so that the others need not find out that this replica is gone."""
+        self.transport.leave()
+        self.transport.close()
+
+    def invitation(self) -> tuple[str, ...]:
+        """What to print for those who want to take part, a line each."""
+        found = self.addresses()
+        if not found:
+            return (f"diloco: replica {self.transport.replica} of run {self._place.gate.run!r} listens nowhere",)
+        command = f"diloco train --transport hivemind --run {self._place.gate.run} --join"
+        return ("diloco: others take part by", *(f"  {command} {address}" for address in found))
+
+    def facts(self) -> dict[str, str]:
+        transport, timing = self.transport, self.transport.timing
+        addresses = self.addresses()
+        run = self._place.gate.run
+        line = f"diloco train --transport hivemind --run {run} --join {addresses[0]}" if addresses else "(none can)"
+        return {
+            "replica": f"{transport.replica}, peer {transport.address}",
+            "swarm": f"{self.connected.swarm} of run {run!r}, {len(transport.view.members)} replicas",
+            "others join by": line,
+            "listens at": ", ".join(addresses) or "nowhere: it opens all connections itself",
+            "lost replicas": (
+                f"noticed when their connection ends, or after {timing.silence_s:g} s of silence; "
+                f"{consequences(transport.policies.quorum, max(self._start_replicas, len(transport.view.members)))}"
+            ),
+        }
+
+    def addresses(self) -> tuple[str, ...]:
+        """Multiaddresses that others can join at; those of this machine alone come last."""
+        streams = self.transport.board.streams
+        assert isinstance(streams, PeerStreams)
+        found = self.transport.board.call(streams.node.addresses())
+        return tuple(sorted(found, key=lambda address: address.startswith("/ip4/127.")))
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._changed:
+            return {**self.transport.state_dict(), "shares": self.shares.to_message(), "begun": self.begun}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; this replica is the only member that is sure to be there."""
+        self.transport.load_state_dict(state)
+        with self._changed:
+            me = (self.transport.replica,)
+            self.shares = Shares.from_message(state["shares"]).following(
+                self.transport.step, me, joined=(), left={}, margin=0, batch_size=self._batch_size
+            )
+            self._assignments = self.shares.of_member(self.transport.replica)
+
+    # In the control thread.
+
+    def _follow(self, following: NextView) -> Mapping[str, Any] | None:
+        """A new view: who draws what from now on, which those who join are told."""
+        with self._changed:
+            if following.view is not None:
+                members, was_begun = following.view.members, self.begun
+                if was_begun:
+                    self.shares = self.shares.following(
+                        following.from_step - 1,
+                        members,
+                        joined=following.joined,
+                        left=dict(following.left),
+                        margin=self._margin,
+                        batch_size=self._batch_size,
+                    )
+                else:  # nobody has drawn anything yet
+                    last = dataclasses.replace(self.shares.chain[-1], members=members)
+                    self.shares = Shares((last,))
+                self._note_members(len(members))
+                self._assignments = self.shares.of_member(self.transport.replica)
+                self._untold.append(following)
+            self._changed.notify_all()
+            return {"shares": self.shares.to_message(), "begun": self.begun}
+
+    def _note_members(self, members: int) -> None:
+        self.begun = self.begun or members >= self._start_replicas
+
+    def _status(self) -> Mapping[str, Any]:
+        view, moved = self.transport.view, self.transport.transfers[-1:]
+        rates = [8 * num_bytes / max(1e-9, took_s) for _, num_bytes, took_s in moved]
+        digests = sorted(self.transport.digests.items())
+        return {
+            "replica": self.transport.replica,
+            "swarm": self.connected.swarm if hasattr(self, "connected") else "",
+            "state": "joining" if self.joining else ("training" if self.begun else "waiting for replicas"),
+            "step": self.transport.step,
+            "view": view.id,
+            "members": list(view.members),
+            "sent_bytes": self.transport.sent_bytes,
+            "received_bytes": self.transport.received_bytes,
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
+            "digest": xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
+            "link_bits_per_s": rates[0] if rates else None,
+            **self._seen,
+        }

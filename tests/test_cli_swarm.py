@@ -1,0 +1,146 @@
+"""`diloco train --transport hivemind` as a user types it: real peers, compared with the run in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import SMALL, write_text
+
+LIMIT_S = 300
+"""Far more than any of these takes, for machines that are busy."""
+
+QUICK = "--transport.heartbeat-s 0.3 --transport.silence-s 5 --transport.rendezvous-timeout-s 60 --train.threads 1"
+LOOPBACK = "--swarm.listen /ip4/127.0.0.1/tcp/0 --swarm.no-map-ports"
+
+
+class Peer:
+    """One `diloco train` process of a swarm.
+
+    Args:
+        data: to train on.
+        out: its folder.
+        arguments: beside those that all have.
+        join: address of another one.
+    """
+
+    def __init__(self, data: Path, out: Path, arguments: str, join: str = "") -> None:
+        words = f"{SMALL} {data} --out {out} --monitor.console quiet --transport hivemind --run test {QUICK} {LOOPBACK}"
+        joining = ["--join", join] if join else []
+        self.out = out
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "diloco", "train", *words.split(), *arguments.split(), *joining],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.words: list[str] = []
+        self._said = threading.Condition()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as said:
+            for line in said:
+                with self._said:
+                    self.words.append(line)
+                    self._said.notify_all()
+        with self._said:
+            self.words.append("(end)")
+            self._said.notify_all()
+
+    def address(self) -> str:
+        """What others join by."""
+
+        def found() -> re.Match[str] | None:
+            return re.search(r"--join (/ip4/127\S+)", "".join(self.words))
+
+        with self._said:
+            self._said.wait_for(lambda: found() or "(end)" in self.words, LIMIT_S)
+            match = found()
+        assert match, "".join(self.words)
+        return match[1]
+
+    def metrics(self, event: str) -> list[dict[str, Any]]:
+        path = self.out / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [record for line in lines if line.endswith("}") and (record := json.loads(line))["event"] == event]
+
+    def wait_for(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Until it says so in its metrics."""
+        while self.process.poll() is None:
+            for record in self.metrics(event):
+                if all(record[name] == value for name, value in fields.items()):
+                    return record
+            os.sched_yield()
+        raise AssertionError("".join(self.words))
+
+    def end(self, code: int = 0) -> dict[str, Any]:
+        assert self.process.wait(LIMIT_S) == code, "".join(self.words)
+        path = self.out / "summary.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def started() -> Iterator[list[Peer]]:
+    peers: list[Peer] = []
+    yield peers
+    for peer in peers:
+        if peer.process.poll() is None:
+            peer.process.kill()
+        peer.process.wait()
+        peer._listening.join()
+
+
+def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
+    data: Path, tmp_path: Path, started: list[Peer]
+) -> None:
+    arguments = [*SMALL.split(), str(data), "--out", str(tmp_path / "alone"), "--monitor.console", "quiet"]
+    subprocess.run([sys.executable, "-m", "diloco", "train", *arguments, "--train.threads", "1"], check=True)
+    alone = json.loads((tmp_path / "alone" / "summary.json").read_text())
+    started.append(Peer(data, tmp_path / "a", "--start-replicas 2 --replica 0"))
+    started.append(Peer(data, tmp_path / "b", "--start-replicas 2 --replica 1", started[0].address()))
+    for peer in started:
+        summary = peer.end()
+        assert summary["global_params_digest"] == alone["global_params_digest"]
+        assert summary["rounds_committed"] == alone["rounds_committed"]
+        assert summary["rounds_void"] == 0
+
+
+def test_replicas_come_and_go_and_those_who_stay_agree(data: Path, tmp_path: Path, started: list[Peer]) -> None:
+    """The third joins late, the first is asked to leave, and the others end with the same global parameters."""
+    steps = "--steps 100000 --inner-steps 8"
+    first = Peer(data, tmp_path / "a", f"{steps} --replica 0")
+    started.append(first)
+    address = first.address()
+    first.wait_for("RoundCommitted")
+    others = [Peer(data, tmp_path / f"b{m}", f"{steps} --replica {m}", address) for m in (1, 2)]
+    started.extend(others)
+    for peer in others:
+        peer.wait_for("RoundCommitted", contributors=[0, 1, 2])
+    first.process.send_signal(signal.SIGINT)
+    assert first.process.wait(LIMIT_S) == 130, "".join(first.words)
+    for peer in others:
+        left = peer.wait_for("ViewChanged", members=[1, 2])
+        assert "replica 0 has left" in left["reason"]
+        peer.wait_for("RoundCommitted", contributors=[1, 2])
+    for peer in others:
+        peer.process.send_signal(signal.SIGINT)
+    for peer in others:
+        peer.end(130)
