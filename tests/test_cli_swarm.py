@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.runs import SMALL, write_text
 LIMIT_S = 300
 """Far more than any of these takes, for machines that are busy."""
 
-QUICK = "--transport.heartbeat-s 0.3 --transport.silence-s 5 --transport.rendezvous-timeout-s 60 --train.threads 1"
+QUICK = "--transport.heartbeat-s 0.5 --transport.silence-s 20 --transport.rendezvous-timeout-s 120 --train.threads 1"
 LOOPBACK = "--swarm.listen /ip4/127.0.0.1/tcp/0 --swarm.no-map-ports"
 
 
@@ -83,7 +84,8 @@ class Peer:
             for record in self.metrics(event):
                 if all(record[name] == value for name, value in fields.items()):
                     return record
-            os.sched_yield()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
         raise AssertionError("".join(self.words))
 
     def end(self, code: int = 0) -> dict[str, Any]:
@@ -143,4 +145,31 @@ def test_replicas_come_and_go_and_those_who_stay_agree(data: Path, tmp_path: Pat
     for peer in others:
         peer.process.send_signal(signal.SIGINT)
     for peer in others:
+        peer.end(130)
+
+
+def test_who_stood_still_is_left_behind_and_comes_back(data: Path, tmp_path: Path, started: list[Peer]) -> None:
+    """The others go on without it, void no round of theirs, and have it among them again."""
+    steps = "--steps 100000 --inner-steps 8 --swarm.straggler skip --swarm.join-window-s 3"
+    started.append(Peer(data, tmp_path / "a", f"{steps} --start-replicas 3 --replica 0"))
+    address = started[0].address()
+    started.extend(Peer(data, tmp_path / f"b{m}", f"{steps} --start-replicas 3 --replica {m}", address) for m in (1, 2))
+    first, second, third = started
+    for peer in started:
+        peer.wait_for("RoundCommitted", contributors=[0, 1, 2])
+    third.process.send_signal(signal.SIGSTOP)
+    for peer in (first, second):
+        assert "late" in peer.wait_for("ViewChanged", left=[2])["reason"]
+        peer.wait_for("RoundCommitted", contributors=[0, 1])
+        assert not peer.metrics("RoundVoid")
+    third.process.send_signal(signal.SIGCONT)
+    third.wait_for("Note", text="Replica 2 is a member again.")
+    for peer in (first, second):
+        peer.wait_for("ViewChanged", joined=[2])
+    before = len(first.metrics("RoundCommitted"))
+    while not any(record["contributors"] == [0, 1, 2] for record in first.metrics("RoundCommitted")[before:]):
+        first.wait_for("RoundCommitted")
+    for peer in started:
+        peer.process.send_signal(signal.SIGINT)
+    for peer in started:
         peer.end(130)

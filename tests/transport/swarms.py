@@ -18,12 +18,15 @@ from tests.transport.wires import at_once
 
 __all__ = ["LOOPBACK", "QUICK", "Swarms", "wait_for_members"]
 
+LIMIT_S = 60.0
+"""Far more than anything here takes, for machines that are busy."""
+
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 QUICK: dict[str, Any] = {
     "heartbeat_s": 0.2,
-    "silence_s": 5.0,
-    "round_timeout_s": 20.0,
-    "rendezvous_timeout_s": 20.0,
+    "silence_s": 10.0,
+    "round_timeout_s": LIMIT_S,
+    "rendezvous_timeout_s": LIMIT_S,
     "go_on": True,
 }
 
@@ -51,6 +54,7 @@ class Swarms:
         hidden: bool = False,
         held_step: int = -1,
         swarm: str = "",
+        join_window_s: float = 0.5,
         **wire: Any,
     ) -> Connected:
         """Start a peer that knows ``known``.
@@ -69,7 +73,7 @@ class Swarms:
             ),
             replica=number,
             swarm=swarm,
-            join_window_s=0.5,
+            join_window_s=join_window_s,
         )
         connected = connect_swarm(place, Wire(**(QUICK | wire)), held_step=held_step)
         self._open.append(connected.transport)
@@ -103,7 +107,7 @@ class Swarms:
     def _joined(self, number: int, first: PeerTransport, options: dict[str, Any]) -> PeerTransport:
         connected = self.peer(number, [first], **options)
         assert connected.joining
-        join(connected, 20.0)
+        join(connected, LIMIT_S)
         return connected.transport
 
     def close(self) -> None:
@@ -120,4 +124,4 @@ def wait_for_members(transport: PeerTransport, number: int) -> None:
 
     transport.on_change = note
     with changed:
-        assert changed.wait_for(lambda: len(transport.view.members) == number, 20.0), transport.view
+        assert changed.wait_for(lambda: len(transport.view.members) == number, LIMIT_S), transport.view

@@ -13,7 +13,7 @@ from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.peers.connected import join
 from tests.transport.contract import contribution, exchange
-from tests.transport.swarms import Swarms, wait_for_members
+from tests.transport.swarms import LIMIT_S, Swarms, wait_for_members
 from tests.transport.wires import at_once
 
 pytestmark = pytest.mark.filterwarnings(
@@ -57,9 +57,9 @@ def test_a_file_that_is_no_key_is_named(tmp_path: Path) -> None:
 def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: Swarms) -> None:
     first = swarms.peer(0).transport
     hidden = swarms.peer(1, [first], hidden=True)
-    join(hidden, 20.0)
+    join(hidden, LIMIT_S)
     third = swarms.peer(2, [first])
-    join(third, 20.0)  # it has to reach the hidden one, too
+    join(third, LIMIT_S)  # it has to reach the hidden one, too
     transports = [first, hidden.transport, third.transport]
     for transport in transports:
         wait_for_members(transport, 3)
@@ -132,7 +132,8 @@ def test_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(swarms: Swar
 def test_of_those_who_look_at_once_one_founds_the_swarm(swarms: Swarms) -> None:
     standing = swarms.peer(7, run="a standing peer of another run").transport
     steps = {1: 30, 2: 50, 3: 50}
-    found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m]) for m in steps])
+    patient = {"join_window_s": 8.0}  # so that all look, also on a machine that is busy
+    found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m], **patient) for m in steps])
     assert [each.joining for each in found] == [True, False, True], "the lowest of those with the newest step"
     assert {each.swarm for each in found} == {found[1].swarm}
 

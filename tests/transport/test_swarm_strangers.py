@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def frame(text: bytes, blob_bytes: int = 0, blob: bytes = b"") -> bytes:

@@ -253,7 +253,8 @@ class _Run:
             )
         if fleet.failure is None:
             return
-        self._emit(Note(step=self.step, text=f"{fleet.failure} It looks for them."))
+        happened = str(fleet.failure).partition(". ")[0]
+        self._emit(Note(step=self.step, text=f"{happened}. It looks for the others, and keeps its work."))
         self.session.come_back(fleet, self.settings.transport.rendezvous_timeout_s)
         self._emit(Note(step=self.step, text=f"Replica {fleet.transport.replica} is a member again."))
 

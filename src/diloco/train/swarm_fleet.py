@@ -248,7 +248,7 @@ class SwarmFleet:
                     self.shares = Shares((last,))
                 self._note_members(len(members))
                 self._assignments = self.shares.of_member(self.transport.replica)
-                self._untold.append(following)
+                self._untold.append(dataclasses.replace(following, reason=self.transport.reason))
             self._changed.notify_all()
             return {"shares": self.shares.to_message(), "begun": self.begun}
 

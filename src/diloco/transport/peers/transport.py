@@ -166,6 +166,11 @@ class PeerTransport(Transport):
                 errors.append(str(error))
         raise TransportError(" ".join(errors), replicas=there)
 
+    @property
+    def reason(self) -> str:
+        """Why the present view is not the one before."""
+        return self._keeper.reason if self._keeper else ""
+
     def places(self) -> tuple[str, ...]:
         """Where the other members may be found, in the network's own words."""
         entries = [self._registry.entries.get(member) for member in self.view.members if member != self.replica]

@@ -143,6 +143,11 @@ class ViewKeeper:
             self.tell(Leaving(step).to_message(self.view.id))
             self.close(self._parted(step))  # the others hang up when they have heard it
 
+    @property
+    def reason(self) -> str:
+        """Why the present view followed the one before, with what happened as this rank heard it."""
+        return self._reason
+
     def part(self) -> None:
         """End the connections to all members; nobody here is told of a loss."""
         for rank in self._lineup.ranks(self.view.members):
