@@ -14,7 +14,7 @@ import torch
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.data.corpus import Corpus, build_corpus
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, TransportError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
@@ -255,7 +255,11 @@ class _Run:
             return
         happened = str(fleet.failure).partition(". ")[0]
         self._emit(Note(step=self.step, text=f"{happened}. It looks for the others, and keeps its work."))
-        self.session.come_back(fleet, self.settings.transport.rendezvous_timeout_s)
+        try:
+            self.session.come_back(fleet, self.settings.transport.rendezvous_timeout_s)
+        except TransportError:
+            self._save()
+            raise
         self._emit(Note(step=self.step, text=f"Replica {fleet.transport.replica} is a member again."))
 
     def _train_step(self) -> None:
