@@ -222,9 +222,10 @@ class SwarmFleet:
         self.transport.load_state_dict(state)
         with self._changed:
             me = (self.transport.replica,)
-            self.shares = Shares.from_message(state["shares"]).following(
+            going_on = Shares.from_message(state["shares"]).following(
                 self.transport.step, me, joined=(), left={}, margin=0, batch_size=self._batch_size
             )
+            self.shares = Shares(going_on.chain[-1:])  # what came before is over
             self._assignments = self.shares.of_member(self.transport.replica)
 
     # In the control thread.
