@@ -165,6 +165,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"transport.name": "hivemind", "swarm.run": "mine", "transport.min_replicas": 2},
         "transport.min_replicas=2 with swarm.start_replicas=1",
     ),
+    (
+        {"transport.name": "hivemind", "swarm.run": "mine", "transport.latency_s": (0.1,)},
+        r"latency_s=.* \(\) would work",
+    ),
+    ({"transport.name": "hivemind", "swarm.run": "mine", "transport.host": "::1"}, "host='::1' .* None would work"),
     ({"transport.name": "hivemind", "swarm.run": "mine", "data.sharding": "contiguous"}, "'shuffled' would work"),
     (
         {"transport.name": "torch", "transport.faults": ("drop replica=0 fragment=0 outer_step=0",)},

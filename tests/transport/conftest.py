@@ -10,6 +10,7 @@ import pytest
 
 from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+from tests.transport.state_donors import Asker, MakeDonor, an_asker, donors
 from tests.transport.swarms import Swarms
 
 
@@ -34,3 +35,15 @@ def swarms(keys: Path) -> Iterator[Swarms]:
     yield made
     made.close()
     gc.collect()  # what Hivemind leaves open is this test's, not one's that comes later
+
+
+@pytest.fixture
+def asker() -> Iterator[Asker]:
+    """Somebody who wants a state."""
+    yield from an_asker()
+
+
+@pytest.fixture
+def make_donor() -> Iterator[MakeDonor]:
+    """Makes those who have one."""
+    yield from donors()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,41 +16,29 @@ from tests.transport.state_donors import (
     LIMIT_S,
     Asker,
     MakeDonor,
-    an_asker,
-    donors,
     equal,
     size_of,
     state,
 )
 
 
-@pytest.fixture
-def asker() -> Iterator[Asker]:
-    yield from an_asker()
-
-
-@pytest.fixture
-def make() -> Iterator[MakeDonor]:
-    yield from donors()
-
-
-def test_what_arrives_is_the_donors_bit_for_bit(asker: Asker, make: MakeDonor) -> None:
+def test_what_arrives_is_the_donors_bit_for_bit(asker: Asker, make_donor: MakeDonor) -> None:
     held = state()
     held["slots"]["counts"] = torch.arange(7)
     held["slots"]["scalar"] = torch.tensor(0.1, dtype=torch.float64)
     held["slots"]["matrix"] = torch.arange(6, dtype=torch.int32).reshape(2, 3).t()
-    assert equal(asker.fetch({1: make(held)}), {**held, "fragment": 0})
+    assert equal(asker.fetch({1: make_donor(held)}), {**held, "fragment": 0})
     assert asker.streams.opened == [asker.streams.opened[0]], "one connection does"
 
 
 @pytest.mark.parametrize("held", [{}, {"slots": {}}, {"global_params": torch.empty(0), "outer_step": 2**62}], ids=str)
-def test_a_state_without_bytes_is_one_too(asker: Asker, make: MakeDonor, held: dict[str, Any]) -> None:
-    assert equal(asker.fetch({1: make(held)}), {**held, "fragment": 0})
+def test_a_state_without_bytes_is_one_too(asker: Asker, make_donor: MakeDonor, held: dict[str, Any]) -> None:
+    assert equal(asker.fetch({1: make_donor(held)}), {**held, "fragment": 0})
 
 
-def test_a_cut_connection_goes_on_where_it_stopped(asker: Asker, make: MakeDonor) -> None:
+def test_a_cut_connection_goes_on_where_it_stopped(asker: Asker, make_donor: MakeDonor) -> None:
     """Cut at every seventh chunk, which is lost; else each byte is sent once, and the copy is made once."""
-    donor, chunks, lost = make(state()), [0], [0]
+    donor, chunks, lost = make_donor(state()), [0], [0]
 
     def cut(port: int, data: bytes) -> bytes:
         chunks[0] += 1
@@ -69,8 +56,8 @@ def test_a_cut_connection_goes_on_where_it_stopped(asker: Asker, make: MakeDonor
     assert donor.copies == 1
 
 
-def test_damage_on_the_way_costs_the_chunk(asker: Asker, make: MakeDonor) -> None:
-    donor, chunks = make(state()), [0]
+def test_damage_on_the_way_costs_the_chunk(asker: Asker, make_donor: MakeDonor) -> None:
+    donor, chunks = make_donor(state()), [0]
 
     def damage(port: int, data: bytes) -> bytes:
         chunks[0] += 1
@@ -81,16 +68,16 @@ def test_damage_on_the_way_costs_the_chunk(asker: Asker, make: MakeDonor) -> Non
     assert asker.received_from(donor) - size_of(state()) in range(1, MAX_CHUNK_BYTES + 1)
 
 
-def test_donors_share_the_load(asker: Asker, make: MakeDonor) -> None:
-    donors = {replica: make(state()) for replica in (2, 5, 7)}
+def test_donors_share_the_load(asker: Asker, make_donor: MakeDonor) -> None:
+    donors = {replica: make_donor(state()) for replica in (2, 5, 7)}
     assert equal(asker.fetch(donors), {**state(), "fragment": 0})
     shares = [asker.received_from(donor) for donor in donors.values()]
     assert sum(shares) == size_of(state()), "no byte came twice"
     assert min(shares) >= block_bytes(size_of(state())), "each has sent a block at least"
 
 
-def test_one_that_breaks_off_is_made_up_for(asker: Asker, make: MakeDonor) -> None:
-    donors = {1: make(state()), 2: make(state())}
+def test_one_that_breaks_off_is_made_up_for(asker: Asker, make_donor: MakeDonor) -> None:
+    donors = {1: make_donor(state()), 2: make_donor(state())}
 
     def cut(port: int, data: bytes) -> bytes:
         if port == donors[1].address.port:
@@ -102,16 +89,16 @@ def test_one_that_breaks_off_is_made_up_for(asker: Asker, make: MakeDonor) -> No
     assert asker.received_from(donors[2]) == size_of(state())
 
 
-def test_the_majority_of_the_foremost_is_taken(asker: Asker, make: MakeDonor) -> None:
+def test_the_majority_of_the_foremost_is_taken(asker: Asker, make_donor: MakeDonor) -> None:
     held = {0: state(1, finished=4), 1: state(2, finished=5), 2: state(3, finished=5), 3: state(3, finished=5)}
-    donors = {replica: make(each) for replica, each in held.items()}
+    donors = {replica: make_donor(each) for replica, each in held.items()}
     assert equal(asker.fetch(donors), {**held[2], "fragment": 0})
     assert not asker.received_from(donors[0]) + asker.received_from(donors[1])
 
 
-def test_who_lags_helps_once_it_has_caught_up(asker: Asker, make: MakeDonor) -> None:
+def test_who_lags_helps_once_it_has_caught_up(asker: Asker, make_donor: MakeDonor) -> None:
     """A donor that has not finished the round yet is asked again; alone, it is waited for."""
-    donor = make(state(finished=1))
+    donor = make_donor(state(finished=1))
     asked = threading.Event()
     donor.service.version = lambda fragment: (asked.set(), donor.held and donor.held["finished_rounds"])[1]
     result = asker.start({1: donor}, after=2)
@@ -120,8 +107,8 @@ def test_who_lags_helps_once_it_has_caught_up(asker: Asker, make: MakeDonor) -> 
     assert equal(result(), {**state(7, finished=2), "fragment": 0})
 
 
-def test_a_dead_donor_is_survived_and_named(asker: Asker, make: MakeDonor) -> None:
-    dead, living = make(state()), make(state())
+def test_a_dead_donor_is_survived_and_named(asker: Asker, make_donor: MakeDonor) -> None:
+    dead, living = make_donor(state()), make_donor(state())
     dead.board.close()
     assert equal(asker.fetch({0: dead, 1: living}), {**state(), "fragment": 0})
     with pytest.raises(
@@ -130,8 +117,8 @@ def test_a_dead_donor_is_survived_and_named(asker: Asker, make: MakeDonor) -> No
         asker.fetch({0: dead})
 
 
-def test_all_are_named_with_their_reasons(asker: Asker, make: MakeDonor) -> None:
-    nothing, failing = make(None), make(state())
+def test_all_are_named_with_their_reasons(asker: Asker, make_donor: MakeDonor) -> None:
+    nothing, failing = make_donor(None), make_donor(state())
     failing.service.source = lambda fragment: {}[fragment]
     with pytest.raises(
         TransportError,
@@ -144,8 +131,8 @@ def test_all_are_named_with_their_reasons(asker: Asker, make: MakeDonor) -> None
         asker.fetch({})
 
 
-def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make: MakeDonor) -> None:
-    silent, honest = make(state()), make(state())
+def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make_donor: MakeDonor) -> None:
+    silent, honest = make_donor(state()), make_donor(state())
 
     async def nothing(message: dict[str, Any], reader: Any, writer: Any) -> None:
         await reader.read()
@@ -158,16 +145,16 @@ def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make: Mak
         asker.fetch({0: silent}, timeout_s=0.1)
 
 
-def test_a_donor_that_keeps_the_others_waiting_is_given_up(asker: Asker, make: MakeDonor) -> None:
+def test_a_donor_that_keeps_the_others_waiting_is_given_up(asker: Asker, make_donor: MakeDonor) -> None:
     """It sends a chunk now and then, so that it is never silent."""
-    slow, quick = make(state(), 20_000.0), make(state())
+    slow, quick = make_donor(state(), 20_000.0), make_donor(state())
     assert equal(asker.fetch({0: slow, 1: quick}, slow_s=1.0), {**state(), "fragment": 0})
     assert asker.received_from(quick) > 0.9 * size_of(state())
 
 
-def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make: MakeDonor) -> None:
+def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make_donor: MakeDonor) -> None:
     """Cut in the middle; until the asker comes back the donor has gone on, and needed the room."""
-    donor, chunks = make(state(1, finished=1)), [0]
+    donor, chunks = make_donor(state(1, finished=1)), [0]
 
     def cut(port: int, data: bytes) -> bytes:
         chunks[0] += 1
@@ -182,9 +169,9 @@ def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make: MakeDonor) ->
     assert donor.copies == 2
 
 
-def test_who_has_moved_on_is_heard_again_before_another_is_chosen(asker: Asker, make: MakeDonor) -> None:
+def test_who_has_moved_on_is_heard_again_before_another_is_chosen(asker: Asker, make_donor: MakeDonor) -> None:
     """And not the one that lags, whose offer has been there all along."""
-    donors = {0: make(state(9, finished=0)), 1: make(state(1)), 2: make(state(1))}
+    donors = {0: make_donor(state(9, finished=0)), 1: make_donor(state(1)), 2: make_donor(state(1))}
     chunks = [0]
 
     def cut(port: int, data: bytes) -> bytes:
@@ -199,8 +186,8 @@ def test_who_has_moved_on_is_heard_again_before_another_is_chosen(asker: Asker, 
     assert equal(asker.fetch(donors), {**state(2, finished=2), "fragment": 0})
 
 
-def test_a_snapshot_that_is_still_there_is_gone_on_with(asker: Asker, make: MakeDonor) -> None:
-    donor, chunks = make(state(1, finished=1)), [0]
+def test_a_snapshot_that_is_still_there_is_gone_on_with(asker: Asker, make_donor: MakeDonor) -> None:
+    donor, chunks = make_donor(state(1, finished=1)), [0]
 
     def cut(port: int, data: bytes) -> bytes:
         chunks[0] += 1
@@ -216,11 +203,11 @@ def test_a_snapshot_that_is_still_there_is_gone_on_with(asker: Asker, make: Make
 
 
 def test_an_error_of_our_own_is_not_taken_for_a_donors(
-    asker: Asker, make: MakeDonor, monkeypatch: pytest.MonkeyPatch
+    asker: Asker, make_donor: MakeDonor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr(state_transfer.Transfer, "take", broken)
     with pytest.raises(ZeroDivisionError, match="a mistake"):
-        asker.fetch({1: make(state())})
+        asker.fetch({1: make_donor(state())})

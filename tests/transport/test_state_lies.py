@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,23 +11,11 @@ from diloco.errors import TransportError
 from tests.transport.state_donors import (
     Asker,
     MakeDonor,
-    an_asker,
-    donors,
     equal,
     lying,
     size_of,
     state,
 )
-
-
-@pytest.fixture
-def asker() -> Iterator[Asker]:
-    yield from an_asker()
-
-
-@pytest.fixture
-def make() -> Iterator[MakeDonor]:
-    yield from donors()
 
 
 def wrong_bytes(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
@@ -80,17 +67,19 @@ LIES = [
 
 
 @pytest.mark.parametrize(("lie", "words"), LIES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_donor_that_lies_is_survived_and_named(asker: Asker, make: MakeDonor, lie: Any, words: str) -> None:
-    liar, honest = lying(make(state()), lie), make(state())
+def test_a_donor_that_lies_is_survived_and_named(asker: Asker, make_donor: MakeDonor, lie: Any, words: str) -> None:
+    liar, honest = lying(make_donor(state()), lie), make_donor(state())
     assert equal(asker.fetch({0: liar, 1: honest}), {**state(), "fragment": 0})
     with pytest.raises(TransportError, match=f"replica 0: .*{words}"):
         asker.fetch({0: liar})
 
 
-def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(asker: Asker, make: MakeDonor) -> None:
+def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(
+    asker: Asker, make_donor: MakeDonor
+) -> None:
     """The liar sends the first chunk of a block and is cut; the honest one sends the rest, and then all of it."""
     held = state()
-    liar, honest, chunks = lying(make(held), wrong_bytes), make(held), [0]
+    liar, honest, chunks = lying(make_donor(held), wrong_bytes), make_donor(held), [0]
 
     def cut(port: int, data: bytes) -> bytes:
         if port == liar.address.port:
@@ -106,16 +95,18 @@ def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(ask
 
 @pytest.mark.parametrize("place", ["global_params", "momentum"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_what_is_not_finite_is_refused_and_named(asker: Asker, make: MakeDonor, place: str, value: float) -> None:
+def test_what_is_not_finite_is_refused_and_named(asker: Asker, make_donor: MakeDonor, place: str, value: float) -> None:
     held = state(numel=5)
     {**held, **held["slots"]}[place][3] = value
     with pytest.raises(TransportError, match=rf"replica 0: its .*{place} hold NaN or infinity"):
-        asker.fetch({0: make(held)})
-    assert equal(asker.fetch({0: make(held), 1: make(held), 2: make(state())}), {**state(), "fragment": 0})
+        asker.fetch({0: make_donor(held)})
+    assert equal(
+        asker.fetch({0: make_donor(held), 1: make_donor(held), 2: make_donor(state())}), {**state(), "fragment": 0}
+    )
 
 
-def test_more_than_expected_is_refused_before_it_comes(asker: Asker, make: MakeDonor) -> None:
-    donor = make(state())
+def test_more_than_expected_is_refused_before_it_comes(asker: Asker, make_donor: MakeDonor) -> None:
+    donor = make_donor(state())
     assert asker.fetch({0: donor}, expected_bytes=size_of(state()))
     asker.streams.received.clear()
     with pytest.raises(TransportError, match="at most 12799999 are expected"):

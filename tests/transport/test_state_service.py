@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -19,27 +19,15 @@ from tests.transport.state_donors import (
     Asker,
     Conversation,
     MakeDonor,
-    an_asker,
-    donors,
     equal,
     state,
 )
 from tests.transport.wires import at_once
 
 
-@pytest.fixture
-def asker() -> Iterator[Asker]:
-    yield from an_asker()
-
-
-@pytest.fixture
-def make() -> Iterator[MakeDonor]:
-    yield from donors()
-
-
-def test_the_limit_holds_for_all_askers_together(make: MakeDonor) -> None:
+def test_the_limit_holds_for_all_askers_together(make_donor: MakeDonor) -> None:
     held = state(numel=50_000)  # 400 kB
-    donor, askers = make(held, 800_000.0), [Asker(), Asker()]
+    donor, askers = make_donor(held, 800_000.0), [Asker(), Asker()]
     started_s = time.monotonic()
     results = at_once([lambda asker=asker: asker.fetch({0: donor}) for asker in askers])
     took_s = time.monotonic() - started_s
@@ -56,9 +44,9 @@ def test_a_limit_that_is_none_is_refused(board: Switchboard, limit: float) -> No
         serve_state(board, limit)
 
 
-def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make: MakeDonor) -> None:
+def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make_donor: MakeDonor) -> None:
     """And its control thread goes on meanwhile: it answers others."""
-    donor, entered, changed = make(state()), threading.Event(), threading.Event()
+    donor, entered, changed = make_donor(state()), threading.Event(), threading.Event()
 
     def source(fragment: int) -> Mapping[str, Any]:
         entered.set()
@@ -73,9 +61,9 @@ def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make: Mak
     assert equal(result(), {**state(), "fragment": 0})
 
 
-def test_a_donor_may_leave_while_it_sends(asker: Asker, make: MakeDonor) -> None:
+def test_a_donor_may_leave_while_it_sends(asker: Asker, make_donor: MakeDonor) -> None:
     """To one who does not read: nothing is left open, which pytest would tell."""
-    donor = make({"global_params": torch.zeros(8 << 20)})
+    donor = make_donor({"global_params": torch.zeros(8 << 20)})
     talk = Conversation(asker, donor)
     talk.say()
     offer = talk.hear()
@@ -90,8 +78,8 @@ async def answer() -> int:
     return 7
 
 
-def test_no_more_than_two_snapshots_are_held(asker: Asker, make: MakeDonor) -> None:
-    donor = make(state(numel=100))
+def test_no_more_than_two_snapshots_are_held(asker: Asker, make_donor: MakeDonor) -> None:
+    donor = make_donor(state(numel=100))
     talks = [Conversation(asker, donor) for _ in range(3)]
     for fragment in range(2):
         talks[fragment].say(fragment)
@@ -114,8 +102,8 @@ def test_no_more_than_two_snapshots_are_held(asker: Asker, make: MakeDonor) -> N
     assert talks[2].hear() == {"kind": "moved"}
 
 
-def test_a_few_are_served_at_once_and_the_others_come_again(asker: Asker, make: MakeDonor) -> None:
-    donor = make(state())
+def test_a_few_are_served_at_once_and_the_others_come_again(asker: Asker, make_donor: MakeDonor) -> None:
+    donor = make_donor(state())
     talks = [Conversation(asker, donor) for _ in range(MAX_ASKERS)]
     for talk in talks:
         talk.say()
@@ -142,9 +130,9 @@ STRANGE = [
 
 @pytest.mark.parametrize("request_", STRANGE, ids=str)
 def test_a_request_that_is_none_ends_its_connection_only(
-    asker: Asker, make: MakeDonor, request_: dict[str, Any]
+    asker: Asker, make_donor: MakeDonor, request_: dict[str, Any]
 ) -> None:
-    donor = make(state(numel=100))
+    donor = make_donor(state(numel=100))
     talk = Conversation(asker, donor)
     talk.say()
     digest = talk.hear()["snapshot"]
@@ -154,10 +142,10 @@ def test_a_request_that_is_none_ends_its_connection_only(
     assert equal(asker.fetch({1: donor}), {**state(numel=100), "fragment": 0})
 
 
-def test_a_state_that_nobody_would_take_is_refused_by_its_donor(asker: Asker, make: MakeDonor) -> None:
+def test_a_state_that_nobody_would_take_is_refused_by_its_donor(asker: Asker, make_donor: MakeDonor) -> None:
     for value, words in [(torch.empty(1, dtype=torch.complex64), "complex64"), (float("nan"), "nan"), ([1], "1")]:
         with pytest.raises(TransportError, match=rf"replica 1: .*{words}.* can't be handed over"):
-            asker.fetch({1: make({"global_params": value})})
+            asker.fetch({1: make_donor({"global_params": value})})
 
 
 def test_the_service_is_what_the_transport_publishes_to(board: Switchboard) -> None:

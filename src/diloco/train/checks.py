@@ -107,6 +107,12 @@ def _check_swarm(settings: RunSettings) -> None:
         ("transport.replica_size", transport.replica_size, 1),
         ("data.sharding", settings.data.sharding, "shuffled"),
         ("transport.rendezvous", transport.rendezvous, None),
+        ("transport.host", transport.host, None),
+        ("transport.interface", transport.interface, None),
+        ("transport.ports", transport.ports, "0"),
+        ("transport.bandwidth_bits_per_s", transport.bandwidth_bits_per_s, ()),
+        ("transport.latency_s", transport.latency_s, ()),
+        ("transport.restarts", transport.restarts, 0),
     ):
         if value != works:
             raise refuse(f"{given}={value!r} with transport.name='hivemind'", f"{works!r} would work")

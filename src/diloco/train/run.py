@@ -195,11 +195,9 @@ class _Run:
         fleet = self.session.fleet
         agreed: int | None = None
         with StopRequest() as stop:
-            self.session.open_to_joiners()
             if isinstance(fleet, SwarmFleet):
-                fleet.open()
                 fleet.wait_for_start(lambda: stop.signal is not None)
-                self.session.open_to_joiners()
+            self.session.open_to_joiners()
             while self.step < last:
                 if isinstance(fleet, SwarmFleet):
                     self._follow_views(fleet)

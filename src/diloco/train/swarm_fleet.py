@@ -31,7 +31,8 @@ _AGAIN_S = 1.0
 
 
 class SwarmFleet:
-    """Made connected; a joiner becomes a member by `join`, a founder lets others in by `open`.
+    """Made connected; a joiner becomes a member by `join`, a founder lets others in by
+    `wait_for_start`.
 
     Args:
         place: which peer this is.
@@ -135,12 +136,9 @@ class SwarmFleet:
                     raise
             time.sleep(_AGAIN_S)
 
-    def open(self) -> None:
-        """Let others join from now on."""
-        self.transport.close_to_joiners("")
-
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
-        """Until enough replicas are there for training to begin, or somebody asks to stop."""
+        """Let others join, until enough are there for training to begin, or somebody asks to stop."""
+        self.transport.close_to_joiners("")
         with self._changed:
             while not self.begun and not stopped() and self.failure is None:
                 self._changed.wait(0.2)

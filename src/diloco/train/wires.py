@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
@@ -82,18 +83,11 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str], held_
     )
     wire = Wire(
         streams=settings.streams or 1,
-        piece_bytes=settings.piece_bytes,
-        heartbeat_s=settings.heartbeat_s,
-        silence_s=settings.silence_s,
-        round_timeout_s=settings.round_timeout_s,
-        rendezvous_timeout_s=settings.rendezvous_timeout_s,
-        min_contributors=settings.min_contributors,
-        min_replicas=settings.min_replicas,
+        **_exchange(settings, facts),
         go_on=True,
-        raise_on_loss=False,
-        facts=facts,
         late_s=swarm.join_window_s if swarm.straggler == "skip" else settings.round_timeout_s,
         split=swarm.split,
+        state_bytes_per_s=swarm.state_bytes_per_s,
     )
     return SwarmFleet(
         place,
@@ -126,6 +120,13 @@ def read_secret(path: Path | None) -> str:
             "`openssl rand -hex 32`, would work. Nothing was started."
         )
     return secret
+
+
+def _exchange(settings: TransportSettings, facts: Mapping[str, str]) -> dict[str, Any]:
+    """What a wire is told whatever it is made of."""
+    names = ("piece_bytes", "heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "min_contributors")
+    chosen = {name: getattr(settings, name) for name in (*names, "min_replicas")}
+    return {**chosen, "raise_on_loss": False, "facts": facts}
 
 
 def _open_group(settings: TransportSettings, role: Role, device: torch.device) -> ReplicaGroup:
@@ -165,16 +166,8 @@ def _connect(
         ports=settings.ports,
         interface=settings.interface or "",
         streams=settings.streams or 0,
-        piece_bytes=settings.piece_bytes,
-        heartbeat_s=settings.heartbeat_s,
-        silence_s=settings.silence_s,
-        round_timeout_s=settings.round_timeout_s,
-        rendezvous_timeout_s=settings.rendezvous_timeout_s,
-        min_contributors=settings.min_contributors,
-        min_replicas=settings.min_replicas,
+        **_exchange(settings, facts),
         go_on=settings.on_failure == "continue",
-        raise_on_loss=False,
         link=make_links(settings)[role.replica] if emulated else None,
-        facts=facts,
     )
     return connect(place, wire, held_step=held_step)

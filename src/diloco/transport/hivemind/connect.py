@@ -78,7 +78,9 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Conn
     streams = PeerStreams(identity, place.node, place.gate)
     rules, policies = wire.rules_and_policies(number, 0, 1, others=1)
     timing = Timing(wire.heartbeat_s, wire.silence_s)
-    transport = PeerTransport(rules, policies, timing, streams, wire.link, together=False)
+    transport = PeerTransport(
+        rules, policies, timing, streams, wire.link, together=False, state_bytes_per_s=wire.state_bytes_per_s
+    )
     try:
         transport.board.listen()
         return _Arrival(place, wire, transport, streams, held_step).connect()

@@ -43,6 +43,9 @@ class SwarmSettings:
     """Multiaddresses to tell others instead of those listened at."""
     behind_nat: bool = False
     """Listen nowhere: others are reached over connections that this peer opens, and through relays."""
+    state_bytes_per_s: float | None = None
+    """What all who join or come back get together from this peer of the state that they take over, so that its own
+    rounds keep their link. Default: as much as the link carries."""
     relay: bool = True
     """Be reached through other peers where nothing else works, and pass on what others send through this one."""
     map_ports: bool = True
@@ -56,6 +59,11 @@ class SwarmSettings:
         if not self.join_window_s > 0:
             raise ConfigurationError(
                 f"swarm.join_window_s={self.join_window_s} was given; it must be positive. Nothing was started."
+            )
+        if self.state_bytes_per_s is not None and not self.state_bytes_per_s > 0:
+            raise ConfigurationError(
+                f"swarm.state_bytes_per_s={self.state_bytes_per_s} was given; a positive number, or none, would work. "
+                "Nothing was started."
             )
         for address in self.join:
             if "/p2p/" not in address:

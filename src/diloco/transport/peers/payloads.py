@@ -180,12 +180,7 @@ class PayloadExchange:
                     self._check(member, payload, b - a)
                     codec.accumulate(payload, self.values[a:b], parts[member].weight)
             self.values[a:b].div_(total)
-        if self.plan.pattern == "reduce-scatter":
-            for piece, (a, b) in enumerate(_floats(*self._mine(), self._piece_bytes)):
-                for link in self.links.values():
-                    self._send(link, self.values[a:b], piece, second=True)
-            for member, work in self._means:
-                self._wait(member, work)
+        self._share_means()
         buffers, integers = self._reduce_extras(parts, contributors, total)
         return Mean(
             values=self.values,
@@ -205,12 +200,7 @@ class PayloadExchange:
                 self._wait(member, work)
         for member, (_, work) in self._extras.items():
             self._wait(member, work)
-        if self.plan.pattern == "reduce-scatter":
-            for piece, (a, b) in enumerate(_floats(*self._mine(), self._piece_bytes)):
-                for link in self.links.values():
-                    self._send(link, self.values[a:b], piece, second=True)
-            for member, work in self._means:
-                self._wait(member, work)
+        self._share_means()
 
     def finish(self) -> None:
         """Wait until everything of mine has been sent; its memory is free then.
@@ -220,6 +210,15 @@ class PayloadExchange:
         """
         for future in self._sends:
             future.result().wait()
+
+    def _share_means(self) -> None:
+        """The second half of a reduce-scatter."""
+        if self.plan.pattern == "reduce-scatter":
+            for piece, (a, b) in enumerate(_floats(*self._mine(), self._piece_bytes)):
+                for link in self.links.values():
+                    self._send(link, self.values[a:b], piece, second=True)
+            for member, work in self._means:
+                self._wait(member, work)
 
     def _mine(self) -> tuple[int, int]:
         """The values that I sum."""

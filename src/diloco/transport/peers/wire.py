@@ -31,6 +31,7 @@ class Wire:
         split: whether the smaller side of a network that fell apart goes on.
         raise_on_loss: see `Policies`.
         link: emulated at this end, or None.
+        state_bytes_per_s: what those who take over this rank's state get together; None: as much as the way carries.
         facts: what must be the same on all ranks, name -> value in words.
     """
 
@@ -47,6 +48,7 @@ class Wire:
     split: Literal["stop", "go-on"] = "stop"
     raise_on_loss: bool = True
     link: Link | None = None
+    state_bytes_per_s: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def rules_and_policies(
