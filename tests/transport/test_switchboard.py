@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import queue
 import socket
@@ -332,3 +334,45 @@ def test_who_says_hello_while_the_other_one_closes_is_shown_out(make: Make) -> N
         late.settimeout(LIMIT_S)
         while late.recv(4096):
             pass
+
+
+@pytest.mark.parametrize("turns", range(7))
+def test_who_comes_while_the_other_one_closes_leaves_nothing_open(make: Make, turns: int) -> None:
+    """However far its connection has come: accepted by the system, known to the loop, or looked after by a task."""
+    first = make(0)
+
+    async def come_and_close() -> None:
+        late.connect((first.address.host, first.address.port))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await first.board._close()
+
+    with closing(socket.socket()) as late:
+        first.board.call(come_and_close(), LIMIT_S)
+        first.board.close()
+        late.settimeout(LIMIT_S)
+        with contextlib.suppress(ConnectionError):
+            while late.recv(4096):
+                pass
+    gc.collect()
+
+
+def test_what_nobody_takes_keeps_no_connection_open_after_the_end(make: Make) -> None:
+    async def pour(
+        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        writer.write(bytes(64 << 20))
+        asked.set()
+
+    first, asked = make(0), threading.Event()
+    first.board.services["pour"] = pour
+    with closing(socket.create_connection((first.address.host, first.address.port))) as idle:
+        idle.sendall(pack({"kind": "pour"}))
+        assert asked.wait(LIMIT_S)
+        first.settled()
+        first.board.close()
+        gc.collect()
+        idle.settimeout(LIMIT_S)
+        with contextlib.suppress(ConnectionError):
+            while idle.recv(1 << 20):
+                pass

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.transport.hivemind.engine import load_engine
+from diloco.transport.peers.streams import stop_listening
 
 __all__ = ["Daemon", "Handler"]
 
@@ -92,7 +93,7 @@ class Daemon:
     async def close(self) -> None:
         """End the daemon, and every stream with it."""
         if self._server is not None:
-            self._server.close()
+            await stop_listening(self._server)
         for _ in range(4):  # turns of the loop, in which connections that have just come get to be known
             await asyncio.sleep(0)
         for task in list(self._tasks):

@@ -74,7 +74,7 @@ async def look(identity: Path, place: NodePlace, gate: Gate) -> list[Seen]:
             streams.know(record.peer_id, record.addresses)
         return list(await asyncio.gather(*(_asked(streams, each.peer_id, each.number) for each in records)))
     finally:
-        streams.refuse()
+        await streams.refuse()
         await streams.close()
 
 

@@ -104,7 +104,7 @@ class PeerStreams:
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """The daemon's connections are its own business."""
 
-    def refuse(self) -> None:
+    async def refuse(self) -> None:
         self._accept = None
 
     async def close(self) -> None:

@@ -135,7 +135,7 @@ class LinkDesk:
 
     async def _dial(self, line: _Line, left_s: float) -> None:
         try:
-            opening = self._board.streams.open(self._address_of(line.request.rank))
+            opening = self._board.open(self._address_of(line.request.rank))
             reader, writer = await asyncio.wait_for(opening, left_s)
         except (OSError, TimeoutError) as error:
             line.why = str(error) or type(error).__name__

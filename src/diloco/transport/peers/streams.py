@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from diloco.transport.address import Address
 
-__all__ = ["Accept", "Streams"]
+__all__ = ["Accept", "Streams", "stop_listening"]
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a connection that somebody opened, and closes it."""
@@ -41,8 +41,20 @@ class Streams(Protocol):
     def identity(self, writer: asyncio.StreamWriter) -> str:
         """Who is at the other end of a connection, as an address, where the network proves it; else ""."""
 
-    def refuse(self) -> None:
+    async def refuse(self) -> None:
         """Accept nothing any more."""
 
     async def close(self) -> None:
         """End what is left, after every connection has been closed."""
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Close a server when every connection that has come to it is known to its protocol.
+
+    asyncio loses one, and leaves it open, whose server closes between its coming and the making of its transport.
+    """
+    for listening in server.sockets:
+        asyncio.get_running_loop().remove_reader(listening)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    server.close()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
@@ -99,6 +100,7 @@ class Switchboard:
         self._deliver = deliver
         self._lost = lost
         self._lines: dict[int, _Line] = {}
+        self._connections: WeakSet[asyncio.WriteTransport] = WeakSet()  # all that were made, while anything holds them
         self._watch: asyncio.Task[None] | None = None
         self._beat_s = math.inf  # of the last beat, once there are any
         self._woke_s = -math.inf
@@ -157,6 +159,16 @@ class Switchboard:
         if line is not None:
             line.writer.write(pack(message, blob))
 
+    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """As `Streams.open`; `close` ends the connection, whatever it still has to send.
+
+        Raises:
+            OSError: as there.
+        """
+        reader, writer = await self.streams.open(address)
+        self._connections.add(writer.transport)
+        return reader, writer
+
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
 
@@ -164,7 +176,7 @@ class Switchboard:
             OSError: if nobody answers there.
             TransportError: if somebody else does.
         """
-        reader, writer = await self.streams.open(address)
+        reader, writer = await self.open(address)
         try:
             self.streams.tune(writer, self.timing.silence_s)
             writer.write(pack({"kind": "hello", "rank": self.rank, "address": str(self.address)}))
@@ -191,9 +203,13 @@ class Switchboard:
         self.loop.run_forever()
 
     async def _listen(self, *where: Any) -> Address:
-        self.address = await self.streams.listen(self._accept, *where)
+        self.address = await self.streams.listen(self._arrive, *where)
         self._watch = asyncio.get_running_loop().create_task(self._beat())
         return self.address
+
+    def _arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Coroutine[Any, Any, None]:
+        self._connections.add(writer.transport)  # at once: the task that looks after it may be ended before it begins
+        return self._accept(reader, writer)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -271,7 +287,7 @@ class Switchboard:
         """
         for _ in range(10):
             try:
-                opening = self.streams.open(line.address)
+                opening = self.open(line.address)
                 _, writer = await asyncio.wait_for(opening, min(2.0, self.timing.silence_s))
             except ConnectionRefusedError:
                 return Loss("gone", f"its process at {line.address} has ended")
@@ -326,7 +342,7 @@ class Switchboard:
     async def _close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        self.streams.refuse()
+        await self.streams.refuse()
         for _ in range(4):  # turns of the loop, in which connections that have just come get the tasks that close them
             await asyncio.sleep(0)
         await self._hang_up_all(_FLUSH_S)
@@ -346,12 +362,12 @@ class Switchboard:
 
     async def _hang_up_all(self, flush_s: float) -> None:
         """End all connections; what the other side does not take in ``flush_s`` it never will."""
-        writers = [line.writer for line in self._lines.values()]
+        flushed = [asyncio.create_task(line.writer.wait_closed()) for line in self._lines.values()]
         for rank in self.connected:
             self.hang_up(rank)
-        flushed = [asyncio.create_task(writer.wait_closed()) for writer in writers]
         if flushed:
             await asyncio.wait(flushed, timeout=flush_s)
-        for writer in writers:
-            writer.transport.abort()
+        for connection in list(self._connections):
+            connection.abort()
         await asyncio.gather(*flushed, return_exceptions=True)
+        await asyncio.sleep(0)  # in which connections end

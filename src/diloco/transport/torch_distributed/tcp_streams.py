@@ -7,7 +7,7 @@ import socket
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address, parse_address
-from diloco.transport.peers.streams import Accept
+from diloco.transport.peers.streams import Accept, stop_listening
 
 __all__ = ["TcpStreams"]
 
@@ -68,9 +68,9 @@ class TcpStreams:
         """TCP proves nothing."""
         return ""
 
-    def refuse(self) -> None:
+    async def refuse(self) -> None:
         if self._server is not None:
-            self._server.close()
+            await stop_listening(self._server)
 
     async def close(self) -> None:
         """Nothing is left."""
