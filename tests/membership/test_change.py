@@ -326,6 +326,23 @@ def test_whoever_is_lost_itself_adopts_nothing() -> None:
     assert not stranger.extend(lost=frozenset({7}), gone=frozenset({7}), left=frozenset({(7, 1)}))
 
 
+def test_what_a_leaver_committed_is_committed_once_all_know_it() -> None:
+    """Whoever heard of the leaving from another survivor only does not know what the leaver had committed."""
+    left, commits = frozenset({(2, 7)}), frozenset({(0, 1, "a")})
+    ours = change(lost=frozenset())
+    assert ours.extend(left=left, left_commits=commits)
+    gone = frozenset({2})
+    ours.absorb(Report(1, 0, lost=gone, gone=gone, left=left))
+    assert ours.outcome() is None
+    ours.absorb(Report(1, 0, lost=gone, gone=gone, left=left, left_commits=commits, commits={(1, 1): "b"}))
+    following = ours.outcome()
+    assert following is not None
+    assert following.commits == {(0, 1): "a", (1, 1): "b"}
+    theirs = change(lost=frozenset(), rank=1)
+    assert theirs.absorb(Report(0, 0, lost=gone, gone=gone, left=left, left_commits=commits))
+    assert theirs.mine.left_commits == commits
+
+
 def test_what_any_survivor_decided_void_is_void_and_everything_else_goes_on_unless_somebody_joins() -> None:
     ours = change(void=frozenset({(0, 1)}))
     ours.absorb(Report(1, 0, lost=frozenset({2}), void=frozenset({(1, 1)})))

@@ -166,6 +166,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "transport.min_replicas=2 with swarm.start_replicas=1",
     ),
     (
+        {"transport.name": "hivemind", "swarm.run": "m", "swarm.straggler": "skip", "swarm.join_window_s": 3.9},
+        "join_window_s=3.9 with transport.heartbeat_s=2.*; 4 or more would work",
+    ),
+    (
         {"transport.name": "hivemind", "swarm.run": "mine", "transport.latency_s": (0.1,)},
         r"latency_s=.* \(\) would work",
     ),

@@ -7,7 +7,7 @@ does next of its own accord, and a time is over when whoever holds the numbers s
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.algorithm.codec import make_codec
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.change import NextView
+from diloco.membership.lateness import Lateness
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.transport.address import Address
@@ -48,12 +49,16 @@ class _Board:
         self.address = Address("simulated", rank)
         self.services: dict[str, Any] = {}
         self.loop = SimpleNamespace(call_later=self._call_later)
+        self.spoken: Counter[int] = Counter()  # nobody sends beats of its own accord
         self.timers: list[tuple[float, Callable[[], object]]] = []
         self._network, self._rank, self._todo = network, rank, todo
 
     @property
     def connected(self) -> frozenset[int]:
         return frozenset(rank for rank in self._network.ranks if self.connection(rank) is not None)
+
+    def words(self, rank: int) -> int:
+        return self.spoken[rank]
 
     def connection(self, rank: int) -> object | None:
         return self._network.connection(self._rank, rank)
@@ -348,6 +353,7 @@ def without_threads() -> Iterator[None]:
         mock.patch.object(view_links, "threading", SimpleNamespace(Thread=_Thread)),
         mock.patch.object(rounds, "threading", SimpleNamespace(Thread=_Thread)),
         mock.patch.object(transport, "Postman"),
+        mock.patch.object(Lateness, "LOOKS", 1),
     ):
         yield
 

@@ -107,6 +107,10 @@ def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leave
         assert rank.view.members == tuple(sorted({each.transport.replica for each in stay}))
         left = {replica: step for change in rank.changes for replica, step in change.left}
         assert left.keys() == gone
+        for each in ranks:
+            for step, average in each.averages.items():
+                theirs = rank.averages[step].contributors if step in rank.averages else "void"
+                assert theirs == average.contributors, "what a leaver has applied, all have"
         for replica, step in left.items():
             assert step in {each.transport.step for each in ranks if each.transport.replica == replica}
 

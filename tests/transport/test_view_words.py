@@ -29,7 +29,7 @@ CHANGE = change_message(
 )
 NEXT = NextView(View(1, (0, 1)), View(0, (0, 1, 2)), 7, {(0, 1): "d"}, "because", (), frozenset({(-1, 3)}), ((2, 5),))
 ADOPTED = adopted(NEXT)
-LEAVING = Leaving(3).to_message(0)
+LEAVING = Leaving(3, {(1, 2): "d"}).to_message(0)
 MESSAGES = [HEADER, VOTE, CHANGE, ADOPTED, LEAVING]
 
 
@@ -104,7 +104,7 @@ def test_who_is_late_is_lost_and_told_so() -> None:
     assert rank(network, 0).timers[1:] == [LATE_S]
     rank(network, 0).suffer("timers", 1)
     explore(network, [])
-    words = "replica 2 is late: nothing was heard of its contribution to fragment 1, outer step 0 within 5 s"
+    words = "replica 2 is late: no contribution to fragment 1, outer step 0 came within 5 s"
     assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}; replica 2 is lost")
     for number in (0, 1):
         assert not rank(network, number).left
@@ -115,18 +115,68 @@ def test_all_who_are_late_are_lost_at_once_and_only_if_the_others_are_the_larger
     network = simulated(4)
     begin(network, 0)
     rank(network, 0).suffer("timers", 1)
-    words = "replicas 1, 2, 3 are late: nothing was heard of their contributions to fragment 1, outer step 0 within 5 s"
+    words = "replicas 1, 2, 3 are late: no contribution to fragment 1, outer step 0 came within 5 s"
     assert rank(network, 0).left.startswith(words)
     explore(network, [])
     assert [rank(network, number).view.members for number in (1, 2, 3)] == [(1, 2, 3)] * 3
 
 
-def test_whoever_has_contributed_is_not_late() -> None:
-    network = simulated(2)
-    begin(network, 0, 1)
-    rank(network, 0).suffer("timers", 1)
+def contribute(network: Network, *numbers: int) -> None:
+    """These send their first contribution; nobody exchanges payloads or votes yet."""
+    for number in numbers:
+        while rank(network, number).transport.step == 0:
+            assert rank(network, number).act()
+        while rank(network, number)._todo:
+            assert rank(network, number).act()
+    settle(network)
+
+
+@pytest.mark.parametrize("says", ["nothing", "beats", "its vote"])
+def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> None:
+    network = simulated(3)
+    contribute(network, 0, 1, 2)
+    mine = rank(network, 0)
+
+    def look() -> None:
+        mine.suffer("timers", next(i for i, delay_s in enumerate(mine.timers) if delay_s == LATE_S))
+
+    look()  # and see that all have contributed
+    mine._board.spoken[1] += 1
+    if says == "beats":
+        mine._board.spoken[2] += 1
+    elif says == "its vote":
+        assert rank(network, 2).act()
+        settle(network)
+    look()
+    late = mine.keeper._ending.change
+    if says == "nothing":
+        assert late is not None
+        assert late.mine.lost == {2}
+        assert late.why == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else came within 5 s"
+    else:
+        assert late is None
     explore(network, [])
-    assert [rank(network, number).view.id for number in (0, 1)] == [0, 0]
+    check_agreement([rank(network, number) for number in network.ranks], whole=True)
+
+
+def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
+    """Also by one that had not heard of the others' votes when it heard of the leaving."""
+    network = simulated(3)
+    contribute(network, 0, 1, 2)
+    for number in network.ranks:
+        assert rank(network, number).act(), "it votes"
+    for sender in (0, 1):
+        while network.can("deliver", sender, 2):
+            network.happen("deliver", sender, 2, 0)
+    assert rank(network, 2).averages[1].contributors == (0, 1, 2)
+    assert not rank(network, 0).averages
+    rank(network, 2).suffer("leaves", 0)
+    for number in (0, 1):
+        while network.can("deliver", 2, number):
+            network.happen("deliver", 2, number, 0)
+    explore(network, [])
+    for number in (0, 1):
+        assert rank(network, number).averages[1].contributors == (0, 1, 2)
 
 
 def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
@@ -137,7 +187,7 @@ def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
     assert rank(network, 0).keeper._ending.change is None
     rank(network, 2).suffer("timers", 1)
     explore(network, [])
-    words = "replica 0 is late: nothing was heard of its contribution to fragment 1, outer step 0 within 5 s"
+    words = "replica 0 is late: no contribution to fragment 1, outer step 0 came within 5 s"
     assert words in rank(network, 2).left, "it is the smaller side"
     assert [rank(network, number).view.members for number in (0, 1)] == [(0,)] * 2
 
@@ -252,7 +302,7 @@ def test_messages_say_what_was_meant() -> None:
     view = View(0, (0, 1, 2))
     assert read(1, HEADER, view) == (0, Header(RoundId(1, 0), 2, 1.0, "d", 3, None, "", False))
     assert read(1, VOTE, view) == (0, RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0))
-    assert read(1, LEAVING, view) == (0, Leaving(3))
+    assert read(1, LEAVING, view) == (0, Leaving(3, {(1, 2): "d"}))
     assert next_view(json.loads(json.dumps(ADOPTED)), view) == NEXT
     known = {"lost": frozenset({2}), "gone": frozenset({2}), "joining": frozenset({3}), "left": frozenset({(2, 8)})}
     report = Report(1, 4, **known, step=9, commits={(0, 1): "d"}, void=frozenset({(-1, 9)}))  # type: ignore[arg-type]

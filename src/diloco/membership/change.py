@@ -2,10 +2,10 @@
 
 Each member freezes (it casts no vote and decides no round of the old view any more) and tells the others what it has
 committed and what it has decided void. When it holds the reports of all survivors about the same loss, it knows what
-they know: a round that any of them committed is committed, and one that any of them has decided void is void. Any other
-one goes on in the next view among those who are left; where replicas join it is void, as these know nothing of it.
-Whoever finished first and is asked again answers with the `NextView` that it adopted. Pure: messages in, messages out;
-nothing here sends, waits or reads a clock.
+they know: a round that any of them committed, or one who said that it leaves, is committed, and one that any of them
+has decided void is void. Any other one goes on in the next view among those who are left; where replicas join it is
+void, as these know nothing of it. Whoever finished first and is asked again answers with the `NextView` that it
+adopted. Pure: messages in, messages out; nothing here sends, waits or reads a clock.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Report:
         commits: the rounds that it has committed lately.
         void: the rounds that it has decided void lately.
         left: replicas that have said that they leave, and after which inner step; they are lost and gone as well.
+        left_commits: the rounds that those have committed lately, as (fragment, outer step, digest).
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Report:
     commits: Commits = field(default_factory=dict)
     void: Rounds = frozenset()
     left: frozenset[tuple[int, int]] = frozenset()
+    left_commits: frozenset[tuple[int, int, str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,13 @@ class Change:
     def absorb(self, report: Report) -> bool:
         """Take in another rank's report; True if mine grew by it and must be told to all survivors again."""
         self._reports[report.rank] = report
-        return self.extend(lost=report.lost, gone=report.gone, joining=report.joining, left=report.left)
+        return self.extend(
+            lost=report.lost,
+            gone=report.gone,
+            joining=report.joining,
+            left=report.left,
+            left_commits=report.left_commits,
+        )
 
     def extend(
         self,
@@ -126,6 +134,7 @@ class Change:
         gone: frozenset[int] = frozenset(),
         joining: frozenset[int] = frozenset(),
         left: frozenset[tuple[int, int]] = frozenset(),
+        left_commits: frozenset[tuple[int, int, str]] = frozenset(),
     ) -> bool:
         """More is known; True if my report grew by it and must be told to all survivors again.
 
@@ -143,6 +152,7 @@ class Change:
             gone=mine.gone | (gone & known) | departed,
             joining=mine.joining | joining,
             left=mine.left | left,
+            left_commits=mine.left_commits | left_commits,
         )
         self._reports[mine.rank] = self.mine = grown
         return grown != mine
@@ -155,7 +165,7 @@ class Change:
         if len(told) < len(reports) or mine.rank not in self.survivors:
             return None
         gone = frozenset().union(*(report.gone for report in told))
-        commits: dict[tuple[int, int], str] = {}
+        commits = {(fragment, outer_step): digest for fragment, outer_step, digest in mine.left_commits}
         for report in told:
             commits.update(report.commits)
         wishing = mine.joining - mine.lost
@@ -176,4 +186,5 @@ class Change:
 
 
 def _same(report: Report, mine: Report) -> bool:
-    return (report.lost, report.joining, report.gone, report.left) == (mine.lost, mine.joining, mine.gone, mine.left)
+    names = ("lost", "joining", "gone", "left", "left_commits")
+    return all(getattr(report, name) == getattr(mine, name) for name in names)

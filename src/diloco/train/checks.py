@@ -127,6 +127,11 @@ def _check_swarm(settings: RunSettings) -> None:
             f"transport.min_replicas={transport.min_replicas} with swarm.start_replicas={swarm.start_replicas}",
             f"--start-replicas {transport.min_replicas} or more would work",
         )
+    if swarm.straggler == "skip" and swarm.join_window_s < 2 * transport.heartbeat_s:
+        raise refuse(
+            f"swarm.join_window_s={swarm.join_window_s:g} with transport.heartbeat_s={transport.heartbeat_s:g}",
+            f"whoever is quiet between two beats would count as late; {2 * transport.heartbeat_s:g} or more would work",
+        )
 
 
 def check_places(settings: RunSettings) -> None:

@@ -10,6 +10,7 @@ from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.exchange import Exchange
 from diloco.errors import DivergedError
 from diloco.membership.ballot import Vote
+from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
 from diloco.transport.base import Average
 from diloco.transport.peers.header import Header
@@ -42,6 +43,7 @@ class RoundState:
         committed: True: applied by all; False: void for all; None: not decided yet.
         reason: why it is void.
         exchanging: whether a thread still moves payloads.
+        lateness: who keeps it waiting.
     """
 
     id: RoundId
@@ -56,6 +58,7 @@ class RoundState:
     committed: bool | None = None
     reason: str = ""
     exchanging: bool = False
+    lateness: Lateness = field(default_factory=Lateness)
 
     @property
     def key(self) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from diloco.algorithm.exchange import plan_exchange
 from diloco.errors import DiLoCoError, DivergedError, RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.ballot import Vote, tally
 from diloco.membership.change import Commits, NextView, Rounds
+from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
 from diloco.transport.peers.data_link import DataLink
 from diloco.transport.peers.header import Header, header_of, judge_headers
@@ -42,7 +43,8 @@ class Rules:
         min_contributors: None: all that have the state.
         round_timeout_s: from my contribution to my vote, in however many views.
         piece_bytes: about how large a piece of a payload is.
-        late_s: this long after my contribution to a round, whoever has not contributed counts as lost; None: never.
+        late_s: whoever has not contributed to a round this long after I have, or has contributed and says nothing at
+            all for so long while its vote is waited for, counts as lost; None: never.
     """
 
     rank: int
@@ -67,7 +69,8 @@ class RoundBook:
         post: calls a function in the control thread, from another one.
         broken: told, in words, of a payload connection that ended.
         confirmed: told that this rank's state of a fragment is the majority's.
-        late: told, in words, of replicas that have not contributed in time.
+        late: told, in words, of replicas that are late.
+        words: rank -> how many messages have come from it, of whatever kind.
         void: rounds of earlier views that are known to be void, though I have not begun them yet.
     """
 
@@ -84,6 +87,7 @@ class RoundBook:
         broken: Callable[[str], None],
         confirmed: Callable[[int], None],
         late: Callable[[frozenset[int], str], None],
+        words: Callable[[int], int],
         void: Rounds = frozenset(),
     ) -> None:
         self.view = view
@@ -98,6 +102,7 @@ class RoundBook:
         self._broken = broken
         self._confirmed = confirmed
         self._late = late
+        self._words = words
         self._frozen = False
         self._rounds: dict[RoundId, RoundState] = {}
         size = rules.ranks_per_replica
@@ -125,7 +130,7 @@ class RoundBook:
         waited_s = time.monotonic() - pending.sent_s
         self._later(max(0.0, self.rules.round_timeout_s - waited_s), lambda: self._expire(state))
         if self.rules.late_s is not None and contribution.round.fragment >= 0:
-            self._later(self.rules.late_s, lambda: self._give_up_late(state))
+            self._look(state, self.rules.late_s)
         if state.committed is False:
             self._conclude(state)
         self._judge(state)
@@ -293,16 +298,24 @@ class RoundBook:
         )
         self._cast(RoundVote(state.id, Vote(False, reason=reason)), state)
 
-    def _give_up_late(self, state: RoundState) -> None:
-        if state.committed is not None or self._frozen or state.judged.done():
+    def _look(self, state: RoundState, late_s: float) -> None:
+        """Give up who is late, and look again until the round is decided."""
+        if state.committed is not None or self._frozen:
             return
-        late = [replica for replica in self.missing(state.id) if replica != self.rules.replica]
-        if late:  # else it is another rank of my own replica that is late, and the others see to that
-            several = len(late) > 1
-            names = f"replica{'s' if several else ''} {', '.join(map(str, late))} {'are' if several else 'is'} late"
-            theirs = "their contributions" if several else "its contribution"
-            words = f"{names}: nothing was heard of {theirs} to {state.id} within {self.rules.late_s:g} s"
-            self._late(frozenset(late), words)
+        absent = set(self.missing(state.id))
+        size = self.rules.ranks_per_replica
+        seen: dict[int, object] = {}
+        for rank in self.ranks:
+            if rank // size in absent:
+                seen[rank // size] = "no contribution"
+            elif rank not in state.votes:
+                seen[rank // size] = (seen.get(rank // size), rank, self._words(rank))
+        seen.pop(self.rules.replica, None)  # another rank of my own replica that is late is the others' business
+        late = state.lateness.look(seen)
+        if late:
+            self._late(late, _late_words(state.id, late & absent, late - absent, late_s))
+        else:
+            self._later(late_s / Lateness.LOOKS, lambda: self._look(state, late_s))
 
     def _cast(self, vote: RoundVote, state: RoundState) -> None:
         if self._frozen or self.rules.rank in state.votes:
@@ -350,3 +363,22 @@ class RoundBook:
             pending.resolve(failure or void)
         else:
             pending.resolve(state.average(self.view, self.rules.replica))
+
+
+def _late_words(round_id: RoundId, absent: frozenset[int], silent: frozenset[int], late_s: float) -> str:
+    """Why replicas are given up.
+
+    >>> _late_words(RoundId(0, 3), frozenset({1}), frozenset({2}), 5.0)
+    'replica 1 is late: no contribution to fragment 0, outer step 3 came within 5 s; replica 2 is late: no vote on \
+fragment 0, outer step 3 and nothing else came within 5 s'
+    """
+    waited_for = [(absent, f"no contribution to {round_id}"), (silent, f"no vote on {round_id} and nothing else")]
+    return "; ".join(
+        f"{_names(late)} {'are' if len(late) > 1 else 'is'} late: {what} came within {late_s:g} s"
+        for late, what in waited_for
+        if late
+    )
+
+
+def _names(replicas: frozenset[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, sorted(replicas)))}"

@@ -68,6 +68,7 @@ class _Line:
     address: Address
     writer: asyncio.StreamWriter
     heard_s: float
+    words: int = 0
     task: asyncio.Task[None] | None = None
 
 
@@ -152,6 +153,11 @@ class Switchboard:
     def connection(self, rank: int) -> object | None:
         """Stands for the connection to ``rank``: another one once another process of that rank has come."""
         return self._lines.get(rank)
+
+    def words(self, rank: int) -> int:
+        """How many messages have come over the connection to ``rank``, beats included; 0 where there is none."""
+        line = self._lines.get(rank)
+        return line.words if line is not None else 0
 
     def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
         """Send a message, if there is a connection; else it is dropped, as its receiver is lost."""
@@ -252,6 +258,7 @@ class Switchboard:
             while not given_up:
                 message, blob = await read_frame(reader)
                 line.heard_s = self.loop.time()
+                line.words += 1
                 given_up = message["kind"] == "given-up"
                 if given_up or message["kind"] == "beat":
                     continue

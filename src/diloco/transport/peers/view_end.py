@@ -44,10 +44,11 @@ class ViewEnd:
         gone: frozenset[int] = frozenset(),
         joining: frozenset[int] = frozenset(),
         left: frozenset[tuple[int, int]] = frozenset(),
+        left_commits: frozenset[tuple[int, int, str]] = frozenset(),
     ) -> None:
         """Something happened, ``why`` in words: ``view`` ends if it did not before."""
         started, change = self._begin(view, book, why)
-        if change.extend(lost=lost, gone=gone, joining=joining, left=left) or started:
+        if change.extend(lost=lost, gone=gone, joining=joining, left=left, left_commits=left_commits) or started:
             self._announce(change)
 
     def absorb(self, view: View, book: RoundBook, said: ChangeReport) -> Change:

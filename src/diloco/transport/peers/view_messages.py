@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
-from diloco.membership.change import NextView, Report
+from diloco.membership.change import Commits, NextView, Report
 from diloco.membership.view import View
 from diloco.transport.peers.fields import Fields
 from diloco.transport.peers.header import Header
@@ -73,13 +73,19 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The sender's replica leaves after inner step ``step``."""
+    """The sender's replica leaves after inner step ``step``, and has committed ``commits`` lately."""
 
     step: int
+    commits: Commits = field(default_factory=dict)
+
+    @property
+    def left_commits(self) -> frozenset[tuple[int, int, str]]:
+        """As in a `Report`."""
+        return frozenset((fragment, outer_step, digest) for (fragment, outer_step), digest in self.commits.items())
 
     def to_message(self, view_id: int) -> dict[str, Any]:
         """As JSON."""
-        return {"kind": "leaving", "view": view_id, "step": self.step}
+        return {"kind": "leaving", "view": view_id, "step": self.step, "commits": _with_digests(self.commits)}
 
 
 Said = Header | RoundVote | ChangeReport | Adopted | Leaving
@@ -108,7 +114,7 @@ def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, Said
     elif kind == "adopted":
         said = Adopted(next_view(message, view))
     elif kind == "leaving":
-        said = Leaving(fields.integer("step"))
+        said = Leaving(fields.integer("step"), fields.digests("commits"))
     else:
         raise ValueError(f"its kind is {kind!r:.80}")
     return view_id, said
@@ -123,6 +129,7 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "gone": sorted(mine.gone),
         "joining": sorted(mine.joining),
         "left": sorted(map(list, mine.left)),
+        "left_commits": sorted(map(list, mine.left_commits)),
         "step": mine.step,
         "commits": _with_digests(mine.commits),
         "void": sorted(map(list, mine.void)),
@@ -177,6 +184,7 @@ def _report_of(sender: int, fields: Fields) -> Report:
         fields.digests("commits"),
         fields.pairs("void", -1),
         fields.pairs("left"),
+        frozenset((*round_key, digest) for round_key, digest in fields.digests("left_commits").items()),
     )
 
 

@@ -140,7 +140,8 @@ class ViewKeeper:
         All ranks of a replica leave when one of them does.
         """
         if self.failure is None:
-            self.tell(Leaving(step).to_message(self.view.id))
+            commits = self.book.freeze()[0] if self.book is not None else {}
+            self.tell(Leaving(step, commits).to_message(self.view.id))
             self.close(self._parted(step))  # the others hang up when they have heard it
 
     @property
@@ -205,7 +206,7 @@ class ViewKeeper:
         said, view_id = letter.said, letter.view_id
         of_a_round, speaks = isinstance(said, Header | RoundVote), self._lineup.speaks(letter.sender, letter.connection)
         if isinstance(said, Leaving) and speaks:  # true at once, whatever view its sender was in
-            self._hear_leaving(letter.sender, said.step)
+            self._hear_leaving(letter.sender, said)
         elif view_id > self.view.id or (self.book is None and of_a_round):
             if not self._early.keep(letter):
                 self._give_up(letter.sender, f"rank {letter.sender} sent too much about views that are not there")
@@ -230,12 +231,13 @@ class ViewKeeper:
         elif self._last is not None and letter.view_id == self._last.previous.id:
             self._board.send(letter.sender, adopted(self._last))  # it asks about a view that I have left behind
 
-    def _hear_leaving(self, sender: int, step: int) -> None:
+    def _hear_leaving(self, sender: int, said: Leaving) -> None:
         replica = sender // self._rules.ranks_per_replica
         if replica != self._rules.replica:
-            self._extend(f"replica {replica} leaves after step {step}", left=frozenset({(replica, step)}))
+            words, left = f"replica {replica} leaves after step {said.step}", frozenset({(replica, said.step)})
+            self._extend(words, left=left, left_commits=said.left_commits)
         else:
-            self.leave(step)  # and say so, lest my connections end before its words have come
+            self.leave(said.step)  # and say so, lest my connections end before its words have come
 
     # What follows from it.
 
@@ -255,6 +257,7 @@ class ViewKeeper:
                 broken=self._broken,
                 confirmed=self._has_state_of.add,
                 late=self._late,
+                words=self._board.words,
                 void=void,
             )
             for begun in kept:
@@ -362,7 +365,8 @@ class ViewKeeper:
         still = (mine.lost & members) | self._lineup.unreached(self.view)
         if still:
             words = f"replica {self._rules.replica} can't reach all of the next view"
-            self._extend(words, lost=still, gone=mine.gone & still, left=left)
+            commits = mine.left_commits if left else frozenset()
+            self._extend(words, lost=still, gone=mine.gone & still, left=left, left_commits=commits)
 
     def _let_join(self, replica: int) -> None:
         self._joiners.forget(replica)
