@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,13 +16,12 @@ from diloco.transport.links import Link
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.host_copies import HostCopies
 from diloco.transport.peers.mailbox import Mailbox
+from diloco.transport.peers.meetings import Meetings
 from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.rounds import Rules
-from diloco.transport.peers.state_choice import donors_in_turn
-from diloco.transport.peers.state_fetch import fetch_state
-from diloco.transport.peers.state_service import serve_state
+from diloco.transport.peers.state_desk import StateDesk
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.switchboard import Loss, Switchboard, Timing
 from diloco.transport.peers.view_messages import next_view
@@ -86,13 +84,11 @@ class PeerTransport(Transport):
         self._postman = Postman(Pacer(link) if link else None)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
         self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost, streams)
-        self._publication = serve_state(self.board, state_bytes_per_s)
+        self._state = StateDesk(rules, self.board, state_bytes_per_s)
+        self._meetings = Meetings(rules.rank, self._tell, self.board.post, self._present, lambda: self.step)
         self._keeper: ViewKeeper | None = None
         self._early: list[tuple[int, dict[str, Any], bytes]] = []
         self._sent: dict[int, PeerPending] = {}
-        self._meetings: dict[str, dict[int, int]] = {}
-        self._met = threading.Condition()
-        self._stop_asked = threading.Event()
         self._welcomed: list[Mapping[str, Any]] = []
         self._closed = False
         self._copies = HostCopies()
@@ -141,30 +137,15 @@ class PeerTransport(Transport):
         self.step += 1
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
-        self._publication.source, self._publication.version = source, version
+        self._state.publish(source, version)
 
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        size, entries, members = self.rules.ranks_per_replica, self._registry.entries, self.view.members
-        ranks = {donor: donor * size + self.rules.rank % size for donor in donors if donor != self.replica}
-        there = [donor for donor in ranks if donor in members and ranks[donor] in entries]
-        if not there:
-            raise TransportError(
-                f"replica {', '.join(map(str, donors))} was asked for fragment {fragment}, but is no other member of "
-                f"the view {members}.",
-                replicas=donors,
-            )
         sent = self._sent.get(fragment)
         after = sent.round.outer_step + 1 if sent is not None and sent.outcome is not None else 0
-        streams, errors = self.board.streams, []
-        for group in donors_in_turn(there, self.replica, fragment):
-            addresses = {donor: streams.address(entries[ranks[donor]].address) for donor in group}
-            timeout_s = self.rules.round_timeout_s
-            fetching = fetch_state(streams, addresses, fragment, after, timeout_s, expected_bytes=expected_bytes)
-            try:
-                return self.board.call(fetching)
-            except TransportError as error:  # the next ones may answer
-                errors.append(str(error))
-        raise TransportError(" ".join(errors), replicas=there)
+        members, entries = self.view.members, self._registry.entries
+        return self._state.fetch(
+            fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
+        )
 
     @property
     def reason(self) -> str:
@@ -190,32 +171,15 @@ class PeerTransport(Transport):
 
     def ask_to_stop(self) -> None:
         """Let `stop_step` of every rank agree on a step soon."""
-        self.board.post(self._tell_stop)
-        self._stop_asked.wait(self.timing.silence_s)
+        self._meetings.ask_to_stop(self.timing.silence_s)
 
     def stop_step(self) -> int | None:
-        """After which inner step all ranks stop, once anybody has asked to; None until then.
-
-        The ranks' control threads have told each other how many steps they have begun to synchronise, whatever their
-        training threads were waiting for. One more than the greatest is where all can stop.
-        """
-        if not self._stop_asked.is_set():
-            return None
-        with self._met:
-            said = self._meetings.setdefault("stop", {})
-            self._met.wait_for(lambda: self.rules.rank in said and not self._awaited("stop"), self._guard_s())
-            return max(said.values()) + 1
+        """As `Meetings.stop_step`."""
+        return self._meetings.stop_step(self._guard_s())
 
     def meet(self, name: str, value: int) -> dict[int, int]:
-        """Wait until every rank that can be reached has said its ``value`` under ``name``; once for each name.
-
-        A rank that is lost meanwhile is not waited for.
-        """
-        self.board.post(self._say, name, value)
-        with self._met:
-            self._meetings.setdefault(name, {})[self.rules.rank] = value
-            self._met.wait_for(lambda: not self._awaited(name), self._guard_s())
-            return dict(self._meetings[name])
+        """As `Meetings.meet`."""
+        return self._meetings.meet(name, value, self._guard_s())
 
     def leave(self) -> None:
         """Tell the others that this replica leaves, and wait until they have heard it; they go on without it."""
@@ -223,8 +187,8 @@ class PeerTransport(Transport):
             return
         members = set(self.view.members) - {self.replica}
         self.board.call(self._tell_leaving(self._keeper))
-        with self._met:
-            self._met.wait_for(lambda: not self.board.connected & members, _LEAVING_S)
+        with self._meetings.changed:
+            self._meetings.changed.wait_for(lambda: not self.board.connected & members, _LEAVING_S)
 
     def close(self) -> None:
         """Leave: all connections end. The others notice, so `meet` them first where they shall not mind."""
@@ -276,8 +240,8 @@ class PeerTransport(Transport):
 
     def welcome(self, timeout_s: float) -> Mapping[str, Any] | None:
         """What a member answered to my wish to join, or None; a welcome rather than anything else."""
-        with self._met:
-            self._met.wait_for(lambda: bool(self._welcomed), timeout_s)
+        with self._meetings.changed:
+            self._meetings.changed.wait_for(lambda: bool(self._welcomed), timeout_s)
             answers, self._welcomed = self._welcomed, []
             return next((each for each in answers if each["kind"] == "welcome"), answers[-1] if answers else None)
 
@@ -319,15 +283,11 @@ class PeerTransport(Transport):
         elif kind == "store":
             self.mailbox.put(str(message["key"]), blob)
         elif kind == "meet":
-            with self._met:
-                self._meetings.setdefault(str(message["name"]), {})[sender] = int(message["value"])
-                self._met.notify_all()
-            if message["name"] == "stop":
-                self._tell_stop()
+            self._meetings.heard(sender, str(message["name"]), int(message["value"]))
         elif kind in ("welcome", "refused"):
-            with self._met:
+            with self._meetings.changed:
                 self._welcomed = [*self._welcomed[-_MOST_EARLY:], message]
-                self._met.notify_all()
+                self._meetings.changed.notify_all()
         elif keeper is None and len(self._early) > _MOST_EARLY:
             raise ValueError("it says too much to somebody who is not ready")
         elif keeper is None:
@@ -353,37 +313,26 @@ class PeerTransport(Transport):
         if self._keeper is not None:
             self._keeper.lose(rank, loss)
         self._stop_if_failed()
-        with self._met:
-            self._met.notify_all()
+        self._meetings.notice()
 
     def _changed(self, following: NextView) -> Mapping[str, Any] | None:
         if following.view is not None:
             self.view = following.view
         self._stop_if_failed()
-        with self._met:
-            self._met.notify_all()
+        self._meetings.notice()
         return self.on_change(following)
 
     def _stop_if_failed(self) -> None:
         if self.failure is not None and self._together and not self.policies.raise_on_loss:
-            self._tell_stop()
+            self._meetings.stop()
 
-    def _tell_stop(self) -> None:
-        if not self._stop_asked.is_set():
-            self._stop_asked.set()  # before the step is read: the training thread begins no second one unaware of it
-            with self._met:
-                step = self._meetings.setdefault("stop", {})[self.rules.rank] = self.step
-                self._met.notify_all()
-            self._say("stop", step)
-
-    def _say(self, name: str, value: int) -> None:
+    def _tell(self, message: Mapping[str, Any]) -> None:
         if self._keeper is not None:
-            self._keeper.tell({"kind": "meet", "name": name, "value": value})
+            self._keeper.tell(message)
 
-    def _awaited(self, name: str) -> set[int]:
-        size, said = self.rules.ranks_per_replica, self._meetings.get(name, {})
-        ranks = {rank for m in self.view.members for rank in range(m * size, (m + 1) * size)}
-        return {rank for rank in ranks if rank not in said and rank in self.board.connected}
+    def _present(self) -> set[int]:
+        size, there = self.rules.ranks_per_replica, self.board.connected | {self.rules.rank}
+        return {rank for m in self.view.members for rank in range(m * size, (m + 1) * size) if rank in there}
 
     async def _tell_leaving(self, keeper: ViewKeeper) -> None:
         keeper.leave(self.step)
