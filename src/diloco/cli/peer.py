@@ -15,7 +15,8 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
     """Take part in the run that the settings name, until it is over or a signal asks this replica to leave."""
     from diloco.cli.train import continue_record
     from diloco.monitor.sinks import make_sinks
-    from diloco.train.run import held_step, run_training
+    from diloco.train.checkpoint import held_step
+    from diloco.train.run import run_training
     from diloco.train.swarm_fleet import SwarmFleet
     from diloco.train.wires import connect_peer
 

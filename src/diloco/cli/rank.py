@@ -50,8 +50,9 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     """
     from diloco.cli.train import continue_record
     from diloco.monitor.sinks import make_sinks
+    from diloco.train.checkpoint import held_step
     from diloco.train.components import choose_device
-    from diloco.train.run import held_step, run_training
+    from diloco.train.run import run_training
     from diloco.train.wires import connect_rank
 
     settings = plan.configuration

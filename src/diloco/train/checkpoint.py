@@ -44,7 +44,7 @@ from diloco.train.manifest import MANIFEST_NAME, Manifest, file_names, write_man
 from diloco.train.state_tree import flatten, unflatten
 from diloco.train.tensor_file import FileFacts, digest_of, read_tensors, sync_folder, tensor_chunks, write_file
 
-__all__ = ["Checkpoint", "list_checkpoints", "open_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoint", "held_step", "list_checkpoints", "open_checkpoint", "save_checkpoint"]
 
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
 
@@ -221,3 +221,14 @@ def _write_part(folder: Path, part: str, tree: Any) -> dict[str, FileFacts]:
         skeleton_name: write_file(folder / skeleton_name, [text]),
         tensors_name: write_file(folder / tensors_name, tensor_chunks(tensors)),
     }
+
+
+def held_step(folder: Path, resume: Path) -> int:
+    """The step that the checkpoints of a run in ``folder`` could go on from: that of ``resume``, or the newest.
+
+    -1: there is none.
+    """
+    found = list_checkpoints(folder / "checkpoints")
+    if resume.name.startswith("step-"):
+        found = [path for path in found if path.name == resume.name]
+    return open_checkpoint(found[-1]).step if found else -1

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.data.corpus import Corpus, build_corpus
-from diloco.errors import CheckpointError, TransportError
+from diloco.errors import CheckpointError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
@@ -26,18 +24,18 @@ from diloco.events import (
     SampleGenerated,
     Sink,
     StepFinished,
-    ViewChanged,
 )
 from diloco.model.transformer import build_model
-from diloco.train.checkpoint import list_checkpoints, open_checkpoint
+from diloco.train.checkpoint import open_checkpoint
 from diloco.train.components import choose_device, make_transport
-from diloco.train.describe import describe
 from diloco.train.environment import describe_environment
 from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
 from diloco.train.fleet import InProcessFleet, TorchFleet
+from diloco.train.follow import follow_views
 from diloco.train.generate import generate
 from diloco.train.handshake import handshake_facts
 from diloco.train.leader_fleet import LeaderFleet
+from diloco.train.reports import checkpoint_about, run_facts, run_summary
 from diloco.train.session import Session
 from diloco.train.session_state import load_session, save_session
 from diloco.train.settings import RunSettings
@@ -45,7 +43,6 @@ from diloco.train.stopping import StopRequest
 from diloco.train.swarm_fleet import SwarmFleet
 from diloco.train.trained import read_weights
 from diloco.train.whole_file import write_whole
-from diloco.units import format_bytes
 
 __all__ = ["run_training"]
 
@@ -126,7 +123,6 @@ class _Run:
         self.corpus = corpus
         self.device = device
         self.resumed_from: str | None = None
-        self.parameters = session.replicas[0].model.num_parameters()
 
     @property
     def step(self) -> int:
@@ -135,7 +131,7 @@ class _Run:
     @property
     def tokens(self) -> int:
         """Seen so far, all replicas together."""
-        return self.session.totals.sequences * self.settings.train.sequence_length
+        return self.session.tokens
 
     def resume(self, path: Path) -> None:
         """Load the checkpoint at ``path``, refusing one of other data."""
@@ -181,10 +177,10 @@ class _Run:
                 total_steps=settings.train.steps,
                 algorithm=settings.algorithm,
                 num_replicas=settings.transport.replicas,
-                parameters=self.parameters,
+                parameters=self.session.num_parameters,
                 tokens_per_step=self.session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
-                facts=self._facts(),
+                facts=run_facts(self.session, self.folder),
             )
         )
         for note in notes:
@@ -200,7 +196,7 @@ class _Run:
             self.session.open_to_joiners()
             while self.step < last:
                 if isinstance(fleet, SwarmFleet):
-                    self._follow_views(fleet)
+                    follow_views(fleet, self.session, self._emit, self._save)
                 if agreed is None:
                     agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
                     if agreed is not None:
@@ -228,37 +224,11 @@ class _Run:
             if finished and fleet.leads and settings.evaluation.sample_tokens:
                 self._sample()
         totals.wall_s = wall_before_s + time.perf_counter() - started_s
-        summary = self._summary(evaluation, interrupted)
+        summary = run_summary(self.session, self.folder, evaluation, interrupted)
         fleet.finish()
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self._emit(RunFinished(step=self.step, summary=summary))
         return summary
-
-    def _follow_views(self, fleet: SwarmFleet) -> None:
-        """Tell of the views that were adopted, and come back where the others went on without this replica."""
-        for news in fleet.take_news():
-            before, now = news.previous.members, news.view.members if news.view else ()
-            self._emit(
-                ViewChanged(
-                    step=self.step,
-                    replica=fleet.transport.replica,
-                    view=news.view.id if news.view else news.previous.id,
-                    members=now,
-                    joined=news.joined,
-                    left=tuple(sorted(set(before) - set(now))),
-                    reason=news.reason,
-                )
-            )
-        if fleet.failure is None:
-            return
-        happened = str(fleet.failure).partition(". ")[0]
-        self._emit(Note(step=self.step, text=f"{happened}. It looks for the others, and keeps its work."))
-        try:
-            self.session.come_back(fleet, self.settings.transport.rendezvous_timeout_s)
-        except TransportError:
-            self._save()
-            raise
-        self._emit(Note(step=self.step, text=f"Replica {fleet.transport.replica} is a member again."))
 
     def _train_step(self) -> None:
         started_s, before = time.perf_counter(), self.tokens
@@ -313,25 +283,7 @@ class _Run:
 
     def _save(self) -> None:
         started_s = time.perf_counter()
-        diloco = self.session.replicas[0].diloco
-        about = {
-            "algorithm": self.settings.algorithm,
-            "num_replicas": self.settings.transport.replicas,
-            "parameters": self.parameters,
-            "sequence_length": self.settings.train.sequence_length,
-            "model": dataclasses.asdict(self.settings.model),
-            "corpus": self.corpus.fingerprint,
-            "global_params_digest": self.session.global_digest(),
-            "fragments": [
-                {"index": p, "parameters": list(fragment.names), "numel": fragment.numel, "outer_step": state.step}
-                for p, (fragment, state) in enumerate(
-                    zip(diloco.fragments, diloco.outer_loop.outer_states, strict=True)
-                )
-            ]
-            if diloco
-            else [],
-            "rounds_in_flight": [str(round_id) for round_id in diloco.in_flight] if diloco else [],
-        }
+        about = checkpoint_about(self.session)
         path = save_session(self.session, self.home / "checkpoints", about, self.settings.checkpoint.keep)
         size_bytes = open_checkpoint(path).size_bytes
         self._emit(
@@ -353,57 +305,5 @@ class _Run:
             )
         self._emit(SampleGenerated(step=self.step, prompt=settings.sample_prompt, text=tokenizer.decode(tokens)))
 
-    def _summary(self, evaluation: Evaluation | None, signal_name: str | None) -> dict[str, Any]:
-        session, replicas = self.session, self.settings.transport.replicas
-        sent_bytes, received_bytes = session.traffic()
-        first = session.replicas[0].diloco
-        start = min(self.step, self.settings.train.data_parallel_steps)
-        return {
-            "heldout_loss": evaluation.loss if evaluation else None,
-            "perplexity": evaluation.perplexity if evaluation else None,
-            "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
-            "tokens": self.tokens,
-            "steps": self.step,
-            "algorithm": self.settings.algorithm,
-            "num_replicas": replicas,
-            "parameters": self.parameters,
-            "sent_bytes_per_replica": sent_bytes,
-            "received_bytes_per_replica": received_bytes,
-            "data_parallel_bytes_per_replica": data_parallel_bytes(self.parameters, replicas, self.step),
-            "shared_start_steps": start,
-            "shared_start_sent_bytes_per_replica": session.totals.shared_start_sent_bytes if first else sent_bytes,
-            "compute_utilization": session.compute_utilization(),
-            "wall_s": session.totals.wall_s,
-            "rounds_committed": first.rounds_committed if first else 0,
-            "rounds_void": first.rounds_void if first else 0,
-            "global_params_digest": session.global_digest(),
-            "interrupted": signal_name,
-            "out": str(self.folder),
-        }
-
-    def _facts(self) -> dict[str, str]:
-        corpus, model = self.corpus, self.session.replicas[0].model
-        return {
-            "data": (
-                f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, "
-                f"{len(corpus.train):,} tokens; held out: {corpus.heldout_documents:,} documents, "
-                f"{format_bytes(corpus.heldout_bytes)}"
-            ),
-            "device": f"{self.device}, {torch.get_num_threads()} threads",
-            **describe(self.settings, model),
-            **self.session.fleet.facts(),
-            "codec kernels": make_codec("fp4").implementation,
-            "run folder": str(self.folder),
-        }
-
     def _emit(self, event: Event) -> None:
         self.sink.handle(event)
-
-
-def held_step(folder: Path, resume: Path) -> int:
-    """The step that ``folder``'s own checkpoints could go on from: the one that ``resume`` names, or the newest; -1 for
-    none."""
-    found = list_checkpoints(folder / "checkpoints")
-    if resume.name.startswith("step-"):
-        found = [path for path in found if path.name == resume.name]
-    return open_checkpoint(found[-1]).step if found else -1

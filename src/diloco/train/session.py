@@ -154,6 +154,16 @@ class Session:
         return number * self.settings.train.batch_size
 
     @property
+    def tokens(self) -> int:
+        """Seen so far, all replicas together."""
+        return self.totals.sequences * self.settings.train.sequence_length
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model."""
+        return self.replicas[0].model.num_parameters()
+
+    @property
     def in_one_process(self) -> bool:
         """Whether all replicas train here."""
         return isinstance(self.fleet, InProcessFleet)
