@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.lookout import Seen, look
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connected import Connected, join
@@ -74,6 +76,7 @@ class Swarms:
             replica=number,
             swarm=swarm,
             join_window_s=join_window_s,
+            status=lambda: {"words": f"of peer {number}"},
         )
         connected = connect_swarm(place, Wire(**(QUICK | wire)), held_step=held_step)
         self._open.append(connected.transport)
@@ -88,6 +91,12 @@ class Swarms:
         streams = transport.board.streams
         assert isinstance(streams, PeerStreams)
         return transport.board.call(streams.node.addresses())
+
+    def look(self, number: int, known: Sequence[PeerTransport], run: str = "run") -> list[Seen]:
+        """What somebody who does not take part sees."""
+        at = tuple(address for each in known for address in self.addresses_of(each))
+        place = NodePlace(join=at, listen=LOOPBACK, map_ports=False)
+        return asyncio.run(look(self._keys / f"{number}.key", place, Gate(run, "", frozenset())))
 
     def meet(self, num_replicas: int, **options: Any) -> list[PeerTransport]:
         """So many peers in one view."""

@@ -67,6 +67,10 @@ def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: S
     averages = exchange(transports, [contribution(m) for m in range(3)])
     assert all(torch.equal(average.values, averages[0].values) for average in averages)
     assert averages[0].contributors == (0, 1, 2)
+    seen = swarms.look(9, [first])
+    assert {each.number: (each.problem, each.status["words"]) for each in seen} == {
+        m: ("", f"of peer {m}") for m in range(3)
+    }, "who looks hears of the hidden one, too"
 
 
 def test_peers_with_the_secret_find_each_other_and_one_without_is_turned_away(swarms: Swarms) -> None:

@@ -126,6 +126,7 @@ class _Arrival:
         self.transport.close_to_joiners(self.place.closed)
         SwarmDesk(
             self.board,
+            self.streams,
             self.registry,
             self.mine,
             self.swarm,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,9 @@ async def look(identity: Path, place: NodePlace, gate: Gate) -> list[Seen]:
         records = await streams.node.find(gate.run)
         for record in records:
             streams.know(record.peer_id, record.addresses)
-        return list(await asyncio.gather(*(_asked(streams, each.peer_id, each.number) for each in records)))
+        seen = await asyncio.gather(*(_asked(streams, each.peer_id, each.number) for each in records))
+        there = [each.peer_id for each in seen if each.status]
+        return list(await asyncio.gather(*(_asked_through(streams, there, each) for each in seen)))
     finally:
         await streams.refuse()
         await streams.close()
@@ -84,3 +86,14 @@ async def _asked(streams: PeerStreams, peer_id: str, number: int) -> Seen:
     except (OSError, TimeoutError, RendezvousError, TransportError) as error:
         return Seen(peer_id, number, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
     return Seen(peer_id, number, answer)
+
+
+async def _asked_through(streams: PeerStreams, others: Sequence[str], seen: Seen) -> Seen:
+    """What one that did not answer says to another member: it may listen nowhere and be connected to that one."""
+    for other in others if seen.problem else ():
+        try:
+            answer = await asyncio.wait_for(ask_peer(streams, other, {"kind": "status", "of": seen.peer_id}), _ANSWER_S)
+        except (OSError, TimeoutError, RendezvousError, TransportError):
+            continue
+        return Seen(seen.peer_id, seen.number, answer)
+    return seen

@@ -65,6 +65,7 @@ class SwarmDesk:
 
     Args:
         board: of this peer.
+        streams: of this peer.
         registry: of all that are known.
         mine: this peer's own entry.
         swarm: name of the swarm.
@@ -77,6 +78,7 @@ class SwarmDesk:
     def __init__(
         self,
         board: Switchboard,
+        streams: PeerStreams,
         registry: Registry,
         mine: Entry,
         swarm: str,
@@ -87,6 +89,7 @@ class SwarmDesk:
         status: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._board = board
+        self._streams = streams
         self._registry = registry
         self._mine = mine
         self._swarm = swarm
@@ -141,7 +144,15 @@ class SwarmDesk:
     async def _answer_status(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        await _say({"kind": "status", **self._status()}, reader, writer)
+        """Of this peer, or of another member that the asker can't reach and that this one is connected to."""
+        other, members = message.get("of"), self._members()
+        if other is None:
+            answer = {"kind": "status", **self._status()}
+        elif any(self._registry.entries[rank].address == other for rank in members if rank != self._mine.rank):
+            answer = await ask_peer(self._streams, str(other), {"kind": "status"})
+        else:
+            answer = {"kind": "refused", "reason": f"{str(other)[:80]} is no other member here", "for_good": False}
+        await _say(answer, reader, writer)
 
 
 async def ask_peer(streams: PeerStreams, peer_id: str, question: Mapping[str, Any]) -> dict[str, Any]:
