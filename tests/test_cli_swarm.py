@@ -173,3 +173,21 @@ def test_who_stood_still_is_left_behind_and_comes_back(data: Path, tmp_path: Pat
         peer.process.send_signal(signal.SIGINT)
     for peer in started:
         peer.end(130)
+
+
+def test_ctrl_c_ends_a_round_that_nobody_else_would(data: Path, tmp_path: Path, started: list[Peer]) -> None:
+    """The other replica stands still, and is not missed for hours."""
+    steps = "--steps 100000 --inner-steps 8 --transport.silence-s 9000 --transport.round-timeout-s 9001"
+    started.append(Peer(data, tmp_path / "a", f"{steps} --start-replicas 2 --replica 0"))
+    started.append(Peer(data, tmp_path / "b", f"{steps} --start-replicas 2 --replica 1", started[0].address()))
+    first, second = started
+    first.wait_for("RoundCommitted", contributors=[0, 1])
+    second.process.send_signal(signal.SIGSTOP)
+    waited_for = len(first.metrics("StepFinished"))
+    with suppress(subprocess.TimeoutExpired):
+        first.process.wait(5)  # in which it comes to the end of its steps without a round
+    assert first.process.poll() is None
+    assert len(first.metrics("StepFinished")) <= waited_for + 8
+    first.process.send_signal(signal.SIGINT)
+    assert first.end(130)["interrupted"] == "SIGINT"
+    assert first.metrics("CheckpointSaved"), "what it has not shared is kept"

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import pytest
 
-from diloco.train.stopping import StopRequest
+from diloco.train.stopping import StopAsked, StopRequest
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -43,6 +44,32 @@ def test_a_signal_from_another_process_counts() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == "SIGTERM"
+
+
+def wait(stop: StopRequest, meanwhile: Callable[[], object]) -> None:
+    with stop.interrupting():
+        meanwhile()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_wait_that_changes_nothing_is_interrupted(number: signal.Signals, before: bool) -> None:
+    """By a signal that comes while it lasts, and at once by one that has come before."""
+    heard: list[str] = []
+    with StopRequest(lambda: heard.append("asked")) as stop:
+        if before:
+            signal.raise_signal(number)
+        with pytest.raises(StopAsked):
+            wait(stop, lambda: (heard.append("waits"), signal.raise_signal(number)))
+        assert heard == (["asked"] if before else ["waits", "asked"])
+        assert stop.signal == number.name
+
+
+def test_a_signal_after_such_a_wait_interrupts_nothing() -> None:
+    with StopRequest() as stop:
+        wait(stop, lambda: None)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal == "SIGINT"
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -7,17 +7,21 @@ from collections.abc import Callable
 from diloco.errors import TransportError
 from diloco.events import Event, Note, ViewChanged
 from diloco.train.session import Session
+from diloco.train.stopping import StopAsked, StopRequest
 from diloco.train.swarm_fleet import SwarmFleet
 
 __all__ = ["follow_views"]
 
 
-def follow_views(fleet: SwarmFleet, session: Session, emit: Callable[[Event], None], save: Callable[[], None]) -> None:
+def follow_views(
+    fleet: SwarmFleet, session: Session, stop: StopRequest, emit: Callable[[Event], None], save: Callable[[], None]
+) -> None:
     """Tell of the views that were adopted, and come back where the others went on without this replica.
 
     Args:
         fleet: of the session.
         session: whose replica it is.
+        stop: who is asked to stop looks for nobody.
         emit: told of everything.
         save: called before this raises.
 
@@ -38,12 +42,14 @@ def follow_views(fleet: SwarmFleet, session: Session, emit: Callable[[Event], No
                 reason=news.reason,
             )
         )
-    if fleet.failure is None:
+    if fleet.failure is None or stop.signal is not None:
         return
     happened = str(fleet.failure).partition(". ")[0]
     emit(Note(step=step, text=f"{happened}. It looks for the others, and keeps its work."))
     try:
-        session.come_back(fleet, session.settings.transport.rendezvous_timeout_s)
+        session.come_back(fleet, session.settings.transport.rendezvous_timeout_s, stop.interrupting)
+    except StopAsked:
+        return
     except TransportError:
         save()
         raise

@@ -190,13 +190,13 @@ class _Run:
         saved_at = self.step if self.resumed_from else -1
         fleet = self.session.fleet
         agreed: int | None = None
-        with StopRequest() as stop:
+        with StopRequest(fleet.leave_soon if isinstance(fleet, SwarmFleet) else lambda: None) as stop:
             if isinstance(fleet, SwarmFleet):
                 fleet.wait_for_start(lambda: stop.signal is not None)
             self.session.open_to_joiners()
             while self.step < last:
                 if isinstance(fleet, SwarmFleet):
-                    follow_views(fleet, self.session, self._emit, self._save)
+                    follow_views(fleet, self.session, stop, self._emit, self._save)
                 if agreed is None:
                     agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
                     if agreed is not None:

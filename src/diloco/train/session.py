@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -248,8 +248,15 @@ class Session:
             diloco.take_over(fleet.endpoint(replica.number).view.members)
         self._become_member(replica, fleet, timeout_s)
 
-    def come_back(self, fleet: SwarmFleet, timeout_s: float) -> None:
+    def come_back(
+        self, fleet: SwarmFleet, timeout_s: float, looking: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         """After the others went on without this replica: take over what they have, and keep the work not shared yet.
+
+        Args:
+            fleet: of this session.
+            timeout_s: for becoming a member once they are found.
+            looking: entered while they are looked for, when whatever it raises leaves everything as it is.
 
         Raises:
             TransportError: if they can't be found any more, or refuse.
@@ -257,7 +264,8 @@ class Session:
         (replica,) = self.replicas
         if replica.diloco is not None:
             replica.diloco.drain()  # what is in flight ends with the failure, and stays in the local parameters
-        fleet.rejoin()
+        with looking():
+            fleet.rejoin()
         replica.gradients = self._gradients(replica.model, replica.number)
         if replica.diloco is not None:
             replica.diloco.change_transport(fleet.endpoint(replica.number))

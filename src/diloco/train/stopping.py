@@ -6,12 +6,18 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["StopRequest"]
+__all__ = ["StopAsked", "StopRequest"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopAsked(Exception):
+    """Somebody asks to stop while the run waits for what may take long."""
 
 
 class StopRequest:
@@ -19,14 +25,19 @@ class StopRequest:
 
     Outside the main thread, where Python takes no signals, nothing is installed.
 
+    Args:
+        asked: called once, in the moment somebody asks.
+
     >>> with StopRequest() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
     ...     stop.signal
     'SIGTERM'
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Callable[[], None] = lambda: None) -> None:
         self.signal: str | None = None
+        self._asked = asked
+        self._interrupts = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -41,9 +52,26 @@ class StopRequest:
         for number, before in self._before.items():
             signal.signal(number, before)
 
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Inside, a request to stop raises `StopAsked`, also one that came before. For waits that change nothing."""
+        self._interrupts = True
+        try:
+            self._raise_if_asked()
+            yield
+        finally:
+            self._interrupts = False
+
+    def _raise_if_asked(self) -> None:
+        if self.signal is not None:
+            raise StopAsked
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal = signal.Signals(number).name
+            self._asked()
+            if self._interrupts:
+                raise StopAsked
             return
         # A live display hides the cursor; nothing else runs after this line.
         os.write(

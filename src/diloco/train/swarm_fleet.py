@@ -28,6 +28,8 @@ __all__ = ["SwarmFleet"]
 
 _STARTING = "it is starting"
 _AGAIN_S = 1.0
+_ROUND_MAY_TAKE_S = 4.0
+"""A round in flight has so long to end when somebody asks to stop."""
 
 
 class SwarmFleet:
@@ -62,6 +64,7 @@ class SwarmFleet:
         self._taken: tuple[Assignment, ...] = ()
         self._seen: dict[str, Any] = {}
         self._started_s = time.monotonic()
+        self._leaving: threading.Timer | None = None
         self.begun = False
         self.shares = Shares.of((0,))
         self._connect()
@@ -171,12 +174,20 @@ class SwarmFleet:
 
     # The end.
 
+    def leave_soon(self) -> None:
+        """Leave within seconds, also in the middle of a round that does not come to its end; its work is kept."""
+        self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
+        self._leaving.daemon = True
+        self._leaving.start()
+
     def finish(self) -> None:
         """The run is over, for all; or for this replica, which leaves."""
         self.close()
 
     def close(self) -> None:
         """Leave, so that the others need not find out that this replica is gone."""
+        if self._leaving is not None:
+            self._leaving.cancel()
         self.transport.leave()
         self.transport.close()
 

@@ -190,6 +190,14 @@ class PeerTransport(Transport):
         with self._meetings.changed:
             self._meetings.changed.wait_for(lambda: not self.board.connected & members, _LEAVING_S)
 
+    def leave_at_once(self) -> None:
+        """Tell the others that this replica leaves, and wait for nothing; rounds in flight are over for it.
+
+        From any thread.
+        """
+        if self._keeper is not None:
+            self.board.post(self._tell_leaving_now, self._keeper)
+
     def close(self) -> None:
         """Leave: all connections end. The others notice, so `meet` them first where they shall not mind."""
         if self._closed:
@@ -336,6 +344,10 @@ class PeerTransport(Transport):
 
     async def _tell_leaving(self, keeper: ViewKeeper) -> None:
         keeper.leave(self.step)
+
+    def _tell_leaving_now(self, keeper: ViewKeeper) -> None:
+        keeper.leave(self.step)
+        self._meetings.notice()
 
     async def _leave(self, keeper: ViewKeeper, left: TransportError) -> None:
         keeper.close(left)
