@@ -88,6 +88,8 @@ class RoundSent(Event):
     payload_bytes: int
     saturated: bool = False
     """True when a value lay outside the codec's range and was clamped to its limit."""
+    digest: str = ""
+    """Of the fragment's global parameters and outer state that it was computed from: the same on all contributors."""
 
 
 @dataclass(frozen=True, kw_only=True)

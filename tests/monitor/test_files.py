@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,14 @@ def written(path: Path, *facts: events.Event) -> Path:
 
 def test_every_event_is_one_line_that_reads_back(tmp_path: Path) -> None:
     facts = [started(0), step(1), committed(1, 0.5), note(2, 'line\nbreak "quoted" \u2028 é \ud800')]
+    began_s = time.time()
     path = written(tmp_path / "new" / "metrics.jsonl", *facts)
     assert len(path.read_bytes().splitlines()) == len(facts)
-    expected = [json.loads(json.dumps(events.to_record(event))) for event in facts]
-    assert read_metrics(path) == expected
+    records = read_metrics(path)
+    times_s = [record.pop("time_s") for record in records]
+    assert records == [json.loads(json.dumps(events.to_record(event))) for event in facts]
+    assert [began_s - 0.001, *times_s] == sorted([began_s - 0.001, *times_s])
+    assert times_s[-1] <= time.time() + 0.001
     assert [record["wait_s"] for record in read_metrics(path, "RoundCommitted")] == [0.5]
     assert read_metrics(path, "Evaluated") == []
 

@@ -17,6 +17,7 @@ from diloco.events import (
     Event,
     Interrupted,
     RoundCommitted,
+    RoundSent,
     RoundVoid,
     RunFinished,
     RunStarted,
@@ -75,6 +76,8 @@ def test_every_round_that_was_sent_is_merged_by_the_end(data: Path, tmp_path: Pa
     summary = train(data, tmp_path / "run", sink=listener)
     assert summary["rounds_committed"] == 7
     assert len(listener.of(RoundCommitted)) == 2 * 7
+    digests = {(sent.fragment, sent.outer_step, sent.digest) for sent in listener.of(RoundSent)}
+    assert len(digests) == 7, "both replicas send from the same state"
 
 
 @pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel", "none"])

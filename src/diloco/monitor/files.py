@@ -1,7 +1,8 @@
 """What a run writes about itself: ``metrics.jsonl`` and TensorBoard files.
 
 ``metrics.jsonl`` holds one JSON object a line, in the order the events became true. Schema 1: every record has
-``schema`` (1), ``event`` and ``step`` (inner steps finished), and the fields of its event:
+``schema`` (1), ``event``, ``step`` (inner steps finished), ``time_s`` (when it was written: seconds since 1970, by this
+machine's clock), and the fields of its event:
 
 ==================  ===================================================================================================
 event               fields
@@ -9,7 +10,7 @@ event               fields
 RunStarted          total_steps, algorithm, num_replicas, parameters, tokens_per_step, resumed_from, facts
 StepFinished        loss, learning_rate, gradient_norm, tokens, step_s, sent_bytes, received_bytes, compute_utilization,
                     skipped_replicas
-RoundSent           replica, fragment, outer_step, payload_bytes, saturated
+RoundSent           replica, fragment, outer_step, payload_bytes, saturated, digest
 RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, received_bytes, wait_s
 RoundVoid           replica, fragment, outer_step, reason
 ViewChanged         replica, view, members, joined, left, reason
@@ -36,6 +37,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,8 @@ class MetricsFile:
 
     def handle(self, event: events.Event) -> None:
         """Append ``event``."""
-        self._file.write(json.dumps(_json_ready(events.to_record(event)), allow_nan=False) + "\n")
+        record = events.to_record(event) | {"time_s": round(time.time(), 3)}
+        self._file.write(json.dumps(_json_ready(record), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""

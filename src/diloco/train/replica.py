@@ -202,6 +202,7 @@ class DiLoCo:
                 outer_step=round_id.outer_step,
                 payload_bytes=contribution.payload.numel(),
                 saturated=largest > codec.saturation_limit,
+                digest=contribution.digest,
             )
         )
 
