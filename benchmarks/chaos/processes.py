@@ -1,0 +1,135 @@
+"""The processes that are disturbed, and what is remembered of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Life", "Running", "Tail"]
+
+
+@dataclass
+class Life:
+    """One process of a peer, from its start to its end.
+
+    Attributes:
+        peer: its place; `BOOTSTRAP` for the standing peer.
+        folder: of its run.
+        started_s, ended_s: seconds since 1970; it still ran when all was over where there is no end.
+        code: its exit code, negative for a signal.
+        ended_by: ``kill`` or ``leave`` where it was made to end, else empty.
+        disturbed: when it was frozen, slowed or cut off: from, until.
+    """
+
+    peer: int
+    folder: str
+    started_s: float
+    ended_s: float | None = None
+    code: int | None = None
+    ended_by: str = ""
+    disturbed: list[tuple[float, float]] = field(default_factory=list)
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Life:
+        """What `to_record` gave."""
+        return cls(**record | {"disturbed": [(begin, end) for begin, end in record["disturbed"]]})
+
+
+class Tail:
+    """What a metrics.jsonl that grows has said so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.steps_s: float = 0.0
+        """When the last step was finished."""
+        self.committed_s: float = 0.0
+        """When the last round of several replicas was committed."""
+        self.step = 0
+
+    def read(self) -> None:
+        """Go on reading."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            lines = file.read().split(b"\n")
+        self._offset += sum(len(line) + 1 for line in lines[:-1])
+        for line in lines[:-1]:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if record["event"] == "StepFinished":
+                    self.steps_s, self.step = record["time_s"], record["step"]
+                elif record["event"] == "RoundCommitted" and len(record["contributors"]) > 1:
+                    self.committed_s = record["time_s"]
+
+
+class Running:
+    """A process group: a ``diloco`` and its network daemon.
+
+    Args:
+        command: what to run.
+        life: its record, begun here.
+        said: file for what it prints.
+    """
+
+    def __init__(self, command: Sequence[str], life: Life, said: Path) -> None:
+        self.life = life
+        self.said = said
+        self.tail = Tail(Path(life.folder) / "metrics.jsonl")
+        with said.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs; notes its end otherwise."""
+        code = self.process.poll()
+        if code is not None and self.life.ended_s is None:
+            self.life.ended_s, self.life.code = time.time(), code
+        return code is None
+
+    def signal(self, number: signal.Signals, *, with_daemon: bool = False) -> None:
+        """Send a signal, to its daemon as well or not."""
+        with suppress(ProcessLookupError):
+            if with_daemon:
+                os.killpg(self.process.pid, number)
+            else:
+                self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Whatever of it is left."""
+        self.signal(signal.SIGKILL, with_daemon=True)
+        self.process.wait()
+        _ = self.is_alive
+
+    def address(self) -> str:
+        """What others join by; empty where it has not said so."""
+        text = self.said.read_text(encoding="utf-8", errors="replace") if self.said.exists() else ""
+        found = re.findall(r"--join (/ip4/\S+)", text)
+        return str(found[-1]) if found else ""
+
+
+def python(*arguments: str) -> list[str]:
+    """A command of this interpreter."""
+    return [sys.executable, "-m", *arguments]

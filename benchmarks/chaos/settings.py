@@ -1,0 +1,92 @@
+"""The run that is disturbed: its text, its command line, and how long its peers may stand still."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["COMMON", "Settings", "write_text"]
+
+COMMON = (
+    "--model.layers 2 --model.width 32 --model.ffn-width 64 --model.heads 2 --train.sequence-length 64 "
+    "--train.batch-size 4 --inner.learning-rate 3e-3 --inner.warmup-steps 20 --data-parallel-steps 0 --inner-steps 15 "
+    "--fragments 3 --overlap-steps 3 --evaluation.every-steps 0 --evaluation.sequences 256 "
+    "--evaluation.sample-tokens 0 --train.device cpu --train.threads 1 --monitor.console quiet --monitor.no-tensorboard"
+)
+"""Of the peers and of the undisturbed run: 2 layers of width 32 on bytes; Streaming, H = 15, P = 3, tau = 3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the swarm is set up.
+
+    Attributes:
+        peers: that train.
+        steps: inner steps of the run.
+        step_s: an inner step takes at least so long.
+        checkpoint_steps: between two checkpoints.
+        heartbeat_s, silence_s, round_timeout_s, join_window_s: as ``diloco train`` knows them.
+        slack_s: what a busy machine may add to anything.
+    """
+
+    peers: int = 5
+    steps: int = 5000
+    step_s: float = 0.2
+    checkpoint_steps: int = 100
+    heartbeat_s: float = 1.0
+    silence_s: float = 8.0
+    round_timeout_s: float = 30.0
+    join_window_s: float = 5.0
+    slack_s: float = 10.0
+
+    @property
+    def stands_still_s(self) -> float:
+        """The longest that a peer to which nothing happens may need for a step.
+
+        It waits for one round. Whoever is late is noticed after `join_window_s`; who is silent, after `silence_s`. Then
+        the members agree on the next view, in which another one may turn out to be silent. Whatever goes wrong, the
+        round is void `round_timeout_s` after it was begun, unless the members are just agreeing on a view.
+        """
+        return self.round_timeout_s + self.silence_s + self.slack_s
+
+    @property
+    def without_round_s(self) -> float:
+        """The longest between two committed rounds: one may be void, and the next one late as well."""
+        return 2 * self.stands_still_s
+
+    @property
+    def back_s(self) -> float:
+        """The longest that a peer may need to take part in a round after it was started or let run.
+
+        It hears that it was left behind, or notices within `silence_s`; its old place may be silent for as long; it
+        connects, takes over the state, and waits for others that join before it; then for a round.
+        """
+        return 2 * self.silence_s + self.round_timeout_s + self.stands_still_s
+
+    def arguments(self) -> list[str]:
+        """Of every peer, beside where it listens, joins and writes."""
+        words = (
+            f"{COMMON} --steps {self.steps} --transport hivemind --run chaos --start-replicas {self.peers} "
+            f"--transport.min-replicas 2 --transport.heartbeat-s {self.heartbeat_s} "
+            f"--transport.silence-s {self.silence_s} --transport.round-timeout-s {self.round_timeout_s} "
+            f"--transport.rendezvous-timeout-s 120 --swarm.straggler skip --swarm.join-window-s {self.join_window_s} "
+            f"--swarm.no-map-ports --checkpoint.every-steps {self.checkpoint_steps}"
+        )
+        return words.split()
+
+
+def write_text(folder: Path, *, documents: int = 1500, seed: int = 0) -> Path:
+    """A .jsonl of short documents, drawn from a small chain of made-up words: there is something to learn in it."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choice("aeiou" if place % 2 else "bdfgklmnprst") for place in range(4)) for _ in range(120)]
+    follows = {word: rng.sample(words, 6) for word in words}
+    path = folder / "text.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(documents):
+            text = [rng.choice(words)]
+            while len(text) < 60:
+                text.append(rng.choice(follows[text[-1]]))
+            file.write(json.dumps({"text": " ".join(text) + "."}) + "\n")
+    return path
