@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.wan.counters import busy_s
+from benchmarks.wan.counters import wait_for_quiet
 from benchmarks.wan.network import Network
 from benchmarks.wan.plan import LINKS, METHODS, Job, Link, Method, Work
 from benchmarks.wan.report import write_report
@@ -90,15 +89,6 @@ def run_one(network: Network, link: Link, method: Method, work: Work, given: arg
         run_s = time.monotonic() - started_s
     print(f"{link.name} | {method.name} | {measured['outcome']} {measured.get('reason', '')} {run_s:.0f} s", flush=True)
     return {"link": link.name, "method": method.name, "work": asdict(work), "run_s": run_s, **measured}
-
-
-def wait_for_quiet(share: float, over_s: float = 5.0) -> None:
-    """Until the machine's CPU has been used less than ``share`` for ``over_s``; 1 waits for nothing."""
-    busy = share
-    while share < 1 and busy >= share:
-        before_s = busy_s()
-        time.sleep(over_s)
-        busy = (busy_s() - before_s) / over_s / (os.cpu_count() or 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["DEVICE", "busy_s", "interface_bytes", "retransmitted_segments", "sessions_s"]
+__all__ = ["DEVICE", "busy_s", "interface_bytes", "retransmitted_segments", "sessions_s", "wait_for_quiet"]
 
 DEVICE = "wan0"
 """The interface of every node."""
@@ -68,3 +69,12 @@ def sessions_s(sessions: Collection[int]) -> float:
         if int(fields[3]) in sessions:
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for_quiet(share: float, over_s: float = 5.0) -> None:
+    """Until the machine's CPU has been used less than ``share`` for ``over_s``; 1 waits for nothing."""
+    busy = share
+    while share < 1 and busy >= share:
+        before_s = busy_s()
+        time.sleep(over_s)
+        busy = (busy_s() - before_s) / over_s / (os.cpu_count() or 1)

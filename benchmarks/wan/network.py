@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.wan.counters import interface_bytes
+from benchmarks.wan.counters import DEVICE, interface_bytes
 from benchmarks.wan.plan import Link
 from diloco.errors import ConfigurationError
 
@@ -24,7 +24,12 @@ class Network:
     Args:
         script: the script.
         prefix: ``WAN_PREFIX``, so that a network of somebody else's is left alone.
+
+    Attributes:
+        device: the interface by which the nodes reach each other.
     """
+
+    device = DEVICE
 
     def __init__(self, script: Path, prefix: str) -> None:
         if not os.access(script, os.X_OK):

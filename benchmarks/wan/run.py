@@ -9,17 +9,25 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from benchmarks.wan.counters import DEVICE, busy_s, sessions_s
+from benchmarks.wan.counters import busy_s, sessions_s
 from benchmarks.wan.network import Network
-from benchmarks.wan.plan import Job
 from diloco.errors import TransportError
 
-__all__ = ["run_job"]
+__all__ = ["Runnable", "Worker", "answer_all", "await_phase", "conduct", "run_job"]
+
+
+class Runnable(Protocol):
+    """A job: how many workers it needs, and what they are told."""
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    def to_record(self) -> dict[str, Any]: ...
 
 
 @dataclass(eq=False)
@@ -69,13 +77,24 @@ class Worker:
             pipe.close()
 
 
-def run_job(network: Network, job: Job, python: Path, folder: Path, limit_s: float) -> dict[str, Any]:
+def run_job(
+    network: Network,
+    job: Runnable,
+    python: Path,
+    folder: Path,
+    limit_s: float,
+    *,
+    module: str = "benchmarks.wan.worker",
+    conducted_by: Callable[[Sequence[Worker], float], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Run ``job`` on a network that is up.
 
     Args:
         python: interpreter of the workers.
         folder: for their results and logs; emptied of older ones.
         limit_s: a run that takes longer, start to end, is stopped and reported as unfinished.
+        module: what every worker runs.
+        conducted_by: gives the workers their cues until a deadline, and returns what they measured; None: `conduct`.
 
     Returns:
         ``outcome`` ("finished", "unfinished" or "failed"), ``replicas`` (what each worker measured), ``cpu_busy`` and
@@ -89,8 +108,8 @@ def run_job(network: Network, job: Job, python: Path, folder: Path, limit_s: flo
     workers: list[Worker] = []
     try:
         for replica in range(job.num_replicas):
-            workers.append(_start(network, replica, python, job_file, folder))
-        return _conduct(workers, deadline_s=started_s + limit_s)
+            workers.append(_start(network, module, replica, python, job_file, folder))
+        return (conducted_by or conduct)(workers, started_s + limit_s)
     except (TransportError, TimeoutError) as error:
         return {
             "outcome": "unfinished" if isinstance(error, TimeoutError) else "failed",
@@ -104,11 +123,11 @@ def run_job(network: Network, job: Job, python: Path, folder: Path, limit_s: flo
             worker.end()
 
 
-def _start(network: Network, replica: int, python: Path, job_file: Path, folder: Path) -> Worker:
+def _start(network: Network, module: str, replica: int, python: Path, job_file: Path, folder: Path) -> Worker:
     result, log = folder / f"{replica}.json", folder / f"{replica}.log"
     result.unlink(missing_ok=True)
-    arguments = [str(python), "-m", "benchmarks.wan.worker", str(job_file), str(replica), str(result)]
-    environment = network.environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+    arguments = [str(python), "-m", module, str(job_file), str(replica), str(result)]
+    environment = network.environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": network.device}
     with log.open("wb") as errors:
         process = subprocess.Popen(
             network.command(replica, arguments),
@@ -121,32 +140,34 @@ def _start(network: Network, replica: int, python: Path, job_file: Path, folder:
     return Worker(replica, process, result, log)
 
 
-def _conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
-    _await(workers, "prepared", deadline_s)
+def conduct(workers: Sequence[Worker], deadline_s: float) -> dict[str, Any]:
+    """The cues of `benchmarks.wan.worker`."""
+    await_phase(workers, "prepared", deadline_s)
     known = [worker.told["info"] for worker in workers]
-    _answer(workers, known)
-    _await(workers, "warm", deadline_s)
-    _answer(workers, time.monotonic() + 0.5)
+    answer_all(workers, known)
+    await_phase(workers, "warm", deadline_s)
+    answer_all(workers, time.monotonic() + 0.5)
     sessions = [worker.process.pid for worker in workers]
     began_s, all_before_s, ours_before_s = time.monotonic(), busy_s(), sessions_s(sessions)
-    _await(workers, "measured", deadline_s)
+    await_phase(workers, "measured", deadline_s)
     cores_s = (time.monotonic() - began_s) * (os.cpu_count() or 1)
     cpu_busy = (busy_s() - all_before_s) / cores_s
     cpu_workers = (sessions_s(sessions) - ours_before_s) / cores_s
-    _answer(workers, None)
-    _await(workers, "counted", deadline_s)
+    answer_all(workers, None)
+    await_phase(workers, "counted", deadline_s)
     replicas = [json.loads(worker.result.read_text(encoding="utf-8")) for worker in workers]
-    _answer(workers, None)
+    answer_all(workers, None)
     return {"outcome": "finished", "replicas": replicas, "cpu_busy": cpu_busy, "cpu_workers": cpu_workers}
 
 
-def _answer(workers: Sequence[Worker], value: Any) -> None:
+def answer_all(workers: Sequence[Worker], value: Any) -> None:
+    """What all of them wait for."""
     for worker in workers:
         worker.answer(value)
 
 
-def _await(workers: Sequence[Worker], phase: str, deadline_s: float) -> None:
-    """Until every worker has told ``phase``.
+def await_phase(workers: Sequence[Worker], phase: str, deadline_s: float, *, or_phase: str = "") -> str:
+    """Until every worker has told ``phase``, or every worker ``or_phase``; returns which.
 
     Raises:
         TimeoutError: at ``deadline_s``.
@@ -156,9 +177,10 @@ def _await(workers: Sequence[Worker], phase: str, deadline_s: float) -> None:
         for worker in workers:
             assert worker.process.stdout is not None
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
-        while any(worker.told.get("phase") != phase for worker in workers):
+        while (told := {worker.told.get("phase") for worker in workers}) not in ({phase}, {or_phase}):
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError(f"the time allowed ended before every replica was {phase}")
             for key, _ in selector.select(remaining_s):
                 key.data.read()
+    return or_phase if told == {or_phase} else phase

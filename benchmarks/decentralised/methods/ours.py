@@ -1,0 +1,69 @@
+"""This package's rounds over libp2p."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.decentralised.methods import base
+from benchmarks.decentralised.peers import addresses_of, become_member, make_peer, wait_for_members
+from benchmarks.decentralised.plan import Job
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.codec import make_codec
+
+__all__ = ["Program"]
+
+
+class Program(base.Rounds):
+    """``codec``: one of the package's own."""
+
+    def __init__(self, job: Job, replica: int) -> None:
+        super().__init__(job, replica)
+        self.codec = make_codec(self.options["codec"])
+
+    def prepare(self) -> Mapping[str, Any]:
+        if self.replica:
+            return {}
+        self.transport = make_peer(self.job, 0, self.address, []).transport
+        return {"addresses": addresses_of(self.transport)}
+
+    def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
+        if self.replica:
+            connected = make_peer(self.job, self.replica, self.address, known[0]["addresses"])
+            self.transport = become_member(connected, self.job.timeout_s)
+        wait_for_members(self.transport, self.job.num_replicas, self.job.timeout_s)
+        self.transport.tick()  # rounds of the last view begin one step after those who joined have come
+
+    def average(self, number: int, begin: base.Begin) -> tuple[dict[str, Any], Tensor]:
+        began_s = begin()
+        base.sleep_until(began_s)
+        started_s = time.monotonic()
+        payload = self.codec.encode(self.values)
+        handed_in_s = time.monotonic()
+        pending = self.transport.average(
+            Contribution(
+                round=RoundId(0, number),
+                replica=self.replica,
+                codec=self.codec,
+                numel=self.values.numel(),
+                payload=payload,
+            )
+        )
+        average = pending.wait()
+        had_s = time.monotonic()
+        said = {
+            "began_s": began_s,
+            "had_s": had_s,
+            "encode_s": handed_in_s - started_s,
+            "handed_in_s": handed_in_s,
+            "sent_bytes": average.sent_bytes,
+            "received_bytes": average.received_bytes,
+        }
+        self.transport.tick()
+        return said, average.values
+
+    def close(self) -> None:
+        self.transport.close()

@@ -1,0 +1,61 @@
+"""What the members' inner steps took while a joiner came: thousands of steps as a few numbers. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+__all__ = ["PHASES", "summarise"]
+
+PHASES = (
+    ("before", "", "started"),
+    ("it starts and looks for us", "started", "built"),
+    ("it takes over the state", "built", "has state"),
+    ("it becomes a member and catches up", "has state", "contributed everywhere"),
+    ("after", "contributed everywhere", ""),
+)
+"""Names, and between which of the joiner's events."""
+
+_WARM_S = 3.0
+"""At the beginning, which does not count: first rounds make memory and connections."""
+
+
+def summarise(replicas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What workers measured, with each member's steps summed up by phase.
+
+    Args:
+        replicas: of members ``steps`` as `Trainer.steps`; of the host, which is the last, ``guest``.
+    """
+    *members, host = replicas
+    guest = host["guest"]
+    summed = []
+    for member in members:
+        steps = member["steps"]
+        phases = {}
+        for name, begin, end in PHASES:
+            since_s = guest[begin] if begin else steps[0][0] + _WARM_S
+            until_s = guest[end] if end else host["ended_s"]
+            phases[name] = _of_phase(steps, since_s, until_s)
+        summed.append({"phases": phases})
+    return [*summed, host]
+
+
+def _of_phase(steps: Sequence[Sequence[float]], since_s: float, until_s: float) -> dict[str, float]:
+    """Of the steps that begin in that time: how many, and their times in seconds.
+
+    >>> _of_phase([[0.0, 1.0, 0.5], [2.0, 1.0, 0.0], [3.0, 1.5, 0.0]], 0.0, 3.0)
+    {'steps': 2, 'mean_s': 1.5, 'longest_s': 2.0, 'products_s': 1.0, 'longest_wait_s': 0.5}
+    """
+    within = [(after[0] - step[0], step[1], step[2]) for step, after in pairwise(steps) if since_s <= step[0] < until_s]
+    if not within:
+        return {"steps": 0}
+    whole, products, waits = zip(*within, strict=True)
+    return {
+        "steps": len(within),
+        "mean_s": round(statistics.mean(whole), 5),
+        "longest_s": round(max(whole), 5),
+        "products_s": round(statistics.mean(products), 5),
+        "longest_wait_s": round(max(waits), 5),
+    }

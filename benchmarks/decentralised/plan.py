@@ -1,0 +1,131 @@
+"""What is measured, and where, as data. The rivals' workers import this, so nothing of ``diloco`` is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.wan.plan import Link, Method
+
+__all__ = ["CASES", "SETTINGS", "Case", "Job", "Setting", "floor_s"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where peers are.
+
+    Attributes:
+        name: as the command line and the tables call it.
+        peers: how many take part; in the cases "view" and "joiner" the last one comes and goes.
+        link: of each peer; None: all are on this machine's loopback interface.
+    """
+
+    name: str
+    peers: int
+    link: Link | None = None
+
+
+def _wan(peers: int) -> Setting:
+    name = f"100 Mbit/s, 100 ms, {peers} peers"
+    return Setting(name, peers, Link(name, peers, 100e6, 0.1))
+
+
+SETTINGS = (
+    Setting("loopback, 2 peers", 2),
+    Setting("loopback, 4 peers", 4),
+    _wan(2),
+    _wan(4),
+    Setting("loopback, 2 peers and a joiner", 3),
+    Setting("100 Mbit/s, 100 ms, 2 peers and a joiner", 3, Link("joiner", 3, 100e6, 0.1)),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        kind: "round": averaging; "view": members agree on who they are; "joiner": taking over a state beside training.
+        method: the module in ``benchmarks.decentralised.methods``, and its options.
+        settings: names of the settings in which it is measured.
+    """
+
+    kind: str
+    method: Method
+    settings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """As the command line calls it."""
+        return f"{self.kind}: {self.method.name}"
+
+
+_ROUNDS = tuple(setting.name for setting in SETTINGS[:4])
+_VIEWS = (SETTINGS[1].name, SETTINGS[3].name)
+_JOINERS = tuple(setting.name for setting in SETTINGS[4:])
+
+
+def _ours(codec: str) -> Case:
+    return Case("round", Method(f"ours {codec}", "ours", {"codec": codec}), _ROUNDS)
+
+
+def _hivemind(name: str, compression: str, value_bytes: int) -> Case:
+    options = {"compression": compression, "bytes_per_value": value_bytes}
+    return Case("round", Method(f"Hivemind {name}", "hivemind", options, rival=True), _ROUNDS)
+
+
+def _gloo(dtype: str, value_bytes: int) -> Case:
+    options = {"dtype": dtype, "bytes_per_value": value_bytes}
+    return Case("round", Method(f"gloo {dtype}", "gloo", options), _ROUNDS)
+
+
+CASES = (
+    _ours("float16"),
+    _ours("int8"),
+    _ours("fp4"),
+    _hivemind("float16", "Float16Compression", 2),
+    _hivemind("8 bits (uniform)", "Uniform8BitQuantization", 1),
+    _gloo("float32", 4),
+    _gloo("float16", 2),
+    Case("view", Method("come, leave, be killed", "views", {"times": 3}), _VIEWS),
+    Case("joiner", Method("no limit", "joiner", {"state_bytes_per_s": None}), _JOINERS),
+    Case("joiner", Method("4 MB/s from each", "joiner", {"state_bytes_per_s": 4e6}), _JOINERS),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a worker needs to know; travels as JSON.
+
+    Attributes:
+        method: what to run.
+        num_replicas: workers.
+        addresses: IPv4 address of each.
+        folder: for keys.
+        timeout_s: nothing takes longer.
+        values: float32 values in a round; the joiner's model has about as many parameters.
+        rounds: measured ones, after one that warms up.
+        wan: whether peers have an interface each, so that its bytes can be counted.
+    """
+
+    method: Method
+    num_replicas: int
+    addresses: tuple[str, ...]
+    folder: str
+    timeout_s: float
+    values: int = 25_174_016
+    rounds: int = 4
+    wan: bool = False
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Job:
+        """The inverse of `to_record`, after JSON."""
+        return cls(**{**record, "method": Method(**record["method"]), "addresses": tuple(record["addresses"])})
+
+
+def floor_s(link: Link, moved_bytes: float) -> float:
+    """The least time in which a peer can move ``moved_bytes`` in one direction: on the wire, and one way."""
+    return link.transfer_s(moved_bytes)

@@ -1,0 +1,114 @@
+"""The tables about views and joiners, in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.decentralised.phases import PHASES
+from benchmarks.decentralised.plan import Setting
+
+__all__ = ["joiner_table", "view_table"]
+
+Row = dict[str, Any]
+_GOAL_ROUND_TRIPS = 3
+_GOAL_S = 0.1
+
+
+def view_table(rows: Sequence[tuple[Setting, Row]]) -> list[str]:
+    """How long from an event until all have adopted the next view, and until a round of it has gone through."""
+    lines = ["| setting | what happens | until all have adopted the next view: median (all), s | goal, s | "]
+    lines[0] += "until a round has gone through in it, s | CPU: workers, all |"
+    lines.append("|---" * 6 + "|")
+    for setting, row in rows:
+        if row["outcome"] != "finished":
+            lines.append(f"| {setting.name} | {row['outcome']}: {row['reason']} | | | | |")
+            continue
+        goal_s = _GOAL_ROUND_TRIPS * (setting.link.rtt_s if setting.link else 0.0) + _GOAL_S
+        for words, took in view_changes(row["replicas"]).items():
+            adopted = [each[0] for each in took]
+            through = [each[1] for each in took]
+            lines.append(
+                f"| {setting.name} | {words} | {_median_and_all(adopted)} | {goal_s:.1f} | "
+                f"{_median_and_all(through)} | {row['cpu_workers']:.0%}, {row['cpu_busy']:.0%} |"
+            )
+    return lines
+
+
+def view_changes(replicas: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """What happened -> for each time, seconds until all had adopted the view after it, and had a round in it."""
+    *members, host = replicas
+    took: dict[str, list[tuple[float, float]]] = {}
+    for guest in host["guests"]:
+        number = guest["number"]
+        came = [_first(member["adopted"], number, there=True) for member in members]
+        went = [_first(member["adopted"], number, there=False) for member in members]
+        adopted_s = max(guest["member"], *(each["at_s"] for each in came))
+        through_s = max(guest["round"], *(each.get("round_s", 0.0) for each in came))
+        took.setdefault("it joins (from asking)", []).append(_since(guest["introduced"], adopted_s, through_s))
+        words, event = ("it is killed", "killed") if "killed" in guest else ("it leaves", "leaving")
+        adopted_s = max(each["at_s"] for each in went)
+        through_s = max(each.get("round_s", 0.0) for each in went)
+        took.setdefault(words, []).append(_since(guest[event], adopted_s, through_s))
+        took.setdefault("it starts (until it can ask; until it has imported)", []).append(
+            (guest["introduced"] - guest["started"], guest["imported"] - guest["started"])
+        )
+    return took
+
+
+def _since(began_s: float, adopted_s: float, through_s: float) -> tuple[float, float]:
+    return adopted_s - began_s, through_s - began_s
+
+
+def _first(adopted: Sequence[Row], number: int, *, there: bool) -> Row:
+    """A member's first view with ``number`` in it, or its first without after that."""
+    came = next(index for index, each in enumerate(adopted) if number in each["members"])
+    return adopted[came] if there else next(each for each in adopted[came:] if number not in each["members"])
+
+
+def _median_and_all(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3f} ({', '.join(f'{each:.2f}' for each in values)})"
+
+
+def joiner_table(rows: Sequence[tuple[str, Row]]) -> list[str]:
+    """The joiner's way, and what the members' inner steps took meanwhile."""
+    finished = [(name, row) for name, row in rows if row["outcome"] == "finished"]
+    events = ("imported", "introduced", "built", "has state", "member", "contributed", "contributed everywhere")
+    lines = [
+        "| joiner | " + " | ".join(f"{event}, s" for event in events) + " | taken over at first, in all (MB) | "
+        "received on the wire (MB) | CPU: workers, all |",
+        "|---" * (len(events) + 4) + "|",
+    ]
+    for name, row in finished:
+        host = row["replicas"][-1]
+        guest, wire = host["guest"], host["wire_received_bytes"]
+        times = " | ".join(f"{guest[event] - guest['started']:.2f}" for event in events)
+        first, total = guest["fetched_first"]["bytes"], guest["fetched"]["bytes"]
+        received = f"{wire / 1e6:.0f}" if wire else ""
+        lines.append(
+            f"| {name} | {times} | {first / 1e6:.0f}, {total / 1e6:.0f} | {received} | "
+            f"{row['cpu_workers']:.0%}, {row['cpu_busy']:.0%} |"
+        )
+    lines += [f"| {name} | {row['outcome']}: {row['reason']} |" for name, row in rows if row["outcome"] != "finished"]
+    lines += [
+        "",
+        "| joiner | the members' inner steps while | how many | mean (ms) | against before | products alone (ms) | "
+        "longest (ms) | longest wait in one (ms) |",
+        "|---" * 8 + "|",
+    ]
+    for name, row in finished:
+        members = [replica["phases"] for replica in row["replicas"][:-1]]
+        before_s = statistics.mean(member["before"]["mean_s"] for member in members)
+        for phase, _, _ in PHASES:
+            seen = [member[phase] for member in members if member[phase]["steps"]]
+            if seen:
+                mean_s = statistics.mean(each["mean_s"] for each in seen)
+                products_s = statistics.mean(each["products_s"] for each in seen)
+                lines.append(
+                    f"| {name} | {phase} | {sum(each['steps'] for each in seen)} | {1e3 * mean_s:.1f} | "
+                    f"{mean_s / before_s:.2f} | {1e3 * products_s:.1f} | "
+                    f"{1e3 * max(each['longest_s'] for each in seen):.0f} | "
+                    f"{1e3 * max(each['longest_wait_s'] for each in seen):.0f} |"
+                )
+    return lines
