@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=["*"], help="which cases, as shell-style patterns")
     parser.add_argument("--values", type=int, default=Job.values, help="float32 values in a round")
     parser.add_argument("--rounds", type=int, default=Job.rounds, help="measured rounds")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="a run that takes longer is stopped")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="a run that takes longer is stopped")
     parser.add_argument("--runs", type=Path, default=Path("runs/decentralised"), help="where logs and keys go")
     parser.add_argument("--results", type=Path, default=RESULTS, help="another file, for trials: no tables are made")
     parser.add_argument("--tables", action="store_true", help="run nothing, only write the tables")

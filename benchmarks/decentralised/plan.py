@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.wan.plan import Link, Method
 
-__all__ = ["CASES", "SETTINGS", "Case", "Job", "Setting", "floor_s"]
+__all__ = ["CASES", "SETTINGS", "Case", "Job", "Setting"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ CASES = (
     _hivemind("8 bits (uniform)", "Uniform8BitQuantization", 1),
     _gloo("float32", 4),
     _gloo("float16", 2),
-    Case("view", Method("come, leave, be killed", "views", {"times": 3}), _VIEWS),
+    Case("view", Method("come, leave, be killed", "views", {"times": 2}), _VIEWS),
     Case("joiner", Method("no limit", "joiner", {"state_bytes_per_s": None}), _JOINERS),
     Case("joiner", Method("4 MB/s from each", "joiner", {"state_bytes_per_s": 4e6}), _JOINERS),
 )
@@ -114,7 +114,7 @@ class Job:
     folder: str
     timeout_s: float
     values: int = 25_174_016
-    rounds: int = 4
+    rounds: int = 3
     wan: bool = False
 
     def to_record(self) -> dict[str, Any]:
@@ -124,8 +124,3 @@ class Job:
     def from_record(cls, record: dict[str, Any]) -> Job:
         """The inverse of `to_record`, after JSON."""
         return cls(**{**record, "method": Method(**record["method"]), "addresses": tuple(record["addresses"])})
-
-
-def floor_s(link: Link, moved_bytes: float) -> float:
-    """The least time in which a peer can move ``moved_bytes`` in one direction: on the wire, and one way."""
-    return link.transfer_s(moved_bytes)

@@ -14,6 +14,7 @@ __all__ = ["joiner_table", "view_table"]
 Row = dict[str, Any]
 _GOAL_ROUND_TRIPS = 3
 _GOAL_S = 0.1
+STARTS = "a process starts (until it can ask; until it has imported)"
 
 
 def view_table(rows: Sequence[tuple[Setting, Row]]) -> list[str]:
@@ -26,11 +27,12 @@ def view_table(rows: Sequence[tuple[Setting, Row]]) -> list[str]:
             lines.append(f"| {setting.name} | {row['outcome']}: {row['reason']} | | | | |")
             continue
         goal_s = _GOAL_ROUND_TRIPS * (setting.link.rtt_s if setting.link else 0.0) + _GOAL_S
-        for words, took in view_changes(row["replicas"]).items():
+        for words, took in sorted(view_changes(row["replicas"]).items(), key=lambda each: each[0] == STARTS):
+            goal = "" if words == STARTS else f"{goal_s:.1f}"
             adopted = [each[0] for each in took]
             through = [each[1] for each in took]
             lines.append(
-                f"| {setting.name} | {words} | {_median_and_all(adopted)} | {goal_s:.1f} | "
+                f"| {setting.name} | {words} | {_median_and_all(adopted)} | {goal} | "
                 f"{_median_and_all(through)} | {row['cpu_workers']:.0%}, {row['cpu_busy']:.0%} |"
             )
     return lines
@@ -51,7 +53,7 @@ def view_changes(replicas: Sequence[Row]) -> dict[str, list[tuple[float, float]]
         adopted_s = max(each["at_s"] for each in went)
         through_s = max(each.get("round_s", 0.0) for each in went)
         took.setdefault(words, []).append(_since(guest[event], adopted_s, through_s))
-        took.setdefault("it starts (until it can ask; until it has imported)", []).append(
+        took.setdefault(STARTS, []).append(
             (guest["introduced"] - guest["started"], guest["imported"] - guest["started"])
         )
     return took
@@ -90,7 +92,11 @@ def joiner_table(rows: Sequence[tuple[str, Row]]) -> list[str]:
             f"| {name} | {times} | {first / 1e6:.0f}, {total / 1e6:.0f} | {received} | "
             f"{row['cpu_workers']:.0%}, {row['cpu_busy']:.0%} |"
         )
-    lines += [f"| {name} | {row['outcome']}: {row['reason']} |" for name, row in rows if row["outcome"] != "finished"]
+    lines += [
+        f"| {name} | {row['outcome']}: {row['reason']} |" + " |" * (len(events) + 2)
+        for name, row in rows
+        if row["outcome"] != "finished"
+    ]
     lines += [
         "",
         "| joiner | the members' inner steps while | how many | mean (ms) | against before | products alone (ms) | "
