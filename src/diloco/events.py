@@ -90,6 +90,8 @@ class RoundSent(Event):
     """True when a value lay outside the codec's range and was clamped to its limit."""
     digest: str = ""
     """Of the fragment's global parameters and outer state that it was computed from: the same on all contributors."""
+    weight: float = 1.0
+    """In the mean: 1 for a replica that trained every step since its last contribution that counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

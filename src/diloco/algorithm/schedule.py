@@ -120,6 +120,15 @@ class SyncSchedule:
         """Number of sends of one fragment in steps 1..``steps``."""
         return max(0, (steps - self.fragment_offsets[fragment]) // self.inner_steps)
 
+    def window_steps(self, fragment: int, outer_step: int) -> int:
+        """Inner steps from the round before (from the start, for the first one) to this round of a fragment.
+
+        >>> schedule = SyncSchedule(inner_steps=100, num_fragments=2)
+        >>> schedule.window_steps(1, outer_step=0), schedule.window_steps(1, outer_step=1)
+        (150, 100)
+        """
+        return self.inner_steps + (self.fragment_offsets[fragment] if outer_step == 0 else 0)
+
     def _outer_step(self, fragment: int, step: int) -> int | None:
         """The round of ``fragment`` that is sent at ``step``, or None."""
         cycles, rest = divmod(step - self.fragment_offsets[fragment], self.inner_steps)

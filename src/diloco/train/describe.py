@@ -80,6 +80,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         "schedule": _schedule_in_words(schedule, start),
         "rounds": f"{sum(rounds)} in all ({', '.join(map(str, rounds))} by fragment)",
         "codec": f"{codec.name}{feedback}, {8 * sum(payloads) / parameters:.3g} bits per parameter",
+        "weights": "by the steps that a replica trained since its last contribution that counted",
         "merge": mixed,
         "outer optimizer": f"{outer.name}, learning rate {outer.learning_rate:g}{momentum}",
         "payload": f"{', '.join(format_bytes(payload) for payload in payloads)} per round",

@@ -40,7 +40,9 @@ def handshake_facts(settings: RunSettings, model: nn.Module, corpus_fingerprint:
         "error feedback": "yes" if settings.codec.error_feedback else "no",
         "merge": repr(make_merge_rule(settings.merge)),
         "outer optimizer": f"{outer.name}, learning rate {outer.learning_rate}, momentum {outer.momentum}",
-        "token weighting": f"one a replica, batches of {settings.train.batch_size} x {settings.train.sequence_length}",
+        "token weighting": (
+            f"by the steps trained, in batches of {settings.train.batch_size} x {settings.train.sequence_length}"
+        ),
         "replicas": _replicas(settings),
         "seed": str(settings.seed),
         "data": corpus_fingerprint,

@@ -24,6 +24,7 @@ from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Send, SyncSchedule
+from diloco.algorithm.weighting import TrainedSteps, check_base_weight, contribution_weight
 from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
 from diloco.events import Event, RoundCommitted, RoundSent, RoundVoid
 from diloco.train.in_flight import InFlight, restore_contribution
@@ -52,7 +53,8 @@ class DiLoCo:
         codec: a codec or its name; default: float32.
         error_feedback: keep what the codec loses for the next round; 4 bytes per parameter.
         global_device: where global parameters and outer state live, e.g. "cpu"; None: beside the model.
-        weight: this replica's weight in every mean.
+        weight: this replica's weight in a mean, for a full window of training; what it really trained since its last
+            contribution that counted multiplies it. Replicas with other batch sizes than the rest give theirs here.
         on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`.
 
     Raises:
@@ -90,7 +92,7 @@ class DiLoCo:
         self.schedule = schedule or SyncSchedule(inner_steps=100)
         self.fragments = tuple(fragments or partition(model, num_fragments=self.schedule.num_fragments))
         self.merge_rule = merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge())
-        self.weight = weight
+        self.weight = check_base_weight(weight)
         self.steps = 0
         self.rounds_committed = 0
         self.rounds_void = 0
@@ -109,18 +111,25 @@ class DiLoCo:
         self._codecs: list[Codec] = [
             ErrorFeedback(codec, fragment.numel) if error_feedback else codec for fragment in self.fragments
         ]
+        self._trained = TrainedSteps(len(self.fragments))
         self._on_event = on_event or (lambda event: None)
         self._in_flight: dict[int, InFlight] = {}
         self._shared = SharedState(self.outer_loop)
         self.transport.publish(self._shared.snapshot, self._shared.version)
 
-    def step(self) -> None:
-        """An inner step is done: send and merge what the schedule says. Blocks only in a merge."""
-        self.begin()
+    def step(self, trained: float = 1.0) -> None:
+        """A scheduled inner step is done: send and merge what the schedule says. Blocks only in a merge.
+
+        Args:
+            trained: how much of the step this replica trained: 1 all of it, 0 nothing, as where a gradient scaler
+                skipped it. Contributions weigh by it.
+        """
+        self.begin(trained)
         self.finish()
 
-    def begin(self) -> None:
+    def begin(self, trained: float = 1.0) -> None:
         """The first half of `step`: count the inner step and send what is due. Never blocks on other replicas."""
+        self._trained.add(trained)
         self.steps += 1
         self.transport.tick()
         for action in self.schedule.actions(self.steps):
@@ -156,6 +165,7 @@ class DiLoCo:
                 self.outer_loop.load_fragment_state(fragment.index, state)
                 self._shared.finished_rounds[fragment.index] = int(state.get("finished_rounds", 0))
                 if not keep_work:
+                    self._trained.forget(fragment.index)
                     self.outer_loop.merge(fragment.index, AlphaMerge(), None)
 
     def _fetched(self, index: int, donors: Sequence[int]) -> Mapping[str, Any]:
@@ -188,7 +198,11 @@ class DiLoCo:
             codec=codec,
             numel=delta.numel(),
             payload=codec.encode(delta),
-            weight=self.weight,
+            weight=contribution_weight(
+                self.weight,
+                self._trained.hand_in(index),
+                self.schedule.window_steps(index, round_id.outer_step),
+            ),
             digest=self.outer_loop.digest(index),
             buffers=buffers,
             integers=integers,
@@ -203,6 +217,7 @@ class DiLoCo:
                 payload_bytes=contribution.payload.numel(),
                 saturated=largest > codec.saturation_limit,
                 digest=contribution.digest,
+                weight=contribution.weight,
             )
         )
 
@@ -224,6 +239,8 @@ class DiLoCo:
                 self._shared.finished_rounds[index], entry.contribution.round.outer_step + 1
             )
         codec = self._codecs[index]
+        if averaged:
+            self._trained.commit(index)
         if isinstance(codec, ErrorFeedback):
             if averaged:
                 codec.commit()
@@ -288,7 +305,7 @@ class DiLoCo:
         """Everything but model and inner optimizer, which are saved beside it; tensors are not copied.
 
         Global parameters, outer state, position in the schedule, fragments in flight (what was sent, so that the same
-        average is made again), error-feedback residuals, counters.
+        average is made again), error-feedback residuals, steps trained that no mean has taken, counters.
         """
         return {
             "about": self._about(),
@@ -299,6 +316,7 @@ class DiLoCo:
             "codecs": [codec.state_dict() if isinstance(codec, ErrorFeedback) else None for codec in self._codecs],
             "in_flight": [entry.state_dict() for entry in self._in_flight.values()],
             "finished_rounds": list(self._shared.finished_rounds),
+            "trained_steps": self._trained.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -314,6 +332,7 @@ class DiLoCo:
                     f"the saved state has {key} = {theirs.get(key)!r} and this run {mine[key]!r}; the same on both "
                     "sides would work. Nothing was loaded."
                 )
+        self._trained.load_state_dict(state.get("trained_steps"))
         self.steps = int(state["steps"])
         self.rounds_committed = int(state["rounds_committed"])
         self.rounds_void = int(state["rounds_void"])

@@ -134,10 +134,10 @@ class Session:
         self.totals.sequences += self.sequences_per_step
         loss = float(losses.mean())
         stepped_s = time.perf_counter()
-        for replica in replicas:
+        for replica, done in zip(replicas, inner, strict=True):
             if replica.diloco:
                 with replica.random_state.active():
-                    replica.diloco.begin()
+                    replica.diloco.begin(0.0 if done.skipped else 1.0)
         for replica in replicas:
             if replica.diloco:
                 replica.diloco.finish()

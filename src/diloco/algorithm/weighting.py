@@ -1,0 +1,128 @@
+"""How much a contribution weighs: by what its replica trained since its last contribution that counted.
+
+Work that no mean has taken yet is in the next pseudo-gradient, whether its round was void or went on without it. So it
+must be in the weight, too: a replica that joined in the middle of a window has less to say than one that trained all
+of it, and one whose last round was void has twice as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.algorithm.averaging import GREATEST_WEIGHT, LEAST_WEIGHT
+from diloco.errors import CheckpointError, ConfigurationError
+
+__all__ = ["TrainedSteps", "check_base_weight", "contribution_weight"]
+
+
+def contribution_weight(base_weight: float, trained: float, scheduled: int) -> float:
+    """``w = base_weight * trained / scheduled``, within 1e-18 to 1e18.
+
+    Exactly ``base_weight`` for a replica that trained all that was scheduled. One that trained nothing weighs as little
+    as a contribution can, 1e-18 at the most: among others that trained, its part of the mean is lost in rounding; among
+    others that did not either, the mean is over all of them. It is not withdrawn, since that would make a round void
+    where all replicas are needed.
+
+    Args:
+        base_weight: what a full window of this replica weighs.
+        trained: inner steps of full batches since its last contribution of the fragment that counted.
+        scheduled: inner steps from one round of the fragment to the next.
+
+    >>> contribution_weight(1.0, 100.0, 100), contribution_weight(2.0, 25.0, 100), contribution_weight(1.0, 200.0, 100)
+    (1.0, 0.5, 2.0)
+    >>> contribution_weight(1.0, 0.0, 100)
+    1e-18
+    """
+    if trained <= 0:
+        return LEAST_WEIGHT
+    return min(GREATEST_WEIGHT, max(LEAST_WEIGHT, base_weight * (trained / scheduled)))
+
+
+def check_base_weight(base_weight: float) -> float:
+    """``base_weight``, if it can be one; `ConfigurationError` if not."""
+    if not LEAST_WEIGHT <= base_weight <= GREATEST_WEIGHT:
+        raise ConfigurationError(
+            f"weight={base_weight} was given; {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g} would work. Nothing was started."
+        )
+    return base_weight
+
+
+class TrainedSteps:
+    """Inner steps that one replica trained and no mean has taken yet, for each fragment.
+
+    Goes with the rounds as error feedback's residual does: what is handed in counts as taken once its round is applied
+    with it (`commit`), and until then it is in the next contribution again. Of whole steps every sum is exact.
+
+    Args:
+        num_fragments: P.
+
+    >>> steps = TrainedSteps(num_fragments=1)
+    >>> for _ in range(3):
+    ...     steps.add(1.0)
+    >>> steps.hand_in(0)  # and its round is void
+    3.0
+    >>> steps.add(1.0)
+    >>> steps.hand_in(0)
+    4.0
+    >>> steps.add(1.0)  # while the round is on its way
+    >>> steps.commit(0)
+    >>> steps.hand_in(0)
+    1.0
+    """
+
+    def __init__(self, num_fragments: int) -> None:
+        self._since = [0.0] * num_fragments
+        self._handed_in = [0.0] * num_fragments
+
+    def add(self, trained: float) -> None:
+        """An inner step is done, of which ``trained`` was: 1 all, 0 nothing.
+
+        Raises:
+            ConfigurationError: for anything but 0 to 1. Nothing was counted.
+        """
+        if not 0 <= trained <= 1:
+            raise ConfigurationError(
+                f"trained={trained} was given for an inner step; 0 (nothing of it was trained) to 1 (all of it) would "
+                "work. The step was not counted."
+            )
+        self._since = [steps + trained for steps in self._since]
+
+    def hand_in(self, fragment: int) -> float:
+        """A contribution of the fragment is made: the steps that it holds."""
+        self._handed_in[fragment] += self._since[fragment]
+        self._since[fragment] = 0.0
+        return self._handed_in[fragment]
+
+    def commit(self, fragment: int) -> None:
+        """The mean took what was handed in."""
+        self._handed_in[fragment] = 0.0
+
+    def forget(self, fragment: int) -> None:
+        """The work of the fragment is gone: its local parameters became others'."""
+        self._since[fragment] = self._handed_in[fragment] = 0.0
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Steps by fragment: those since the last contribution, and those handed in that no mean has taken."""
+        return {"since": list(self._since), "handed_in": list(self._handed_in)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            CheckpointError: if it is none, or of another number of fragments. Nothing was loaded.
+        """
+        given = state or {}
+        lists = [given.get(name) for name in ("since", "handed_in")]
+        if not all(isinstance(each, list) and len(each) == len(self._since) and _are_steps(each) for each in lists):
+            raise CheckpointError(
+                f"the saved state has {state!r} as the steps trained of each fragment; two lists, 'since' and "
+                f"'handed_in', of {len(self._since)} numbers from 0 on would work, as this version saves them. "
+                "Nothing was loaded."
+            )
+        self._since, self._handed_in = ([float(steps) for steps in given[name]] for name in ("since", "handed_in"))
+
+
+def _are_steps(values: list[Any]) -> bool:
+    return all(isinstance(steps, int | float) and steps >= 0 and math.isfinite(steps) for steps in values)
