@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diloco.errors import TransportError
-from diloco.transport.peers import state_transfer
+from diloco.transport.peers import state_fetch, state_transfer
 from diloco.transport.peers.state_service import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import block_bytes
 from tests.transport.state_donors import (
@@ -143,6 +143,22 @@ def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make_dono
         asker.fetch({0: silent}, slow_s=0.1)
     with pytest.raises(TransportError, match=r"none gave it within 0\.1 s"):
         asker.fetch({0: silent}, timeout_s=0.1)
+
+
+def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
+    asker: Asker, make_donor: MakeDonor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_fetch, "_GRACE_S", 0.01)
+    silent, honest = make_donor(state()), make_donor(state())
+    never = threading.Event()
+
+    async def nothing(message: dict[str, Any], reader: Any, writer: Any) -> None:
+        await reader.read()
+        never.set()
+
+    silent.served_by(nothing)
+    assert equal(asker.fetch({0: silent, 1: honest}, slow_s=1000.0, timeout_s=1000.0), {**state(), "fragment": 0})
+    assert never.wait(LIMIT_S), "its connection is ended"
 
 
 def test_a_donor_that_keeps_the_others_waiting_is_given_up(asker: Asker, make_donor: MakeDonor) -> None:

@@ -227,19 +227,20 @@ def test_every_donor_has_its_turn_once(donors: list[int], asker: int, fragment: 
     assert all(len(group) == together for group in groups[:-1])
 
 
-def snapshot(fragment: int, version: int = 0, content: int = 0) -> Snapshot:
+def snapshot(version: int = 0, content: int = 0, fragment: int = 0) -> Snapshot:
     return Snapshot(fragment, version, *described({"a": torch.tensor([fragment, content])}))
 
 
 def test_the_shelf_lets_go_of_what_nobody_needs_and_of_nothing_else() -> None:
     shelf = Shelf(held_s=10, kept_s=30)
-    used, broken = shelf.add(snapshot(0), 0.0), shelf.add(snapshot(1), 0.0)
+    used, broken = shelf.add(snapshot(), 0.0), shelf.add(snapshot(1, content=1), 0.0)
     used.users = broken.users = 1
-    assert not shelf.make_room(100.0)
+    assert not shelf.make_room(0, 100.0)
+    assert shelf.make_room(1, 100.0), "of every fragment"
     shelf.leave(broken, 100.0, broken=True)
-    assert not shelf.make_room(109.0), "it may be asked for again"
-    assert shelf.named(1, broken.description.digest) is broken
-    assert shelf.make_room(110.0)
+    assert not shelf.make_room(0, 109.0), "it may be asked for again"
+    assert shelf.named(0, broken.description.digest) is broken
+    assert shelf.make_room(0, 110.0)
     assert shelf.snapshots == [used]
     shelf.sweep(1000.0)
     assert shelf.snapshots == [used]
@@ -252,10 +253,10 @@ def test_the_shelf_lets_go_of_what_nobody_needs_and_of_nothing_else() -> None:
 
 def test_the_shelf_knows_a_state_that_did_not_change_after_all() -> None:
     shelf = Shelf()
-    first = shelf.add(snapshot(0, version=1), 0.0)
-    assert shelf.add(snapshot(0, version=2), 1.0) is first
+    first = shelf.add(snapshot(1), 0.0)
+    assert shelf.add(snapshot(2), 1.0) is first
     assert shelf.current(0, 2) is first
     assert shelf.current(0, 1) is None
-    assert shelf.add(snapshot(0, version=3, content=1), 2.0) is not first
-    assert shelf.make_room(3.0)
+    assert shelf.add(snapshot(3, content=1), 2.0) is not first
+    assert shelf.make_room(0, 3.0)
     assert [each.version for each in shelf.snapshots] == [3], "the one that was left first goes"

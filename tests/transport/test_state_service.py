@@ -78,25 +78,30 @@ async def answer() -> int:
     return 7
 
 
-def test_no_more_than_two_snapshots_are_held(asker: Asker, make_donor: MakeDonor) -> None:
-    donor = make_donor(state(numel=100))
-    talks = [Conversation(asker, donor) for _ in range(3)]
-    for fragment in range(2):
-        talks[fragment].say(fragment)
-        assert talks[fragment].hear()["kind"] == "offer"
-    talks[2].say(2)
-    assert talks[2].hear() == {"kind": "later", "reason": "it is handing over two other states"}
+def test_no_more_than_two_snapshots_of_a_fragment_are_held(asker: Asker, make_donor: MakeDonor) -> None:
+    donor = make_donor(None)
+    talks, offers = [Conversation(asker, donor) for _ in range(3)], []
+    donor.service.source = donor.copied
+    for talk in talks[:2]:
+        donor.held = state(numel=100, seed=len(offers))
+        talk.say(0)
+        offers.append(talk.hear())
+    donor.held = state(numel=100, seed=2)
+    talks[2].say(0)
+    assert talks[2].hear() == {"kind": "later", "reason": "it is handing over two earlier states"}
     assert (donor.copies, len(donor.service.shelf.snapshots)) == (2, 2)
     talks[2].say(1)
-    assert talks[2].hear()["kind"] == "offer", "what is held already can be had"
+    assert talks[2].hear()["kind"] == "offer", "another fragment has room of its own"
     talks[0].end()
     heard = {"kind": "later"}
     while heard["kind"] == "later":  # until the donor has noticed
-        talks[2].say(2)
+        talks[2].say(0)
         heard = talks[2].hear()
-    assert heard["kind"] == "offer", "nobody needs fragment 0 any more"
-    assert (donor.copies, len(donor.service.shelf.snapshots)) == (3, 2)
-    talks[2].say(0)
+    assert heard["kind"] == "offer", "nobody needs the first any more"
+    assert (donor.copies, len(donor.service.shelf.snapshots)) == (4, 3)
+    talks[2].say(0, offers[1]["snapshot"], offset=0, size=1)
+    assert talks[2].hear()["kind"] == "chunk", "what is held already can be had"
+    talks[2].say(1)
     assert talks[2].hear()["kind"] == "offer", "who asks for another state is done with the one before"
     talks[2].say(0, "feedfeedfeedfeed", offset=0, size=1)
     assert talks[2].hear() == {"kind": "moved"}

@@ -26,6 +26,8 @@ __all__ = ["fetch_state"]
 
 _FAILURES = 3
 _LONGEST_PAUSE_S = 1.0
+_GRACE_S = 3.0
+"""Once one donor has offered something, the choice waits no longer for what the others hold."""
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -100,7 +102,10 @@ class _Fetching:
 
     async def _attempt(self) -> dict[str, Any] | None:
         """Choose a snapshot and fetch it; None if its donors were all lost or have moved on."""
-        await self._until(lambda: all(side.answered for side in self._left()) and self._heard())
+        await self._until(self._heard)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                await self._until(lambda: all(side.answered for side in self._left()) and self._heard())
         if not self._left():
             raise self.failed("none gave it")
         chosen = choose({side.replica: side.offer for side in self._left() if side.offer is not None}, self.after)

@@ -111,7 +111,7 @@ class StateService:
             found = self.shelf.current(fragment, version)
             if found is not None:
                 return found
-            if not self.shelf.make_room(loop.time()):
+            if not self.shelf.make_room(fragment, loop.time()):
                 return None
             made = await loop.run_in_executor(None, _copy, source, fragment, version)
             return self.shelf.add(made, loop.time())
@@ -181,7 +181,7 @@ class _Asker:
         except Exception as error:  # the source's own business; the asker hears of it
             return {"kind": "refused", "reason": f"{type(error).__name__}: {error}"}
         if snapshot is None:
-            return {"kind": "later", "reason": "it is handing over two other states"}
+            return {"kind": "later", "reason": "it is handing over two earlier states"}
         finished = snapshot.description.finished_rounds
         if finished is not None and finished < after:
             return {"kind": "later", "reason": f"it has finished {finished} rounds of {after}"}

@@ -34,11 +34,11 @@ class Snapshot:
 
 
 class Shelf:
-    """Room for two snapshots: one that is being sent, and one of what the state has become, or of the next fragment.
+    """Room for two snapshots of each fragment: one that is being sent, and one of what the state has become.
 
     One would not do: whoever comes after a round was committed would wait for who came before, or end his transfer.
-    More would be more of the donor's memory than its own global parameters and outer state where there is one fragment.
-    So whoever needs a third while two are in use is told to come later.
+    More would be more of the donor's memory than twice its own global parameters and outer state. So whoever needs a
+    third while two are in use is told to come later.
 
     Attributes:
         held_s: how long a snapshot waits for who lost the connection; nothing takes its place meanwhile.
@@ -62,10 +62,10 @@ class Shelf:
         found = (each for each in self.snapshots if each.fragment == fragment and each.version == version)
         return next(found, None)
 
-    def make_room(self, now_s: float) -> bool:
-        """Let go of what nobody needs until another one fits; False if it never does."""
-        while len(self.snapshots) >= self.ROOM:
-            idle = [each for each in self.snapshots if not each.users and each.held_until_s <= now_s]
+    def make_room(self, fragment: int, now_s: float) -> bool:
+        """Let go of what nobody needs until another one of ``fragment`` fits; False if it never does."""
+        while len(there := [each for each in self.snapshots if each.fragment == fragment]) >= self.ROOM:
+            idle = [each for each in there if not each.users and each.held_until_s <= now_s]
             if not idle:
                 return False
             self.snapshots.remove(min(idle, key=lambda each: each.left_s))
