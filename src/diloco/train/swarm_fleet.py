@@ -127,7 +127,7 @@ class SwarmFleet:
         known = dict.fromkeys((*self._place.node.join, *self.transport.places()))
         node = dataclasses.replace(self._place.node, join=tuple(known))
         self._place = dataclasses.replace(
-            self._place, swarm=self.connected.swarm, replica=self.transport.replica, node=node
+            self._place, swarm=self.connected.swarm, replica=self.transport.replica, node=node, closed=""
         )
         self.transport.close()
         deadline_s = time.monotonic() + self._wire.rendezvous_timeout_s
