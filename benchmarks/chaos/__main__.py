@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="only look at what is in --out")
     parser.add_argument("--publish", action="store_true", help="write README.md and results.json")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was started in the background
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no peer is left behind
     network = Wan(given.wan, "c") if given.wan else Loopback()
     steps = int(given.minutes * 60 / given.step_s)  # so the run is over no sooner than the events
     settings = Settings(peers=given.peers, steps=steps, step_s=given.step_s)
