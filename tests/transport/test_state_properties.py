@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import TransportError
+from diloco.transport.peers import state_transfer
 from diloco.transport.peers.state_choice import choose, donors_in_turn
 from diloco.transport.peers.state_shelf import Shelf, Snapshot
 from diloco.transport.peers.state_transfer import Transfer
@@ -90,7 +91,8 @@ def test_a_state_arrives_as_it_was_in_whatever_pieces(state: dict[str, Any], pie
 
 
 @pytest.mark.parametrize("sharers", [1, 2, 3])
-def test_nobody_is_asked_for_more_ahead_than_a_part_of_its_share(sharers: int) -> None:
+def test_nobody_is_asked_for_more_ahead_than_a_part_of_its_share(sharers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_transfer, "_LEAST_AHEAD_BYTES", 0)
     said, _ = described({"a": torch.zeros(8 << 20, dtype=torch.uint8)})
     transfer, asked, count = Transfer(said), [], len(said.blocks)
     while (stretch := transfer.take(asked, sharers)) is not None:
@@ -98,6 +100,14 @@ def test_nobody_is_asked_for_more_ahead_than_a_part_of_its_share(sharers: int) -
     assert count // (5 * sharers) <= len(asked) <= count // (4 * sharers)
     transfer.give_back(asked)
     assert [each.index for each in transfer.waiting] == list(range(count))
+
+
+def test_a_donor_is_asked_for_what_a_usual_link_holds_however_little_its_share_is() -> None:
+    said, _ = described({"a": torch.zeros(3 << 20, dtype=torch.uint8)})
+    transfer, asked = Transfer(said), []
+    while (stretch := transfer.take(asked, 3)) is not None:
+        asked.append(stretch)
+    assert sum(each.missing_bytes for each in asked) == 2 << 20
 
 
 @pytest.mark.parametrize(

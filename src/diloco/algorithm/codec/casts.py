@@ -47,9 +47,10 @@ class _Cast(Codec):
 
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:
         for start, stop in pieces(numel, payload.device):
-            finite = torch.isfinite(self._numbers(payload, start, stop))
-            if not bool(finite.all()):
-                first = start + int(torch.nonzero(~finite)[0])
+            numbers = self._numbers(payload, start, stop)
+            extremes = torch.stack(torch.aminmax(numbers))  # NaN is passed on; many times as fast as a look at each
+            if not bool(extremes.isfinite().all()):
+                first = start + int(torch.nonzero(~torch.isfinite(numbers))[0])
                 return f"holds NaN or infinity at value {first}"
         return None
 

@@ -16,7 +16,10 @@ from diloco.transport.peers.state_wire import Description, TensorBytes, allocate
 __all__ = ["Stretch", "Transfer"]
 
 _AHEAD_BYTES = 8 << 20
-"""Asked of a donor before it comes: about what is on its way on a long and wide link."""
+"""Asked of a donor before it comes, at most: about what is on its way on a long and wide link."""
+
+_LEAST_AHEAD_BYTES = 2 << 20
+"""What is on its way on a usual one; asked for less, a donor stands idle for a part of every round trip."""
 
 
 @dataclass(eq=False)
@@ -89,7 +92,8 @@ class Transfer:
             return None
         ahead_bytes = sum(each.missing_bytes for each in asked)
         share_bytes = sum(each.missing_bytes for each in self.waiting) // sharers
-        allowed_bytes = min(_AHEAD_BYTES, share_bytes // 4)  # a quarter: who is quick shall find something later, too
+        # A quarter of its share, so that who is quick finds something later, too; but what a long link holds, at least.
+        allowed_bytes = min(_AHEAD_BYTES, max(_LEAST_AHEAD_BYTES, share_bytes // 4))
         if ahead_bytes and ahead_bytes + self.waiting[0].missing_bytes > allowed_bytes:
             return None
         return self.waiting.popleft()
