@@ -125,6 +125,21 @@ def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
         assert summary["rounds_void"] == 0
 
 
+def test_with_dynamic_steps_nobody_is_left_out_and_all_agree(data: Path, tmp_path: Path, started: list[Peer]) -> None:
+    """How fast each one is depends on the machine; that they end with the same parameters does not."""
+    arguments = "--start-replicas 2 --steps 40 --swarm.dynamic-steps"
+    started.append(Peer(data, tmp_path / "a", f"{arguments} --replica 0"))
+    started.append(Peer(data, tmp_path / "b", f"{arguments} --replica 1", started[0].address()))
+    summaries = [peer.end() for peer in started]
+    assert summaries[0]["global_params_digest"] == summaries[1]["global_params_digest"]
+    assert [summary["steps"] for summary in summaries] == [40, 40]
+    for peer in started:
+        steps = peer.metrics("StepFinished")
+        assert {record["pace"] for record in steps} <= {0.25, 0.5, 0.75, 1.0}
+        assert all(record["trained"] for record in steps[:6])
+        assert all(record["contributors"] == [0, 1] for record in peer.metrics("RoundCommitted"))
+
+
 def test_replicas_come_and_go_and_those_who_stay_agree(data: Path, tmp_path: Path, started: list[Peer]) -> None:
     """The third joins late, the first is asked to leave, and the others end with the same global parameters."""
     steps = "--steps 100000 --inner-steps 8"

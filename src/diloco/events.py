@@ -76,6 +76,11 @@ class StepFinished(Event):
     """Compute time / (compute time + time waiting for communication), so far; 0..1."""
     skipped_replicas: int = 0
     """Replicas whose inner step the gradient scaler skipped (float16 only)."""
+    trained: bool = True
+    """False where this process left the step out, being slower than others (dynamic steps); loss, learning rate and
+    gradient norm are then those of the last step that it trained."""
+    pace: float = 1.0
+    """Fraction of the scheduled steps that this process trains now (dynamic steps)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,14 +58,16 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
         rows = [_row(each.peer_id, each.number, dict(each.status), each.problem) for each in found]
-        print(columns(["peer", "replica", "state", "step", "view", "tokens/s", "link", "moved", "digest"], rows))
+        print(
+            columns(["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest"], rows)
+        )
     return 0 if any(each.status for each in found) else 1
 
 
 def _row(peer_id: str, number: int, status: dict[str, Any], problem: str) -> list[str]:
     if not status:
-        return [peer_id, str(number), "no answer", *["-"] * 6]
-    speed, rate = status.get("tokens_per_s"), status.get("link_bits_per_s")
+        return [peer_id, str(number), "no answer", *["-"] * 7]
+    speed, pace, rate = status.get("tokens_per_s"), status.get("pace"), status.get("link_bits_per_s")
     moved = int(status.get("sent_bytes", 0)) + int(status.get("received_bytes", 0))
     return [
         peer_id,
@@ -74,6 +76,7 @@ def _row(peer_id: str, number: int, status: dict[str, Any], problem: str) -> lis
         str(status.get("step", "?")),
         f"{status.get('view', '?')} of {len(status.get('members', []))}",
         "-" if speed is None else f"{float(speed):,.0f}",
+        "-" if pace is None else f"{100 * float(pace):.0f} %",
         "-" if rate is None else format_rate(float(rate)),
         format_bytes(moved),
         str(status.get("digest", "-"))[:8],

@@ -136,9 +136,13 @@ class Sampler:
             ConfigurationError: nothing is assigned to this replica at this step. The cursor stays.
         """
         batch = _gather(self._tokens, self._next_windows(), self._sequence_length)
+        self.skip_batch()
+        return batch
+
+    def skip_batch(self) -> None:
+        """Move the cursor by one, as `next_batch` does, without drawing; nobody draws those windows in this epoch."""
         self._drawn += 1
         self._assignments = _in_force(self._assignments, self._drawn)
-        return batch
 
     def assign(self, assignment: Assignment) -> None:
         """Draw by this from its first step on, and until then as before.

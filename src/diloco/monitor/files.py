@@ -9,7 +9,7 @@ event               fields
 ==================  ===================================================================================================
 RunStarted          total_steps, algorithm, num_replicas, parameters, tokens_per_step, resumed_from, facts
 StepFinished        loss, learning_rate, gradient_norm, tokens, step_s, sent_bytes, received_bytes, compute_utilization,
-                    skipped_replicas
+                    skipped_replicas, trained, pace
 RoundSent           replica, fragment, outer_step, payload_bytes, saturated, digest, weight
 RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, received_bytes, wait_s
 RoundVoid           replica, fragment, outer_step, reason

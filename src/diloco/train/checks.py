@@ -146,6 +146,12 @@ def check_places(settings: RunSettings) -> None:
             f"swarm.run={settings.swarm.run!r} with transport.name={settings.transport.name!r}",
             "--transport hivemind would work",
         )
+    elif settings.swarm.dynamic_steps:
+        raise refuse(
+            f"swarm.dynamic_steps=true with transport.name={settings.transport.name!r}",
+            "replicas tell each other their speeds only in a swarm: --transport hivemind would work, or all replicas "
+            "taking every step (--swarm.no-dynamic-steps)",
+        )
     check_device("train.device", train.device)
     if train.threads is not None and train.threads < 1:
         raise refuse(f"train.threads={train.threads}", "at least 1 would work")

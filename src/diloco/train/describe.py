@@ -89,6 +89,8 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
             f"{format_bytes(per_gradient)}{ratio}"
         ),
     }
+    if settings.swarm.dynamic_steps:
+        facts["dynamic steps"] = "a replica slower than the fastest leaves steps out; none is waited for"
     if start:
         facts["traffic"] += f" (the shared start sends {format_bytes(per_gradient * start)} beside it)"
     return facts

@@ -13,7 +13,7 @@ from diloco.train.settings import RunSettings
 
 __all__ = ["handshake_facts", "model_fingerprint"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when replicas of the version before could not take part with those of this one."""
 
 
@@ -43,6 +43,7 @@ def handshake_facts(settings: RunSettings, model: nn.Module, corpus_fingerprint:
         "token weighting": (
             f"by the steps trained, in batches of {settings.train.batch_size} x {settings.train.sequence_length}"
         ),
+        "dynamic steps": "yes" if settings.swarm.dynamic_steps else "no",
         "replicas": _replicas(settings),
         "seed": str(settings.seed),
         "data": corpus_fingerprint,

@@ -231,12 +231,12 @@ class _Run:
         return summary
 
     def _train_step(self) -> None:
-        started_s, before = time.perf_counter(), self.tokens
+        started_s = time.perf_counter()
         result = self.session.step()
         sent_bytes, received_bytes = self.session.traffic()
         inner, step_s = result.inner, time.perf_counter() - started_s
-        if isinstance(self.session.fleet, SwarmFleet):
-            mine = (self.tokens - before) / max(1, self.session.fleet.num_members)
+        if isinstance(self.session.fleet, SwarmFleet) and result.trained:
+            mine = self.settings.train.batch_size * self.settings.train.sequence_length
             self.session.fleet.note(loss=result.loss, tokens_per_s=mine / max(1e-9, step_s))
         self._emit(
             StepFinished(
@@ -249,7 +249,9 @@ class _Run:
                 sent_bytes=sent_bytes,
                 received_bytes=received_bytes,
                 compute_utilization=self.session.compute_utilization(),
-                skipped_replicas=sum(step.skipped for step in inner),
+                skipped_replicas=sum(step.skipped for step in inner) if result.trained else 0,
+                trained=result.trained,
+                pace=result.pace,
             )
         )
 

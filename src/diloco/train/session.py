@@ -25,6 +25,7 @@ from diloco.train.components import (
     make_schedule,
 )
 from diloco.train.data_parallel import GradientAverager
+from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet import Fleet, InProcessFleet, TorchFleet
 from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
 from diloco.train.leader_fleet import LeaderFleet
@@ -42,10 +43,19 @@ __all__ = ["Replica", "Session", "Totals"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of all replicas: mean loss, and what each inner step did."""
+    """One step of all replicas.
+
+    Attributes:
+        loss: mean over them.
+        inner: what each inner step did.
+        trained: False where the step was left out; the others are then of the last one that was not.
+        pace: fraction of the scheduled steps that are trained now.
+    """
 
     loss: float
     inner: tuple[InnerStep, ...]
+    trained: bool = True
+    pace: float = 1.0
 
 
 @dataclass
@@ -107,6 +117,10 @@ class Session:
         self.totals = Totals()
         self.schedule = make_schedule(settings)
         self.replicas = [self._make_replica(number, initial) for number in fleet.local]
+        self.pace: DynamicSteps | None = None
+        if isinstance(fleet, SwarmFleet) and settings.swarm.dynamic_steps:
+            self.pace = DynamicSteps(fleet.transport.replica, settings.schedule.inner_steps, fleet)
+        self._last: StepResult | None = None
         self._begin_diloco_if_due()
 
     @property
@@ -120,32 +134,42 @@ class Session:
         self.fleet.close_to_joiners("the replicas average gradients at every step" if self.averages_gradients else "")
 
     def step(self) -> StepResult:
-        """One inner step of every replica, and the synchronisation that is due after it."""
+        """One scheduled inner step of every replica, and the synchronisation that is due after it.
+
+        One that is left out for being slow (see `DynamicSteps`) is not trained, and only advances the schedule.
+        """
         started_s = time.perf_counter()
-        step, replicas = self.totals.steps, self.replicas
+        step, pace = self.totals.steps, None if self.averages_gradients else self.pace
         if isinstance(self.fleet, SwarmFleet):
             self._draw_as_assigned(self.fleet)
-        losses = torch.stack([self._accumulate(replica) for replica in replicas])
-        computed_s = time.perf_counter()
-        keep = self._average_gradients(step) if self.averages_gradients else True
-        averaged_s = time.perf_counter()
-        inner = tuple(replica.inner.apply(step, skip=not keep) for replica in replicas)
+        if pace is None or self._last is None or pace.trains(step):
+            result, averaging_s = self._train(step)
+        else:
+            for replica in self.replicas:
+                replica.sampler.skip_batch()
+            result, averaging_s = replace(self._last, trained=False), 0.0
         self.totals.steps += 1
-        self.totals.sequences += self.sequences_per_step
-        loss = float(losses.mean())
+        self.totals.sequences += self._sequences_of(step, pace)
         stepped_s = time.perf_counter()
-        for replica, done in zip(replicas, inner, strict=True):
+        for replica, done in zip(self.replicas, result.inner, strict=True):
             if replica.diloco:
                 with replica.random_state.active():
-                    replica.diloco.begin(0.0 if done.skipped else 1.0)
-        for replica in replicas:
+                    replica.diloco.begin(1.0 if result.trained and not done.skipped else 0.0)
+        for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.finish()
         finished_s = time.perf_counter()
         self._begin_diloco_if_due()
-        self.totals.compute_s += (computed_s - started_s) + (stepped_s - averaged_s)
-        self.totals.exchange_s += (averaged_s - computed_s) + (finished_s - stepped_s)
-        return StepResult(loss, inner)
+        compute_s = stepped_s - started_s - averaging_s
+        self.totals.compute_s += compute_s
+        self.totals.exchange_s += averaging_s + finished_s - stepped_s
+        if pace is not None:
+            if result.trained:
+                pace.trained(compute_s)
+            pace.tell(self.totals.steps)
+            result = replace(result, pace=pace.fraction)
+        self._last = result
+        return result
 
     @property
     def sequences_per_step(self) -> int:
@@ -285,6 +309,19 @@ class Session:
     def _draw_as_assigned(self, fleet: SwarmFleet) -> None:
         for assignment in fleet.take_assignments():
             self.replicas[0].sampler.assign(assignment)
+
+    def _train(self, step: int) -> tuple[StepResult, float]:
+        """Inner step ``step`` of every replica; the seconds in which gradients were averaged, which are no compute."""
+        losses = torch.stack([self._accumulate(replica) for replica in self.replicas])
+        computed_s = time.perf_counter()
+        keep = self._average_gradients(step) if self.averages_gradients else True
+        averaging_s = time.perf_counter() - computed_s
+        inner = tuple(replica.inner.apply(step, skip=not keep) for replica in self.replicas)
+        return StepResult(float(losses.mean()), inner), averaging_s
+
+    def _sequences_of(self, step: int, pace: DynamicSteps | None) -> int:
+        """That all replicas train in a step, as far as is known here."""
+        return pace.members_training(step) * self.settings.train.batch_size if pace else self.sequences_per_step
 
     def _accumulate(self, replica: Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()

@@ -15,6 +15,7 @@ from diloco.data.shares import Shares
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
+from diloco.membership.view import View
 from diloco.transport.base import Transport
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -163,6 +164,19 @@ class SwarmFleet:
         with self._changed:
             taken, self._untold = self._untold, []
             return tuple(taken)
+
+    @property
+    def view(self) -> View:
+        """Who takes part."""
+        return self.transport.view
+
+    def tell_speed(self, steps_per_s: float) -> None:
+        """Let the other members know how many inner steps this replica takes a second."""
+        self.transport.tell_speed(steps_per_s)
+
+    def speeds(self) -> Mapping[int, float]:
+        """Replica -> inner steps per second, of the other members that are known."""
+        return self.transport.speeds()
 
     def note(self, **seen: Any) -> None:
         """Tell what people that look shall see of this replica."""

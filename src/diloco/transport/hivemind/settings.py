@@ -28,6 +28,10 @@ class SwarmSettings:
     swarm.join_window_s (skip); then the others go on without it, and it joins again."""
     join_window_s: float = 30.0
     """How long the others wait for a late contribution where stragglers are skipped."""
+    dynamic_steps: bool = False
+    """A replica slower than the fastest takes only as many of the scheduled inner steps as it can in the time that the
+    fastest needs for all of them (DyLU), and keeps nobody waiting; its contributions weigh less. The sequences of steps
+    that are left out are trained by nobody in this epoch."""
     split: Literal["stop", "go-on"] = "stop"
     """When some replicas can't reach the others: stop: only the larger side goes on; go-on: each side does that has
     transport.min_replicas."""

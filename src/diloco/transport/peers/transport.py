@@ -21,6 +21,7 @@ from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.speeds import Speeds, speed_message
 from diloco.transport.peers.state_desk import StateDesk
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.switchboard import Loss, Switchboard, Timing
@@ -32,7 +33,7 @@ __all__ = ["PeerTransport"]
 
 _LEAVING_S = 3.0
 _MOST_EARLY = 1000
-_FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced")
+_FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced", "speed")
 
 
 class PeerTransport(Transport):
@@ -92,6 +93,7 @@ class PeerTransport(Transport):
         self._welcomed: list[Mapping[str, Any]] = []
         self._closed = False
         self._copies = HostCopies()
+        self._speeds = Speeds()
 
     @property
     def address(self) -> Address:
@@ -166,6 +168,17 @@ class PeerTransport(Transport):
         """Let nobody join for now, for ``reason``; "" opens again."""
         assert self._keeper is not None, "connect comes first"
         self._keeper.closed_to_joiners = reason
+
+    # How fast the members train.
+
+    def tell_speed(self, steps_per_s: float) -> None:
+        """Tell the other members that this replica takes so many inner steps a second."""
+        assert self._keeper is not None, "connect comes first"
+        self.board.post(self._keeper.tell, speed_message(steps_per_s))
+
+    def speeds(self) -> Mapping[int, float]:
+        """Replica -> inner steps per second, of those other members that have told."""
+        return self._speeds.known
 
     # Stopping and meeting.
 
@@ -306,6 +319,8 @@ class PeerTransport(Transport):
                 raise ValueError("it wants to join in the name of another one")
             self._registry.entries[sender] = entry
             keeper.join(sender, frozenset(int(rank) for rank in message["connected"]))
+        elif kind == "speed":
+            self._speeds.hear(sender // self.rules.ranks_per_replica, message)
         elif kind == "introduce":
             self.on_introduction(Entry.from_message(message["entry"]))
         elif kind == "excluded":
@@ -326,6 +341,7 @@ class PeerTransport(Transport):
     def _changed(self, following: NextView) -> Mapping[str, Any] | None:
         if following.view is not None:
             self.view = following.view
+            self._speeds.keep(following.view.members)
         self._stop_if_failed()
         self._meetings.notice()
         return self.on_change(following)

@@ -1,0 +1,85 @@
+"""Which of the scheduled steps a replica of a swarm trains, by its own clock and what the others say of theirs (DyLU).
+
+A step that is left out only advances the schedule: learning rate, rounds and data go on as for everybody, and the
+sequences of that step are trained by nobody in this epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from diloco.algorithm.pace import StepRate, steps_to_train, trains_at
+from diloco.membership.view import View
+
+__all__ = ["DynamicSteps", "Others"]
+
+
+class Others(Protocol):
+    """A replica's way to tell the others how fast it is, and to hear how fast they are."""
+
+    @property
+    def view(self) -> View:
+        """Who takes part."""
+
+    def tell_speed(self, steps_per_s: float) -> None:
+        """Let the other members know this replica's own speed."""
+
+    def speeds(self) -> Mapping[int, float]:
+        """Replica -> inner steps per second, of the members that are known."""
+
+    def note(self, **seen: Any) -> None:
+        """Tell what people that look shall see of this replica."""
+
+
+class DynamicSteps:
+    """The pace of one replica.
+
+    Args:
+        replica: which one.
+        inner_steps: H.
+        others: the way to them.
+    """
+
+    def __init__(self, replica: int, inner_steps: int, others: Others) -> None:
+        self._replica = replica
+        self._inner_steps = inner_steps
+        self._others = others
+        self._rate = StepRate()
+        self._told: tuple[int, View] | None = None
+
+    def trains(self, step: int) -> bool:
+        """Whether this replica trains scheduled step ``step``, from 0."""
+        return self._trains(self._replica, step)
+
+    def members_training(self, step: int) -> int:
+        """How many members train a scheduled step, as far as is known here."""
+        return sum(self._trains(member, step) for member in self._others.view.members)
+
+    @property
+    def fraction(self) -> float:
+        """Of the scheduled steps, that this replica trains now."""
+        return self._steps(self._replica) / self._inner_steps
+
+    def trained(self, compute_s: float) -> None:
+        """A step was trained, in ``compute_s`` seconds of pure compute."""
+        self._rate.add(compute_s)
+
+    def tell(self, step: int) -> None:
+        """Tell the others after ``step`` scheduled ones, if that is due: once in H, and when the members change."""
+        speed, view = self._rate.steps_per_s, self._others.view
+        if speed is None:
+            return
+        if self._told is None or self._told[1] != view or step - self._told[0] >= self._inner_steps:
+            self._told = step, view
+            self._others.tell_speed(speed)
+            self._others.note(pace=self.fraction)
+
+    def _trains(self, replica: int, step: int) -> bool:
+        return trains_at(step, self._steps(replica), self._inner_steps)
+
+    def _steps(self, replica: int) -> int:
+        known = dict(self._others.speeds())
+        if (mine := self._rate.steps_per_s) is not None:
+            known[self._replica] = mine
+        return steps_to_train(replica, known, self._inner_steps)

@@ -1,0 +1,148 @@
+"""Dynamic local updates: the paper's formula, evenly spread, and what a slow replica's share does to convergence."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.algorithm.outer_optimizer import Nesterov
+from diloco.algorithm.pace import StepRate, steps_to_train, trains_at
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.errors import ConfigurationError
+from tests.replicas import Swarm, quadratic
+
+SPEEDS = st.dictionaries(st.integers(0, 9), st.floats(1e-300, 1e300), min_size=1)
+
+
+@given(SPEEDS, st.integers(1, 10_000))
+def test_the_share_is_the_papers_formula(steps_per_s: dict[int, float], inner_steps: int) -> None:
+    """Asynchronous Local-SGD, section 4.2, in exact numbers; at least one step."""
+    fastest = max(steps_per_s.values())
+    for replica, speed in steps_per_s.items():
+        exact = Fraction(speed) / Fraction(fastest) * inner_steps
+        steps = steps_to_train(replica, steps_per_s, inner_steps)
+        near = {max(1, int(exact * (1 + side * Fraction(1, 1 << 50)))) for side in (-1, 0, 1)}
+        assert steps in near, "rounding of a float may decide at a whole number only"
+        assert 1 <= steps <= inner_steps
+        assert speed < fastest or steps == inner_steps
+
+
+@given(SPEEDS, st.integers(1, 1000))
+def test_who_is_faster_never_trains_less(steps_per_s: dict[int, float], inner_steps: int) -> None:
+    ordered = sorted(steps_per_s, key=lambda replica: steps_per_s[replica])
+    shares = [steps_to_train(replica, steps_per_s, inner_steps) for replica in ordered]
+    assert shares == sorted(shares)
+    assert shares[-1] == inner_steps
+
+
+def test_who_is_not_known_trains_every_step() -> None:
+    assert steps_to_train(3, {}, 10) == 10
+    assert steps_to_train(3, {0: 1e9}, 10) == 10
+
+
+@given(st.integers(1, 60), st.data(), st.integers(0, 10_000))
+def test_as_many_of_any_window_are_trained_and_evenly(inner_steps: int, data: st.DataObject, first: int) -> None:
+    steps = data.draw(st.integers(1, inner_steps))
+    length = data.draw(st.integers(1, inner_steps))
+    assert sum(trains_at(first + t, steps, inner_steps) for t in range(inner_steps)) == steps
+    trained = sum(trains_at(first + t, steps, inner_steps) for t in range(length))
+    assert abs(trained - Fraction(length * steps, inner_steps)) < 1, "no stretch has more or less than its share"
+
+
+@given(st.integers(1, 60), st.integers(0, 10_000))
+def test_the_fastest_trains_every_step(inner_steps: int, step: int) -> None:
+    assert trains_at(step, inner_steps, inner_steps)
+
+
+def test_the_reference_formula_in_floats() -> None:
+    for inner_steps, steps in ((4, 1), (8, 2), (8, 5), (16, 11)):  # whose fractions floats hold exactly
+        ratio = steps / inner_steps
+        expected = [int((t + 1) * ratio) > int(t * ratio) for t in range(100)]
+        assert [trains_at(t, steps, inner_steps) for t in range(100)] == expected
+
+
+@pytest.mark.parametrize(("steps", "inner_steps"), [(0, 4), (5, 4), (-1, 4)])
+def test_a_share_that_is_none_is_refused(steps: int, inner_steps: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"1 to 4 would work\. Nothing was trained"):
+        trains_at(0, steps, inner_steps)
+
+
+class TestStepRate:
+    def test_is_one_over_the_mean_time(self) -> None:
+        rate = StepRate()
+        for seconds in (100.0, *[0.25] * 30):
+            rate.add(seconds)
+        assert rate.steps_per_s == pytest.approx(4.0)
+
+    def test_the_last_steps_count_most(self) -> None:
+        rate = StepRate()
+        for seconds in [1.0] * 50 + [0.1] * 50:
+            rate.add(seconds)
+        assert rate.steps_per_s == pytest.approx(10.0, rel=0.06)
+
+    def test_nothing_is_said_too_early(self) -> None:
+        rate = StepRate()
+        said = []
+        for _ in range(7):
+            said.append(rate.steps_per_s)
+            rate.add(1.0)
+        assert said == [None] * 6 + [1.0]
+
+    @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=40))
+    def test_what_it_says_can_be_told(self, seconds: list[float]) -> None:
+        rate = StepRate()
+        for each in seconds:
+            rate.add(each)
+        assert rate.steps_per_s is None or 1e-10 < rate.steps_per_s < 1e10
+
+    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+    def test_what_no_step_can_take_is_passed_over(self, seconds: float) -> None:
+        rate = StepRate()
+        for each in (1.0, *[0.5] * 6):
+            rate.add(each)
+            rate.add(seconds)
+        assert rate.steps_per_s == pytest.approx(2.0)
+
+
+def paced(shares: list[int], steps: int, *, shared: bool = False) -> Swarm:
+    """Replicas of which each trains its share of the scheduled steps."""
+    schedule = SyncSchedule(inner_steps=8)
+    swarm = Swarm(len(shares), schedule, outer=Nesterov(learning_rate=0.5, momentum=0.5))
+    gradient = quadratic(shared=shared)
+    for step in range(steps):
+        members = zip(swarm.models, swarm.inner, swarm.replicas, shares, strict=True)
+        for number, (model, inner, diloco, share) in enumerate(members):
+            trains = trains_at(step, share, 8)
+            if trains:
+                gradient(number, step, model)
+                inner.step()
+                inner.zero_grad()
+            diloco.begin(1.0 if trains else 0.0)
+        for diloco in swarm.replicas:
+            diloco.finish()
+    return swarm
+
+
+def test_slow_replicas_keep_rounds_and_agreement_and_are_deterministic() -> None:
+    first, second = paced([8, 5, 1], 80), paced([8, 5, 1], 80)
+    assert torch.equal(first.global_params(0), second.global_params(2))
+    assert [diloco.rounds_committed for diloco in first.replicas] == [10, 10, 10]
+
+
+def test_a_swarm_without_slow_replicas_has_the_same_bits_as_ever() -> None:
+    swarm = Swarm(2, SyncSchedule(inner_steps=8), outer=Nesterov(learning_rate=0.5, momentum=0.5))
+    swarm.run(80, quadratic())
+    assert torch.equal(paced([8, 8], 80).global_params(0), swarm.global_params(0))
+
+
+@pytest.mark.parametrize("shares", [[8, 8, 8], [8, 5, 1], [8, 1, 1]])
+def test_converges_to_the_target_with_slow_replicas_too(shares: list[int]) -> None:
+    swarm = paced(shares, 400, shared=True)
+
+    generator = torch.Generator().manual_seed(0)
+    target = torch.cat([torch.randn(p.shape, generator=generator).flatten() for p in swarm.models[0].parameters()])
+    torch.testing.assert_close(swarm.global_params(0), target, atol=0.15, rtol=0)

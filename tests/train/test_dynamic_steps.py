@@ -1,0 +1,178 @@
+"""Dynamic steps around a session: when speeds are told, which steps are left out, and what goes on regardless."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.algorithm.pace import trains_at
+from diloco.config import load_configuration
+from diloco.data.corpus import build_corpus
+from diloco.errors import ConfigurationError
+from diloco.events import Event, RoundCommitted, RoundSent
+from diloco.membership.view import View
+from diloco.train.components import make_transport
+from diloco.train.dynamic_steps import DynamicSteps
+from diloco.train.fleet import InProcessFleet
+from diloco.train.resolve import resolve
+from diloco.train.session import Session
+from diloco.train.settings import RunSettings
+from tests.runs import SMALL, write_text
+
+
+class Others:
+    """Members that say what a test wants."""
+
+    def __init__(self, members: tuple[int, ...] = (0, 1), speeds: Mapping[int, float] | None = None) -> None:
+        self.view = View(0, members)
+        self.known = dict(speeds or {})
+        self.told: list[float] = []
+        self.seen: dict[str, Any] = {}
+
+    def tell_speed(self, steps_per_s: float) -> None:
+        self.told.append(steps_per_s)
+
+    def speeds(self) -> Mapping[int, float]:
+        return self.known
+
+    def note(self, **seen: Any) -> None:
+        self.seen |= seen
+
+
+def measured(others: Others, step_s: float = 1.0, inner_steps: int = 10) -> DynamicSteps:
+    pace = DynamicSteps(0, inner_steps, others)
+    for _ in range(6):
+        pace.trained(step_s)
+    return pace
+
+
+def test_a_slow_replica_trains_its_share() -> None:
+    pace = measured(Others(speeds={1: 2.5}))
+    assert [step for step in range(20) if pace.trains(step)] == [2, 4, 7, 9, 12, 14, 17, 19]
+    assert pace.fraction == 0.4
+
+
+@pytest.mark.parametrize("speeds", [{}, {1: 0.5}, {1: 1.0}, {0: 9.0}])
+def test_nobody_faster_means_every_step(speeds: Mapping[int, float]) -> None:
+    """What is heard of oneself is not believed."""
+    pace = measured(Others(speeds=speeds))
+    assert all(pace.trains(step) for step in range(20))
+
+
+def test_every_step_is_trained_until_the_own_speed_is_known() -> None:
+    others = Others(speeds={1: 1e9})
+    pace = DynamicSteps(0, 10, others)
+    for step in range(5):
+        pace.trained(1.0)
+        pace.tell(step)
+        assert pace.trains(step)
+    assert others.told == []
+    pace.trained(1.0)
+    assert sum(pace.trains(step) for step in range(10)) == 1, "and at least one of H always"
+
+
+def test_speeds_are_told_once_in_h_steps_and_when_the_members_change() -> None:
+    others = Others()
+    pace = measured(others)
+    told_at = []
+    for step in range(1, 40):
+        if step == 25:
+            others.view = View(1, (0, 1, 2))
+        before = len(others.told)
+        pace.tell(step)
+        if len(others.told) > before:
+            told_at.append(step)
+    assert told_at == [1, 11, 21, 25, 35]
+    assert others.seen == {"pace": 1.0}
+
+
+def test_how_many_train_a_step_counts_those_not_heard_of_as_training() -> None:
+    pace = measured(Others((0, 1, 2), {1: 0.5}), inner_steps=4)
+    assert [pace.members_training(step) for step in range(4)] == [2, 3, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def session_of(text: Path, events: list[Event] | None = None) -> Session:
+    configuration = load_configuration([*SMALL.split(), str(text), "--replicas", "1", "--model.vocab-size", "257"])
+    settings: RunSettings = resolve(configuration, num_layers=2)
+    fleet = InProcessFleet(make_transport(settings.transport))
+    corpus = build_corpus(settings.data)
+    return Session(settings, corpus, fleet, torch.device("cpu"), [].append if events is None else events.append)
+
+
+class AtShare(DynamicSteps):
+    """A replica whose share is set, whatever its clock says."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(0, 4, Others((0,)))
+        self.steps = steps
+
+    def _steps(self, replica: int) -> int:
+        return self.steps
+
+
+def test_a_step_that_is_left_out_only_advances_the_schedule(text: Path) -> None:
+    events: list[Event] = []
+    session = session_of(text, events)
+    session.pace = AtShare(1)
+    results = [session.step() for _ in range(12)]
+    trained = [result.trained for result in results]
+    assert trained == [step == 0 or trains_at(step, 1, 4) for step in range(12)], "the very first one is always trained"
+    assert {result.pace for result in results} == {0.25}
+    assert session.totals.steps == 12
+    whole = session_of(text)
+    rates = [whole.step().inner[0].learning_rate for _ in range(12)]
+    assert [r.inner[0].learning_rate for r in results if r.trained] == [rates[t] for t in range(12) if trained[t]]
+    assert session.replicas[0].sampler.state_dict() == whole.replicas[0].sampler.state_dict()
+    sent = [(event.fragment, event.outer_step, event.weight) for event in events if isinstance(event, RoundSent)]
+    assert sent[0] == (0, 0, 0.5), "steps 1 and 4 of 4"
+    assert {weight for _, outer_step, weight in sent if outer_step} == {0.25}
+    assert len([event for event in events if isinstance(event, RoundCommitted)]) == len(sent) - 1
+    assert session.totals.sequences == 2 * sum(trains_at(step, 1, 4) for step in range(12))
+
+
+def test_a_step_that_is_left_out_moves_no_parameter_and_no_moment(text: Path) -> None:
+    session = session_of(text)
+    session.step()
+    session.pace = AtShare(1)
+    before = [parameter.detach().clone() for parameter in session.replicas[0].model.parameters()]
+    result = session.step()
+    assert not result.trained
+    assert all(torch.equal(p, q) for p, q in zip(session.replicas[0].model.parameters(), before, strict=True))
+    counts = {int(state["step"]) for state in session.replicas[0].inner.optimizer.state.values()}
+    assert counts == {1}
+
+
+def test_whose_share_is_all_has_the_same_bits_as_without(text: Path) -> None:
+    plain, paced = session_of(text), session_of(text)
+    paced.pace = AtShare(4)
+    for _ in range(12):
+        plain.step()
+        paced.step()
+    assert plain.global_digest() == paced.global_digest()
+    assert plain.totals.sequences == paced.totals.sequences
+
+
+@pytest.mark.parametrize("arguments", ["", "--transport torch", "--transport torch --algorithm data-parallel"])
+def test_is_refused_where_nobody_tells_its_speed(text: Path, arguments: str) -> None:
+    words = [*SMALL.split(), str(text), "--swarm.dynamic-steps", *arguments.split()]
+    if "data-parallel" in arguments:
+        words += ["--fragments", "1", "--overlap-steps", "0", "--codec", "float32"]
+    configuration = load_configuration(words)
+    with pytest.raises(ConfigurationError, match=r"swarm\.dynamic_steps=true with .*--transport hivemind would work"):
+        resolve(configuration, num_layers=2)
+
+
+def test_data_parallel_steps_of_a_swarm_are_refused_anyway(text: Path) -> None:
+    words = [*SMALL.split(), str(text), "--swarm.dynamic-steps", "--transport", "hivemind", "--run", "r"]
+    words += ["--algorithm", "data-parallel", "--fragments", "1", "--overlap-steps", "0", "--codec", "float32"]
+    with pytest.raises(ConfigurationError, match=r"algorithm='data-parallel' with transport\.name='hivemind'"):
+        resolve(load_configuration(words), num_layers=2)
