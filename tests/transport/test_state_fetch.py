@@ -145,11 +145,13 @@ def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make_dono
         asker.fetch({0: silent}, timeout_s=0.1)
 
 
+@pytest.mark.parametrize(("grace_s", "honest"), [(0.01, 1), (1000.0, 2)])
 def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
-    asker: Asker, make_donor: MakeDonor, monkeypatch: pytest.MonkeyPatch
+    asker: Asker, make_donor: MakeDonor, monkeypatch: pytest.MonkeyPatch, grace_s: float, honest: int
 ) -> None:
-    monkeypatch.setattr(state_fetch, "_GRACE_S", 0.01)
-    silent, honest = make_donor(state()), make_donor(state())
+    """Not at all where more than half of the donors offer the same."""
+    monkeypatch.setattr(state_fetch, "_GRACE_S", grace_s)
+    silent, donors = make_donor(state()), {m: make_donor(state()) for m in range(1, 1 + honest)}
     never = threading.Event()
 
     async def nothing(message: dict[str, Any], reader: Any, writer: Any) -> None:
@@ -157,7 +159,7 @@ def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
         never.set()
 
     silent.served_by(nothing)
-    assert equal(asker.fetch({0: silent, 1: honest}, slow_s=1000.0, timeout_s=1000.0), {**state(), "fragment": 0})
+    assert equal(asker.fetch({0: silent, **donors}, slow_s=1000.0, timeout_s=1000.0), {**state(), "fragment": 0})
     assert never.wait(LIMIT_S), "its connection is ended"
 
 

@@ -9,6 +9,7 @@ to send is asked of the others. What is returned is what the digest names, and f
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -26,8 +27,8 @@ __all__ = ["fetch_state"]
 
 _FAILURES = 3
 _LONGEST_PAUSE_S = 1.0
-_GRACE_S = 3.0
-"""Once one donor has offered something, the choice waits no longer for what the others hold."""
+_GRACE_S = 1.0
+"""Once one donor has offered something, the choice waits no longer for what others hold."""
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -105,7 +106,7 @@ class _Fetching:
         await self._until(self._heard)
         with suppress(TimeoutError):
             async with asyncio.timeout(_GRACE_S):
-                await self._until(lambda: all(side.answered for side in self._left()) and self._heard())
+                await self._until(lambda: self._majority() or (self._all_answered() and self._heard()))
         if not self._left():
             raise self.failed("none gave it")
         chosen = choose({side.replica: side.offer for side in self._left() if side.offer is not None}, self.after)
@@ -277,6 +278,14 @@ class _Fetching:
 
     def _left(self) -> list[Side]:
         return [side for side in self.sides if not side.given_up]
+
+    def _all_answered(self) -> bool:
+        return all(side.answered for side in self._left())
+
+    def _majority(self) -> bool:
+        """Whether more than half of them offer the same."""
+        offers = Counter(side.offer.digest for side in self._left() if side.offer is not None)
+        return 2 * max(offers.values(), default=0) > len(self._left())
 
     def _heard(self) -> bool:
         """Whether somebody offers something, or nobody ever will."""
