@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was started in the background
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no peer is left behind
     network = Wan(given.wan, "c") if given.wan else Loopback()
-    steps = int(given.minutes * 60 / given.step_s)  # so the run is over no sooner than the events
+    # so the run is over no sooner than the events, of which some wait, and the last peers to come are back by then
+    steps = int((given.minutes * 60 + 60) / given.step_s)
     settings = Settings(peers=given.peers, steps=steps, step_s=given.step_s)
     events = plan_events(
         given.seed, given.minutes, given.peers, Rates(silence_s=settings.silence_s, can_cut=network.can_cut)

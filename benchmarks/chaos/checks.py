@@ -74,7 +74,7 @@ def came_back(log: Log, back_s: float) -> tuple[list[tuple[float, float]], list[
     """How long a process needed to take part again, after its start and after everything that befell it.
 
     Returns:
-        (when it was let run, seconds until the others' round had its part); the times in which it was disturbed or
+        (when it began, seconds from its end until a round had its part); the times in which it was disturbed or
         coming back; and the faults: what took longer than ``back_s``, or had not happened by the end.
     """
     committed_s = [record["time_s"] for record in log.together()]
@@ -87,7 +87,7 @@ def came_back(log: Log, back_s: float) -> tuple[list[tuple[float, float]], list[
         until_s = end_s if back is None else back
         busy.append((begin_s, until_s))
         if back is not None:
-            times.append((freed_s, back - freed_s))
+            times.append((begin_s, back - freed_s))
         if until_s - freed_s > back_s:
             what = "took part only" if back is not None else "took no part, though there were"
             faults.append(f"{log.name}: {what} {until_s - freed_s:.0f} s after it could (from {freed_s:.1f})")

@@ -95,8 +95,7 @@ def _back(event: Event, at_s: float, left: Left) -> float | None:
         if log.life not in lives:
             continue
         times, _, _ = checks.came_back(log, left.settings.back_s)
-        for freed_s, seconds in times:
-            begun_s = freed_s - event.seconds
-            if event.kind in ("resume", "join", "freeze", "slow", "cut") and abs(begun_s - at_s) < 1.0:
+        for begin_s, seconds in times:
+            if event.kind in ("resume", "join", "freeze", "slow", "cut") and 0 <= begin_s - at_s < 3.0:
                 return round(seconds, 1)
     return None
