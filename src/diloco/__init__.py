@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from diloco.algorithm.clipping import Clipping
     from diloco.algorithm.codec import Codec, make_codec
     from diloco.algorithm.fragments import Fragment, partition
     from diloco.algorithm.merge import AlphaMerge, RebaseMerge
@@ -26,6 +27,7 @@ __version__ = "0.4.0"
 _HOMES = {
     "Adam": "diloco.algorithm.outer_optimizer",
     "AlphaMerge": "diloco.algorithm.merge",
+    "Clipping": "diloco.algorithm.clipping",
     "Codec": "diloco.algorithm.codec",
     "DiLoCo": "diloco.train.replica",
     "DiLoCoError": "diloco.errors",
@@ -48,6 +50,7 @@ _HOMES = {
 __all__ = [
     "Adam",
     "AlphaMerge",
+    "Clipping",
     "Codec",
     "DiLoCo",
     "DiLoCoError",

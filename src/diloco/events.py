@@ -110,6 +110,10 @@ class RoundCommitted(Event):
     sent_bytes: int
     received_bytes: int
     wait_s: float
+    clipped: tuple[int, ...] = ()
+    """Contributors whose contributions were scaled down for being too large."""
+    note: str = ""
+    """Who was left out of the mean, or whose messages were refused, and why; empty when all was well."""
 
 
 @dataclass(frozen=True, kw_only=True)

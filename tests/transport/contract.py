@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
+from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import codec_names, make_codec
 from diloco.algorithm.exchange import plan_exchange
 from diloco.errors import DivergedError, RoundVoidError, TransportError
@@ -27,6 +28,8 @@ def contribution(
     codec: str = "float32",
     weight: float = 1.0,
     digest: str = "d",
+    clipping: Clipping = UNCLIPPED,
+    scale: float = 1.0,
 ) -> Contribution:
     generator = torch.Generator().manual_seed(17 * replica + outer_step)
     encoder = make_codec(codec)
@@ -35,11 +38,12 @@ def contribution(
         replica=replica,
         codec=encoder,
         numel=SIZE,
-        payload=encoder.encode(torch.randn(SIZE, generator=generator)),
+        payload=encoder.encode(scale * torch.randn(SIZE, generator=generator)),
         weight=weight,
         digest=digest,
         buffers=torch.tensor([float(replica), 1.0]),
         integers=torch.tensor([replica, 7], dtype=torch.uint8),
+        clipping=clipping,
     )
 
 
@@ -139,6 +143,33 @@ class TransportContract:
         assert [average.received_bytes for average in averages] == list(plan.received)
         assert [endpoint.sent_bytes for endpoint in endpoints] == list(plan.sent)
         assert [endpoint.received_bytes for endpoint in endpoints] == list(plan.received)
+
+    @pytest.mark.parametrize("codec", codec_names())
+    @pytest.mark.parametrize(
+        ("policy", "clipped"),
+        [
+            (Clipping(max_norm=20.0), (0, 1, 2, 3)),
+            (Clipping(median_norm_factor=1.5), (3,)),
+            (Clipping(max_norm=100.0, median_norm_factor=50.0), (3,)),
+        ],
+    )
+    def test_clipping_gives_every_replica_the_bits_of_the_pure_function(
+        self, make_endpoints: MakeEndpoints, codec: str, policy: Clipping, clipped: tuple[int, ...]
+    ) -> None:
+        """Four replicas: without clipping some codecs would be reduced by stretches."""
+        scales = (1.0, 1.1, 0.9, 10.0)
+        given = [
+            contribution(m, codec=codec, weight=1.0 + m, clipping=policy, scale=scale) for m, scale in enumerate(scales)
+        ]
+        endpoints = make_endpoints(4)
+        averages = exchange(endpoints, given)
+        expected = weighted_mean(given, policy)
+        for average in averages:
+            assert torch.equal(average.values, expected.values)
+            assert average.clipped == expected.clipped == clipped
+            assert average.weight == 10.0
+        sent = 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2)
+        assert [average.sent_bytes for average in averages] == [sent] * 4, "whole contributions to everybody"
 
     def test_what_is_fetched_is_the_donors_and_a_copy(self, make_endpoints: MakeEndpoints) -> None:
         endpoints = make_endpoints(2)

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from diloco.algorithm.clipping import UNCLIPPED, Clipping, scale_factors, vector_norm
 from diloco.algorithm.codec import Codec
 from diloco.errors import CodecError
 
@@ -57,6 +58,7 @@ class Contribution:
         buffers: ``(n,)`` float32, the model's floating buffers, or None.
         integers: ``(n,)`` uint8, the bytes of its integer buffers, or None.
         withdrawn: why the sender itself does not want it averaged, or "".
+        clipping: how large the contributions of the round may be; the same for all replicas.
     """
 
     round: RoundId
@@ -69,6 +71,7 @@ class Contribution:
     buffers: Tensor | None = None
     integers: Tensor | None = None
     withdrawn: str = ""
+    clipping: Clipping = UNCLIPPED
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,6 +84,7 @@ class Mean:
         weight: sum of their weights, the divisor.
         buffers: ``(n,)`` float32 mean of the floating buffers, or None.
         integers: ``(n,)`` uint8, the integer buffers of the first contributor, or None.
+        clipped: contributors whose values were scaled down, ascending.
     """
 
     values: Tensor
@@ -88,6 +92,7 @@ class Mean:
     weight: float
     buffers: Tensor | None = None
     integers: Tensor | None = None
+    clipped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,18 +206,26 @@ def _most_frequent(values: Sequence[Value]) -> Value:
     return max(counts, key=lambda value: counts[value])  # the first of equals: Counter keeps the order
 
 
-def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
-    """``sum_m w_m decode(payload_m) / sum_m w_m`` in float32, in ascending order of replicas.
+def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UNCLIPPED) -> Mean:
+    """``sum_m w_m f_m decode(payload_m) / sum_m w_m`` in float32, in ascending order of replicas.
 
     Quantised addends and one float32 sum (Streaming DiLoCo, section 2.4): partial sums are never quantised again, and
-    the divisor is the weight that arrived.
+    the divisor is the weight that arrived. f_m is 1, but for contributions that ``clipping`` scales down; model buffers
+    are never scaled.
     """
     ordered = sorted(contributions, key=lambda contribution: contribution.replica)
     first = ordered[0]
     total = sum(contribution.weight for contribution in ordered)
     values = torch.zeros(first.numel, dtype=torch.float32, device=first.payload.device)
+    factors: dict[int, float] = {}
+    if clipping.active:
+        factors = scale_factors(
+            clipping,
+            {each.replica: vector_norm(each.codec.decode(each.payload, each.numel)) for each in ordered},
+        )
     for contribution in ordered:
-        contribution.codec.accumulate(contribution.payload, values, contribution.weight)
+        weight = contribution.weight * factors.get(contribution.replica, 1.0)
+        contribution.codec.accumulate(contribution.payload, values, weight)
     buffers = None
     if first.buffers is not None:
         buffers = torch.zeros_like(first.buffers)
@@ -226,4 +239,5 @@ def weighted_mean(contributions: Sequence[Contribution]) -> Mean:
         weight=total,
         buffers=buffers,
         integers=first.integers,
+        clipped=tuple(factors),
     )

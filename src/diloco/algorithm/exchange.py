@@ -69,7 +69,9 @@ def shard_bounds(numel: int, num_replicas: int, block_size: int) -> tuple[tuple[
     return tuple(pairwise(cuts))
 
 
-def plan_exchange(codec: Codec, numel: int, num_replicas: int, extra_bytes: int = 0) -> Exchange:
+def plan_exchange(
+    codec: Codec, numel: int, num_replicas: int, extra_bytes: int = 0, *, whole: bool = False
+) -> Exchange:
     """The pattern for ``numel`` values between ``num_replicas`` replicas that asks less of the busiest of them.
 
     With n the payload, all-gather moves ``(M - 1) * n`` bytes each way; reduce-scatter followed by an all-gather of the
@@ -81,6 +83,7 @@ def plan_exchange(codec: Codec, numel: int, num_replicas: int, extra_bytes: int 
         numel: values in the round.
         num_replicas: M.
         extra_bytes: what travels beside the payload of each replica (model buffers), always all-gathered.
+        whole: whether every replica needs whole contributions, as to clip them by their norms: then it is all-gather.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> plan = plan_exchange(make_codec("float16"), 1002, 4)
@@ -102,7 +105,7 @@ def plan_exchange(codec: Codec, numel: int, num_replicas: int, extra_bytes: int 
         sent=tuple(sum(payloads) - payload + others * (mean + extra_bytes) for payload, mean in both),
         received=tuple(others * (payload + extra_bytes) + sum(means) - mean for payload, mean in both),
     )
-    return min(gather, scatter, key=lambda exchange: exchange.busiest_bytes)  # the first on a tie
+    return gather if whole else min(gather, scatter, key=lambda exchange: exchange.busiest_bytes)  # the first on a tie
 
 
 def data_parallel_bytes(numel: int, num_replicas: int, steps: int) -> int:

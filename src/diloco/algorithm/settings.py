@@ -70,6 +70,11 @@ class OuterSettings:
     """What the schedule ends at, as a fraction of the outer learning rate."""
     momentum_warmup_outer_steps: int = 0
     """Outer steps over which the momentum rises linearly from 0."""
+    max_norm: float | None = None
+    """A contribution whose L2 norm exceeds this is scaled down to it before it is averaged. Default: no such bound."""
+    median_norm_factor: float | None = None
+    """A contribution whose L2 norm exceeds this multiple of the median of a round's norms is scaled down to that;
+    without effect with fewer than three contributors. Default: no such bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ RunStarted          total_steps, algorithm, num_replicas, parameters, tokens_per
 StepFinished        loss, learning_rate, gradient_norm, tokens, step_s, sent_bytes, received_bytes, compute_utilization,
                     skipped_replicas, trained, pace
 RoundSent           replica, fragment, outer_step, payload_bytes, saturated, digest, weight
-RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, received_bytes, wait_s
+RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, received_bytes, wait_s, clipped,
+                    note
 RoundVoid           replica, fragment, outer_step, reason
 ViewChanged         replica, view, members, joined, left, reason
 Evaluated           heldout_loss, perplexity, bits_per_byte, heldout_tokens, final

@@ -84,14 +84,15 @@ class Progress:
         self.rounds = Rounds()
         self._smooth = Ema(loss_decay)
         self._void_reason = ""
+        self._round_note = ""
         self._saturated: set[int] = set()
         self._skipped = False
 
     def take(self, event: events.Event, now_s: float) -> bool:
         """Take in ``event``, heard at ``now_s``; True when it is worth a line of its own.
 
-        Not worth one are steps (a display shows them in its own way), rounds that go well, a void round whose reason
-        is that of the last one, and the second replica that tells of the same.
+        Not worth one are steps (a display shows them in its own way), rounds that go well, a void round, or one that
+        went on without somebody, for the same reason as the last, and the second replica that tells of the same.
         """
         self.step = max(self.step, event.step)
         match event:
@@ -111,7 +112,9 @@ class Progress:
                 return news
             case events.RoundCommitted():
                 self.rounds.settled(event)
-                return False
+                news = bool(event.note) and event.note != self._round_note
+                self._round_note = event.note or self._round_note
+                return news
             case events.RoundVoid():
                 reason = event.reason.replace(f"fragment {event.fragment}, outer step {event.outer_step}", "")
                 news = self.rounds.settled(event) and reason != self._void_reason

@@ -78,6 +78,8 @@ def line(event: events.Event, progress: Progress) -> str:
         case events.RoundVoid():
             name = f"fragment {event.fragment}, outer step {event.outer_step}"
             return f"round void: {event.reason if name in event.reason else f'{name}: {event.reason}'}"
+        case events.RoundCommitted():
+            return f"fragment {event.fragment}, outer step {event.outer_step}, committed: {event.note}"
         case events.ViewChanged():
             return f"{_counted(len(event.members))} from now on: {event.reason}"
         case events.RoundSent():

@@ -70,6 +70,23 @@ def check_optimizers(settings: RunSettings) -> None:
         raise refuse(f"outer.momentum={outer.momentum}", "0 or more and less than 1 would work")
     if not all(0 <= beta < 1 for beta in outer.betas):
         raise refuse(f"outer.betas={outer.betas}", "two numbers from 0 to less than 1 would work")
+    bounds = {"outer.max_norm": outer.max_norm, "outer.median_norm_factor": outer.median_norm_factor}
+    for name, bound in bounds.items():
+        if bound is None:
+            continue
+        if not (bound > 0 and math.isfinite(bound)):
+            raise refuse(f"{name}={bound}", "a positive number, or none, would work")
+        if settings.algorithm not in ("streaming", "diloco"):
+            raise refuse(
+                f"{name}={bound} with algorithm={settings.algorithm!r}",
+                "only the contributions of streaming and diloco are clipped; inner.clip_norm clips gradients",
+            )
+        if settings.transport.replica_size > 1 and settings.train.parallelism == "fsdp":
+            raise refuse(
+                f"{name}={bound} with transport.replica_size={settings.transport.replica_size} and "
+                "train.parallelism='fsdp', where no rank has a whole contribution to take the norm of",
+                "--train.parallelism ddp would work",
+            )
     if outer.momentum_warmup_outer_steps < 0:
         raise refuse(f"outer.momentum_warmup_outer_steps={outer.momentum_warmup_outer_steps}", "0 or more would work")
 

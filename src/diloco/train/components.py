@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import Fragment, partition
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
@@ -104,6 +105,11 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
     if settings.momentum_warmup_outer_steps:
         momentum = ValueSchedule(peak=settings.momentum, warmup_steps=settings.momentum_warmup_outer_steps)
     return Nesterov(learning_rate=learning_rate, momentum=momentum)
+
+
+def make_clipping(settings: OuterSettings) -> Clipping:
+    """How large contributions may be."""
+    return Clipping(max_norm=settings.max_norm, median_norm_factor=settings.median_norm_factor)
 
 
 def make_links(settings: TransportSettings) -> list[Link]:

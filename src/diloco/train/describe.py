@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange
 from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.model.transformer import Transformer
-from diloco.train.components import make_configured_codec, make_fragments, make_schedule
+from diloco.train.components import make_clipping, make_configured_codec, make_fragments, make_schedule
 from diloco.train.settings import RunSettings
 from diloco.units import format_bytes, format_count, format_ratio
 
@@ -65,7 +66,8 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     local_steps = settings.train.steps - start
     schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)
     payloads = [codec.payload_bytes(size) for size in fragment_sizes]
-    exchanges = [plan_exchange(codec, size, replicas) for size in fragment_sizes]
+    clipping = make_clipping(settings.outer)
+    exchanges = [plan_exchange(codec, size, replicas, whole=clipping.active) for size in fragment_sizes]
     rounds = [schedule.rounds_of(fragment, local_steps) for fragment in range(schedule.num_fragments)]
     sent = sum(count * exchange.mean_bytes for count, exchange in zip(rounds, exchanges, strict=True))
     parameters = sum(fragment_sizes)
@@ -89,11 +91,27 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
             f"{format_bytes(per_gradient)}{ratio}"
         ),
     }
+    if clipping.active:
+        facts["clipping"] = _bounds_in_words(clipping)
     if settings.swarm.dynamic_steps:
         facts["dynamic steps"] = "a replica slower than the fastest leaves steps out; none is waited for"
     if start:
         facts["traffic"] += f" (the shared start sends {format_bytes(per_gradient * start)} beside it)"
     return facts
+
+
+def _bounds_in_words(clipping: Clipping) -> str:
+    """What contributions are scaled down to.
+
+    >>> _bounds_in_words(Clipping(max_norm=0.5, median_norm_factor=3.0))
+    'contributions are scaled down to the norm 0.5, and to 3 times the median norm of a round'
+    """
+    bounds = []
+    if clipping.max_norm is not None:
+        bounds.append(f"to the norm {clipping.max_norm:g}")
+    if clipping.median_norm_factor is not None:
+        bounds.append(f"to {clipping.median_norm_factor:g} times the median norm of a round")
+    return f"contributions are scaled down {', and '.join(bounds)}"
 
 
 def _gradients(settings: RunSettings, parameters: int) -> dict[str, str]:

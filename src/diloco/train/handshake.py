@@ -40,6 +40,7 @@ def handshake_facts(settings: RunSettings, model: nn.Module, corpus_fingerprint:
         "error feedback": "yes" if settings.codec.error_feedback else "no",
         "merge": repr(make_merge_rule(settings.merge)),
         "outer optimizer": f"{outer.name}, learning rate {outer.learning_rate}, momentum {outer.momentum}",
+        "clipping": _clipping(settings),
         "token weighting": (
             f"by the steps trained, in batches of {settings.train.batch_size} x {settings.train.sequence_length}"
         ),
@@ -48,6 +49,11 @@ def handshake_facts(settings: RunSettings, model: nn.Module, corpus_fingerprint:
         "seed": str(settings.seed),
         "data": corpus_fingerprint,
     }
+
+
+def _clipping(settings: RunSettings) -> str:
+    outer = settings.outer
+    return f"max_norm {outer.max_norm}, median_norm_factor {outer.median_norm_factor}"
 
 
 def _replicas(settings: RunSettings) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.transport.base import Pending
 
@@ -46,7 +47,7 @@ class InFlight:
 
 
 def restore_contribution(
-    state: Mapping[str, Any], *, replica: int, codec: Codec, numel: int, device: torch.device
+    state: Mapping[str, Any], *, replica: int, codec: Codec, numel: int, device: torch.device, clipping: Clipping
 ) -> Contribution:
     """The contribution that `InFlight.state_dict` described, on ``device``."""
     return Contribution(
@@ -59,4 +60,5 @@ def restore_contribution(
         digest=str(state["digest"]),
         buffers=state["buffers"],
         integers=state["integers"],
+        clipping=clipping,
     )

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.buffers import check_buffers, collect_buffers, restore_buffers_
+from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.error_feedback import ErrorFeedback
 from diloco.algorithm.fragments import Fragment, check_coverage, holding, partition, trainable_parameters
@@ -55,6 +56,7 @@ class DiLoCo:
         global_device: where global parameters and outer state live, e.g. "cpu"; None: beside the model.
         weight: this replica's weight in a mean, for a full window of training; what it really trained since its last
             contribution that counted multiplies it. Replicas with other batch sizes than the rest give theirs here.
+        clipping: how large a contribution may be, the same on all replicas; default: any size.
         on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`.
 
     Raises:
@@ -85,6 +87,7 @@ class DiLoCo:
         error_feedback: bool = False,
         global_device: torch.device | str | None = None,
         weight: float = 1.0,
+        clipping: Clipping | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.model = model
@@ -93,11 +96,14 @@ class DiLoCo:
         self.fragments = tuple(fragments or partition(model, num_fragments=self.schedule.num_fragments))
         self.merge_rule = merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge())
         self.weight = check_base_weight(weight)
+        self.clipping = clipping or UNCLIPPED
         self.steps = 0
         self.rounds_committed = 0
         self.rounds_void = 0
         check_coverage(model, self.fragments)
         check_buffers(model)
+        if self.clipping.active:
+            _check_unsharded(model)
         _check_trained(model, [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer)
         if len(self.fragments) != self.schedule.num_fragments:
             raise ConfigurationError(
@@ -206,6 +212,7 @@ class DiLoCo:
             digest=self.outer_loop.digest(index),
             buffers=buffers,
             integers=integers,
+            clipping=self.clipping,
         )
         self._submit(contribution, sent)
         self._on_event(
@@ -273,6 +280,8 @@ class DiLoCo:
                 sent_bytes=average.sent_bytes,
                 received_bytes=average.received_bytes,
                 wait_s=average.wait_s,
+                clipped=average.clipped,
+                note=average.note,
             )
         )
         return averaged
@@ -352,6 +361,7 @@ class DiLoCo:
                 codec=self._codecs[fragment.index],
                 numel=fragment.numel,
                 device=device,
+                clipping=self.clipping,
             )
             self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
 
@@ -385,4 +395,14 @@ def _check_trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise ConfigurationError(
             f"no inner optimizer holds {', '.join(idle)}; add it to one, or freeze it with requires_grad_(False). "
             "Nothing was started."
+        )
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    """Where ranks share a replica's parameters out, none of them has a whole contribution to take the norm of."""
+    if sharded := [name for name, p in trainable_parameters(model).items() if hasattr(p, "to_local")]:
+        raise ConfigurationError(
+            f"clipping was given for a model whose {sharded[0]} and {len(sharded) - 1} more parameters are sharded "
+            "over ranks; without clipping, or with ranks that hold all parameters (ddp), it would work. Nothing was "
+            "started."
         )

@@ -18,6 +18,7 @@ from diloco.errors import ConfigurationError
 from diloco.events import Event
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.components import (
+    make_clipping,
     make_configured_codec,
     make_fragments,
     make_merge_rule,
@@ -358,6 +359,7 @@ class Session:
             merge=make_merge_rule(settings.merge),
             codec=make_configured_codec(settings.codec),
             error_feedback=settings.codec.error_feedback,
+            clipping=make_clipping(settings.outer),
             global_device="cpu" if settings.train.global_device == "cpu" else None,
             on_event=self._emit,
         )

@@ -32,7 +32,8 @@ class Average:
         wait_s: how long this replica stood still for it (virtual seconds on an emulated link).
         buffers: ``(n,)`` float32 mean of the floating model buffers, or None.
         integers: ``(n,)`` uint8 bytes of the first contributor's integer buffers, or None.
-        note: who was left out of the mean and why; empty when nobody was.
+        note: who was left out of the mean, or whose messages were refused, and why; empty when all was well.
+        clipped: contributors whose values were scaled down, ascending.
     """
 
     round: RoundId
@@ -46,6 +47,7 @@ class Average:
     buffers: Tensor | None = None
     integers: Tensor | None = None
     note: str = ""
+    clipped: tuple[int, ...] = ()
 
 
 class Pending(Protocol):

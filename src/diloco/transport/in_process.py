@@ -172,6 +172,7 @@ class InProcessTransport:
             buffers=state.mean.buffers,
             integers=state.mean.integers,
             note=verdict.reason,
+            clipped=state.mean.clipped,
         )
 
     def publish(self, replica: int, source: SnapshotSource) -> None:
@@ -201,7 +202,8 @@ class InProcessTransport:
                 arrived[replica] = tamper(contribution, faults)
                 delay_s = max(delay_s, late_s)
         sample = next(iter(state.contributions.values()))
-        state.exchange = plan_exchange(sample.codec, sample.numel, len(self.view.members), _extra_bytes(sample))
+        members, whole = len(self.view.members), sample.clipping.active
+        state.exchange = plan_exchange(sample.codec, sample.numel, members, _extra_bytes(sample), whole=whole)
         verdict = judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
         state.commit_at_s = self._commit_time_s(round_id, state, delay_s)
         taken_s = state.commit_at_s - min(state.sent_at_s.values())
@@ -209,7 +211,7 @@ class InProcessTransport:
             verdict = Verdict((), f"it would take {taken_s:.3g} s, {self.round_timeout_s:g} s are allowed")
         state.verdict = verdict
         if not verdict.void:
-            state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors])
+            state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors], sample.clipping)
 
     def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:
         if self.network is None:

@@ -106,6 +106,7 @@ class _LeaderPending:
             average = self._pending.wait(timeout_s)
             view = [average.view.id, *average.view.members]
             fields = vars(average) | {"round": None, "view": view, "contributors": list(average.contributors)}
+            fields["clipped"] = list(average.clipped)
             return _outline(fields, tensors)
 
         fields = _received(self._transport.shared(taken), tensors, self._transport.group)
@@ -114,6 +115,7 @@ class _LeaderPending:
             "round": self._round,
             "view": View(identity, tuple(members)),
             "contributors": tuple(fields["contributors"]),
+            "clipped": tuple(fields["clipped"]),
         }
         return Average(**(fields | known))
 

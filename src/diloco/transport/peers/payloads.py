@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId
+from diloco.algorithm.clipping import scale_factors, vector_norm
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import Exchange
 from diloco.errors import CodecError, TransportError
@@ -120,6 +121,7 @@ class PayloadExchange:
         self._piece_bytes = piece_bytes
         self._sends: list[Future[Work]] = []
         self._incoming: dict[int, list[tuple[Tensor, Work]]] = {}
+        self._arrived: set[tuple[int, int]] = set()
         self._extras: dict[int, tuple[Tensor, Work]] = {}
         self._means: list[tuple[int, Work]] = []
         self.values = torch.zeros(contribution.numel, dtype=torch.float32)
@@ -171,14 +173,16 @@ class PayloadExchange:
             TransportError: if a link ended; it names the replica.
             CodecError: if something came in that no encoder writes; it names the replica.
         """
-        codec = self.contribution.codec
+        codec, clips = self.contribution.codec, self.contribution.clipping.active
         total = sum(parts[member].weight for member in contributors)
+        factors = self._scale_factors(contributors) if clips else {}
         for piece, (a, b) in enumerate(_stretches(*self._mine(), codec, self._piece_bytes)):
             for member in self.members:
                 payload = self._piece(member, piece, a, b)
                 if member in contributors:
-                    self._check(member, payload, b - a)
-                    codec.accumulate(payload, self.values[a:b], parts[member].weight)
+                    if not clips:  # else they were checked before their norms were taken
+                        self._check(member, payload, b - a)
+                    codec.accumulate(payload, self.values[a:b], parts[member].weight * factors.get(member, 1.0))
             self.values[a:b].div_(total)
         self._share_means()
         buffers, integers = self._reduce_extras(parts, contributors, total)
@@ -188,6 +192,7 @@ class PayloadExchange:
             weight=total,
             buffers=buffers,
             integers=integers,
+            clipped=tuple(factors),
         )
 
     def drain(self) -> None:
@@ -211,6 +216,18 @@ class PayloadExchange:
         for future in self._sends:
             future.result().wait()
 
+    def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
+        """By what contributions that are too large are multiplied: all of them are waited for, and kept until then."""
+        codec, norms = self.contribution.codec, {}
+        decoded = torch.empty_like(self.values)
+        for member in contributors:
+            for piece, (a, b) in enumerate(_stretches(*self._mine(), codec, self._piece_bytes)):
+                payload = self._piece(member, piece, a, b, keep=True)
+                self._check(member, payload, b - a)
+                decoded[a:b] = codec.decode(payload, b - a)
+            norms[member] = vector_norm(decoded)
+        return scale_factors(self.contribution.clipping, norms)
+
     def _share_means(self) -> None:
         """The second half of a reduce-scatter."""
         if self.plan.pattern == "reduce-scatter":
@@ -227,12 +244,16 @@ class PayloadExchange:
     def _wanted_by(self, index: int) -> tuple[int, int]:
         return (0, self.contribution.numel) if self.plan.pattern == "all-gather" else self.plan.shards[index]
 
-    def _piece(self, member: int, piece: int, start: int, stop: int) -> Tensor:
+    def _piece(self, member: int, piece: int, start: int, stop: int, *, keep: bool = False) -> Tensor:
         if member == self.contribution.replica:
             return self.contribution.codec.cut(self.contribution.payload, self.contribution.numel, start, stop)
         payload, work = self._incoming[member][piece]
-        self._wait(member, work)
-        self._incoming[member][piece] = (payload[:0], work)
+        if (member, piece) not in self._arrived:  # gloo can't be waited for twice
+            self._wait(member, work)
+        if keep:
+            self._arrived.add((member, piece))
+        else:
+            self._incoming[member][piece] = (payload[:0], work)
         return payload
 
     def _check(self, member: int, payload: Tensor, numel: int) -> None:

@@ -83,6 +83,7 @@ class RoundState:
             buffers=mean.buffers,
             integers=mean.integers,
             note=self.judged.result().reason,
+            clipped=mean.clipped,
         )
 
 

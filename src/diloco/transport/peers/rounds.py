@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco.algorithm.averaging import Mean, RoundId, Verdict
@@ -29,6 +29,9 @@ __all__ = ["RoundBook", "Rules"]
 
 _MOST_VOID = 8
 """Rounds of a fragment that are remembered as void; whoever falls behind by more runs into the round's timeout."""
+
+_MOST_TOLD = 8
+"""Refused headers that are told of with the next average."""
 
 _AGAINST = "somebody voted against it before the view changed"
 
@@ -105,6 +108,7 @@ class RoundBook:
         self._words = words
         self._frozen = False
         self._rounds: dict[RoundId, RoundState] = {}
+        self._refused: list[str] = []
         size = rules.ranks_per_replica
         self.ranks = tuple(m * size + s for m in view.members for s in range(size))
         self._positions = {rank: rank % size for rank in self.ranks}
@@ -119,7 +123,11 @@ class RoundBook:
             return
         header = header_of(contribution, taking_over=taking_over)
         state.plan = plan_exchange(
-            contribution.codec, contribution.numel, len(self.view.members), extra_bytes(contribution)
+            contribution.codec,
+            contribution.numel,
+            len(self.view.members),
+            extra_bytes(contribution),
+            whole=contribution.clipping.active,
         )
         self._tell(header.to_message(self.view.id))
         state.headers[self.rules.rank] = header
@@ -138,6 +146,9 @@ class RoundBook:
     def heard(self, sender: int, said: Header | RoundVote) -> None:
         """A header or a vote of this view came in; who is not in the view has no say."""
         if sender not in self._positions:
+            return
+        if isinstance(said, Header) and (refusal := self._refusal(sender, said.round)):
+            self._refused = [*self._refused, refusal][-_MOST_TOLD:]
             return
         state = self._state(said.round)
         if isinstance(said, Header):
@@ -194,6 +205,15 @@ class RoundBook:
         state = self._rounds.get(round_id)
         size = self.rules.ranks_per_replica
         return tuple(sorted({rank // size for rank in self.ranks if state is None or rank not in state.headers}))
+
+    def _refusal(self, sender: int, round_id: RoundId) -> str:
+        """Why a header is not taken, in words that name its sender, or ""."""
+        name = f"a contribution of replica {sender // self.rules.ranks_per_replica} to {round_id} was refused"
+        state = self._rounds.get(round_id)
+        if state is not None:  # a header that is late is still waited for, by the thread that moves the payloads
+            return f"{name}: it had contributed to it before" if sender in state.headers else ""
+        begun = [each.outer_step for each, s in self._rounds.items() if each.fragment == round_id.fragment and s.begun]
+        return f"{name}: that round is long over" if round_id.outer_step + 1 < max(begun, default=0) else ""
 
     def _state(self, round_id: RoundId) -> RoundState:
         state = self._rounds.get(round_id)
@@ -362,7 +382,9 @@ class RoundBook:
             void = RoundVoidError(f"{state.id} is void: {state.reason}.", round=str(state.id))
             pending.resolve(failure or void)
         else:
-            pending.resolve(state.average(self.view, self.rules.replica))
+            average = state.average(self.view, self.rules.replica)
+            words, self._refused = [*filter(None, [average.note]), *self._refused], []
+            pending.resolve(replace(average, note="; ".join(words)))
 
 
 def _late_words(round_id: RoundId, absent: frozenset[int], silent: frozenset[int], late_s: float) -> str:

@@ -1,0 +1,119 @@
+"""Contributions that are too large are scaled down before they are averaged: the same on every replica, to the bit.
+
+A contribution of norm n weighs as much as ever, but its values are multiplied by ``min(1, c / n)``, where the bound c
+is a number, or a multiple of the median norm of those who contribute to the round. What a replica gets wrong, or wrong
+on purpose, then moves the mean by no more than its weight times c.
+
+Norms must be the same everywhere, or replicas would part. The order in which a library sums depends on the width of the
+processor's vectors; so here sums are made of elementwise additions alone, halves upon halves, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["UNCLIPPED", "Clipping", "scale_factors", "vector_norm"]
+
+_STRETCH = 1 << 20
+"""Values whose squares are summed at a time: 8 MiB of float64. Part of the definition, since it decides the order."""
+
+_FEWEST = 3
+"""With two norms the lower median is the smaller one, and with one there is nothing to compare it with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipping:
+    """How large a contribution may be; by default, any size.
+
+    Args:
+        max_norm: contributions of a larger L2 norm are scaled down to it. None: no such bound.
+        median_norm_factor: contributions whose norm exceeds this multiple of the median of the contributors' norms are
+            scaled down to that. The lower median, where their number is even; without effect with fewer than three
+            contributors, or where the median is 0. None: no such bound.
+
+    Raises:
+        ConfigurationError: for a bound that is not a finite number above 0.
+    """
+
+    max_norm: float | None = None
+    median_norm_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_norm", self.max_norm), ("median_norm_factor", self.median_norm_factor)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigurationError(
+                    f"{name}={value} was given; a finite number above 0, or none, would work. Nothing was started."
+                )
+
+    @property
+    def active(self) -> bool:
+        """Whether there is any bound; whole contributions are then needed to take the mean."""
+        return self.max_norm is not None or self.median_norm_factor is not None
+
+    def bound(self, norms: Mapping[int, float]) -> float:
+        """The largest norm allowed among contributors of these ``norms``, by replica; infinite for none.
+
+        >>> Clipping(median_norm_factor=2.0).bound({0: 1.0, 1: 1.5, 2: 9.0, 3: 2.0})
+        3.0
+        """
+        bounds = [math.inf if self.max_norm is None else self.max_norm]
+        if self.median_norm_factor is not None and len(norms) >= _FEWEST:
+            median = sorted(norms.values())[(len(norms) - 1) // 2]
+            if median > 0:  # else most have done nothing, and say nothing about how much is too much
+                bounds.append(self.median_norm_factor * median)
+        return min(bounds)
+
+
+UNCLIPPED = Clipping()
+"""Contributions of any size."""
+
+
+def scale_factors(clipping: Clipping, norms: Mapping[int, float]) -> dict[int, float]:
+    """``c / n``, rounded to float32, for those contributors whose norm n is above the bound c; nothing for the others.
+
+    Args:
+        clipping: the policy.
+        norms: replica -> norm of its contribution, of all contributors.
+
+    >>> scale_factors(Clipping(max_norm=1.0), {0: 0.5, 1: 1.0, 2: 4.0})
+    {2: 0.25}
+    """
+    bound = clipping.bound(norms)
+    return {
+        replica: float(torch.tensor(bound / norm, dtype=torch.float32))
+        for replica, norm in sorted(norms.items())
+        if norm > bound
+    }
+
+
+def vector_norm(values: Tensor) -> float:
+    """The L2 norm of ``values``, ``(n,)`` float32: the same bits on any processor.
+
+    Squares are exact in float64. They are added in stretches of 2^20 values, and then the sums of the stretches, each
+    time by folding: the second half is added to the first, value by value, until one is left.
+
+    >>> vector_norm(torch.tensor([3.0, 4.0]))
+    5.0
+    """
+    if not values.numel():
+        return 0.0
+    starts = range(0, values.numel(), _STRETCH)
+    sums = [_folded(values[start : start + _STRETCH].to(torch.float64).square_()) for start in starts]
+    return math.sqrt(float(_folded(torch.stack(sums))))
+
+
+def _folded(values: Tensor) -> Tensor:
+    """The sum of ``values``, ``(n,)`` float64 with n > 0, which are overwritten; ``()``."""
+    count = len(values)
+    while count > 1:
+        half = (count + 1) // 2
+        values[: count - half] += values[half:count]  # the one in the middle of an odd number waits for the next fold
+        count = half
+    return values[0]
