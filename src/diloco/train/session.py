@@ -10,36 +10,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diloco.algorithm.codec import make_codec
 from diloco.algorithm.digest import digest_tensors
 from diloco.data.corpus import Corpus
-from diloco.data.sampler import Sampler
 from diloco.errors import ConfigurationError
 from diloco.events import Event
-from diloco.model.transformer import Transformer, build_model
+from diloco.model.transformer import Transformer
 from diloco.train.components import (
-    make_clipping,
-    make_configured_codec,
-    make_fragments,
-    make_merge_rule,
-    make_outer_optimizer,
     make_schedule,
 )
-from diloco.train.data_parallel import GradientAverager
 from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet import Fleet, InProcessFleet, TorchFleet
-from diloco.train.inner import InnerLoop, InnerStep, inner_learning_rate, make_inner_optimizer
+from diloco.train.inner import InnerStep
 from diloco.train.leader_fleet import LeaderFleet
-from diloco.train.parallel import Strategy, parallelise
-from diloco.train.random_state import RandomState
+from diloco.train.local_replica import Replica, make_diloco, make_gradients, make_replica
 from diloco.train.replica import DiLoCo
-from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.train.sharded_checkpoint import Whole
 from diloco.train.swarm_fleet import SwarmFleet
-from diloco.train.trained import load_parameters
 
-__all__ = ["Replica", "Session", "Totals"]
+__all__ = ["Session", "StepResult", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -71,24 +60,6 @@ class Totals:
     sequences: int = 0
 
 
-@dataclass(eq=False)
-class Replica:
-    """One replica's own things."""
-
-    number: int
-    model: Transformer
-    inner: InnerLoop
-    sampler: Sampler
-    random_state: RandomState
-    gradients: GradientAverager
-    diloco: DiLoCo | None = None
-
-    @property
-    def state(self) -> ReplicaState:
-        """What of it the ranks of the replica share out."""
-        return ReplicaState(self.inner, self.diloco)
-
-
 class Session:
     """All replicas of this process, in turns: every step begins on all of them before it is finished on any.
 
@@ -117,7 +88,7 @@ class Session:
         self.on_event = on_event
         self.totals = Totals()
         self.schedule = make_schedule(settings)
-        self.replicas = [self._make_replica(number, initial) for number in fleet.local]
+        self.replicas = [make_replica(settings, corpus, fleet, device, number, initial) for number in fleet.local]
         self.pace: DynamicSteps | None = None
         if isinstance(fleet, SwarmFleet) and settings.swarm.dynamic_steps:
             self.pace = DynamicSteps(fleet.transport.replica, settings.schedule.inner_steps, fleet)
@@ -196,7 +167,7 @@ class Session:
     def restore_diloco(self, replica: Replica, *, has_diloco: bool) -> None:
         """Make the outer loop that a checkpoint has, before its state is loaded."""
         if has_diloco and replica.diloco is None:
-            replica.diloco = self._make_diloco(replica)
+            replica.diloco = self._diloco_for(replica)
             self.fleet.close_to_joiners("")
 
     def drain(self) -> None:
@@ -269,7 +240,7 @@ class Session:
                 "Nothing was started."
             )
         if fleet.others_have_trained:
-            diloco = replica.diloco = replica.diloco or self._make_diloco(replica)
+            diloco = replica.diloco = replica.diloco or self._diloco_for(replica)
             diloco.take_over(fleet.endpoint(replica.number).view.members)
         self._become_member(replica, fleet, timeout_s)
 
@@ -291,7 +262,7 @@ class Session:
             replica.diloco.drain()  # what is in flight ends with the failure, and stays in the local parameters
         with looking():
             fleet.rejoin()
-        replica.gradients = self._gradients(replica.model, replica.number)
+        replica.gradients = make_gradients(self.settings, replica.model, fleet, replica.number)
         if replica.diloco is not None:
             replica.diloco.change_transport(fleet.endpoint(replica.number))
             if fleet.joining:
@@ -344,58 +315,10 @@ class Session:
             self.totals.shared_start_sent_bytes = self.traffic()[0]
             self.fleet.close_to_joiners("")
             for replica in self.replicas:
-                replica.diloco = self._make_diloco(replica)
+                replica.diloco = self._diloco_for(replica)
 
-    def _make_diloco(self, replica: Replica) -> DiLoCo:
-        settings = self.settings
-        steps = settings.train.steps - settings.train.data_parallel_steps
-        return DiLoCo(
-            replica.model,
-            replica.inner.optimizer,
-            transport=self.fleet.endpoint(replica.number),
-            schedule=self.schedule,
-            fragments=make_fragments(settings.fragments, replica.model),
-            outer_optimizer=make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
-            merge=make_merge_rule(settings.merge),
-            codec=make_configured_codec(settings.codec),
-            error_feedback=settings.codec.error_feedback,
-            clipping=make_clipping(settings.outer),
-            global_device="cpu" if settings.train.global_device == "cpu" else None,
-            on_event=self._emit,
-        )
-
-    def _make_replica(self, number: int, initial: Mapping[str, Tensor] | None) -> Replica:
-        settings, group = self.settings, self.fleet.group
-        strategy: Strategy = settings.train.parallelism if group.size > 1 else "none"
-        model = build_model(settings.model, seed=settings.seed, device="cpu" if strategy == "fsdp" else self.device)
-        if initial is not None:
-            load_parameters(model, initial)
-        parallel = parallelise(model, strategy, group, self.device)
-        if settings.train.compile:
-            model.compile()
-        inner = InnerLoop(
-            parallel,
-            make_inner_optimizer(settings.inner, model),
-            learning_rate=inner_learning_rate(settings.inner, settings.train.steps),
-            clip_norm=settings.inner.clip_norm,
-            precision=settings.train.precision,
-            accumulation=settings.train.gradient_accumulation,
-        )
-        sampler = Sampler(
-            self.corpus.train,
-            sequence_length=settings.train.sequence_length,
-            batch_size=settings.train.batch_size,
-            replica=number,
-            num_replicas=None if self.fleet.elastic else settings.transport.replicas,
-            seed=settings.seed,
-            sharding=settings.data.sharding,
-        )
-        gradients = self._gradients(model, number)
-        return Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
-
-    def _gradients(self, model: Transformer, number: int) -> GradientAverager:
-        name = self.settings.codec.name if self.settings.algorithm == "data-parallel" else None
-        return GradientAverager(model, self.fleet.endpoint(number), make_codec(name or "float32"), self.fleet.group)
+    def _diloco_for(self, replica: Replica) -> DiLoCo:
+        return make_diloco(self.settings, self.schedule, replica, self.fleet, self._emit)
 
     def _emit(self, event: Event) -> None:
         self.on_event(replace(event, step=self.totals.steps))

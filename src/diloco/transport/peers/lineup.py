@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco.membership.view import View
-from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.switchboard import Switchboard
 
 __all__ = ["Lineup"]

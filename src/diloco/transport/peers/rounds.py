@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import Mean, RoundId, Verdict
@@ -23,9 +23,10 @@ from diloco.transport.peers.data_link import DataLink
 from diloco.transport.peers.header import Header, header_of, judge_headers
 from diloco.transport.peers.payloads import Part, PayloadExchange, Postman
 from diloco.transport.peers.round_state import Begun, RoundState, digest_of, extra_bytes
+from diloco.transport.peers.rules import Rules, late_words
 from diloco.transport.peers.view_messages import RoundVote
 
-__all__ = ["RoundBook", "Rules"]
+__all__ = ["RoundBook"]
 
 _MOST_VOID = 8
 """Rounds of a fragment that are remembered as void; whoever falls behind by more runs into the round's timeout."""
@@ -34,29 +35,6 @@ _MOST_TOLD = 8
 """Refused headers that are told of with the next average."""
 
 _AGAINST = "somebody voted against it before the view changed"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How rounds go.
-
-    Attributes:
-        rank, replica: mine.
-        ranks_per_replica: S.
-        min_contributors: None: all that have the state.
-        round_timeout_s: from my contribution to my vote, in however many views.
-        piece_bytes: about how large a piece of a payload is.
-        late_s: whoever has not contributed to a round this long after I have, or has contributed and says nothing at
-            all for so long while its vote is waited for, counts as lost; None: never.
-    """
-
-    rank: int
-    replica: int
-    ranks_per_replica: int
-    min_contributors: int | None
-    round_timeout_s: float
-    piece_bytes: int
-    late_s: float | None = None
 
 
 class RoundBook:
@@ -333,7 +311,7 @@ class RoundBook:
         seen.pop(self.rules.replica, None)  # another rank of my own replica that is late is the others' business
         late = state.lateness.look(seen)
         if late:
-            self._late(late, _late_words(state.id, late & absent, late - absent, late_s))
+            self._late(late, late_words(state.id, late & absent, late - absent, late_s))
         else:
             self._later(late_s / Lateness.LOOKS, lambda: self._look(state, late_s))
 
@@ -385,22 +363,3 @@ class RoundBook:
             average = state.average(self.view, self.rules.replica)
             words, self._refused = [*filter(None, [average.note]), *self._refused], []
             pending.resolve(replace(average, note="; ".join(words)))
-
-
-def _late_words(round_id: RoundId, absent: frozenset[int], silent: frozenset[int], late_s: float) -> str:
-    """Why replicas are given up.
-
-    >>> _late_words(RoundId(0, 3), frozenset({1}), frozenset({2}), 5.0)
-    'replica 1 is late: no contribution to fragment 0, outer step 3 came within 5 s; replica 2 is late: no vote on \
-fragment 0, outer step 3 and nothing else came within 5 s'
-    """
-    waited_for = [(absent, f"no contribution to {round_id}"), (silent, f"no vote on {round_id} and nothing else")]
-    return "; ".join(
-        f"{_names(late)} {'are' if len(late) > 1 else 'is'} late: {what} came within {late_s:g} s"
-        for late, what in waited_for
-        if late
-    )
-
-
-def _names(replicas: frozenset[int]) -> str:
-    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, sorted(replicas)))}"

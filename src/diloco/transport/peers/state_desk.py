@@ -8,7 +8,7 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.transport.base import SnapshotSource
 from diloco.transport.peers.registry import Entry
-from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.state_choice import donors_in_turn
 from diloco.transport.peers.state_fetch import fetch_state
 from diloco.transport.peers.state_service import serve_state

@@ -20,7 +20,7 @@ from diloco.transport.peers.meetings import Meetings
 from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.speeds import Speeds, speed_message
 from diloco.transport.peers.state_desk import StateDesk
 from diloco.transport.peers.streams import Streams

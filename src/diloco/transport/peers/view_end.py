@@ -7,7 +7,8 @@ from collections.abc import Callable
 from diloco.membership.change import Change, NextView, Report
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
-from diloco.transport.peers.rounds import RoundBook, Rules
+from diloco.transport.peers.rounds import RoundBook
+from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.view_messages import ChangeReport, change_message
 

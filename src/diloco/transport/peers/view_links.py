@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from diloco.errors import TransportError
 from diloco.membership.view import View
 from diloco.transport.peers.data_link import DataLink, LinkRequest, OpenLink
-from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.switchboard import Switchboard
 
 __all__ = ["ViewLinks"]

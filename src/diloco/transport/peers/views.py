@@ -19,7 +19,8 @@ from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.round_state import Begun
-from diloco.transport.peers.rounds import RoundBook, Rules
+from diloco.transport.peers.rounds import RoundBook
+from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.switchboard import Loss, Switchboard
 from diloco.transport.peers.view_end import ViewEnd
 from diloco.transport.peers.view_links import ViewLinks

@@ -8,7 +8,7 @@ from typing import Literal
 
 from diloco.membership.quorum import Policy
 from diloco.transport.links import Link
-from diloco.transport.peers.rounds import Rules
+from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.views import Policies
 
 __all__ = ["Wire"]

@@ -1,0 +1,130 @@
+"""One replica of a run, put together as the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.data.corpus import Corpus
+from diloco.data.sampler import Sampler
+from diloco.events import Event
+from diloco.model.transformer import Transformer, build_model
+from diloco.train.components import (
+    make_clipping,
+    make_configured_codec,
+    make_fragments,
+    make_merge_rule,
+    make_outer_optimizer,
+)
+from diloco.train.data_parallel import GradientAverager
+from diloco.train.fleet import Fleet
+from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
+from diloco.train.parallel import Strategy, parallelise
+from diloco.train.random_state import RandomState
+from diloco.train.replica import DiLoCo
+from diloco.train.replica_state import ReplicaState
+from diloco.train.settings import RunSettings
+from diloco.train.trained import load_parameters
+
+__all__ = ["Replica", "make_diloco", "make_gradients", "make_replica"]
+
+
+@dataclass(eq=False)
+class Replica:
+    """One replica's own things."""
+
+    number: int
+    model: Transformer
+    inner: InnerLoop
+    sampler: Sampler
+    random_state: RandomState
+    gradients: GradientAverager
+    diloco: DiLoCo | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        """What of it the ranks of the replica share out."""
+        return ReplicaState(self.inner, self.diloco)
+
+
+def make_replica(
+    settings: RunSettings,
+    corpus: Corpus,
+    fleet: Fleet,
+    device: torch.device,
+    number: int,
+    initial: Mapping[str, Tensor] | None,
+) -> Replica:
+    """Replica ``number`` at its beginning, without an outer loop.
+
+    Args:
+        settings: resolved.
+        corpus: to draw from.
+        fleet: which replicas there are.
+        device: to train on.
+        number: of the replica.
+        initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
+    """
+    group = fleet.group
+    strategy: Strategy = settings.train.parallelism if group.size > 1 else "none"
+    model = build_model(settings.model, seed=settings.seed, device="cpu" if strategy == "fsdp" else device)
+    if initial is not None:
+        load_parameters(model, initial)
+    parallel = parallelise(model, strategy, group, device)
+    if settings.train.compile:
+        model.compile()
+    inner = InnerLoop(
+        parallel,
+        make_inner_optimizer(settings.inner, model),
+        learning_rate=inner_learning_rate(settings.inner, settings.train.steps),
+        clip_norm=settings.inner.clip_norm,
+        precision=settings.train.precision,
+        accumulation=settings.train.gradient_accumulation,
+    )
+    sampler = Sampler(
+        corpus.train,
+        sequence_length=settings.train.sequence_length,
+        batch_size=settings.train.batch_size,
+        replica=number,
+        num_replicas=None if fleet.elastic else settings.transport.replicas,
+        seed=settings.seed,
+        sharding=settings.data.sharding,
+    )
+    gradients = make_gradients(settings, model, fleet, number)
+    return Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
+
+
+def make_gradients(settings: RunSettings, model: Transformer, fleet: Fleet, number: int) -> GradientAverager:
+    """What averages the gradients of replica ``number``, where they are."""
+    name = settings.codec.name if settings.algorithm == "data-parallel" else None
+    return GradientAverager(model, fleet.endpoint(number), make_codec(name or "float32"), fleet.group)
+
+
+def make_diloco(
+    settings: RunSettings,
+    schedule: SyncSchedule,
+    replica: Replica,
+    fleet: Fleet,
+    on_event: Callable[[Event], None],
+) -> DiLoCo:
+    """The outer loop of a replica, whose parameters become the global ones."""
+    steps = settings.train.steps - settings.train.data_parallel_steps
+    return DiLoCo(
+        replica.model,
+        replica.inner.optimizer,
+        transport=fleet.endpoint(replica.number),
+        schedule=schedule,
+        fragments=make_fragments(settings.fragments, replica.model),
+        outer_optimizer=make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
+        merge=make_merge_rule(settings.merge),
+        codec=make_configured_codec(settings.codec),
+        error_feedback=settings.codec.error_feedback,
+        clipping=make_clipping(settings.outer),
+        global_device="cpu" if settings.train.global_device == "cpu" else None,
+        on_event=on_event,
+    )
