@@ -163,33 +163,6 @@ def test_replicas_come_and_go_and_those_who_stay_agree(data: Path, tmp_path: Pat
         peer.end(130)
 
 
-def test_who_stood_still_is_left_behind_and_comes_back(data: Path, tmp_path: Path, started: list[Peer]) -> None:
-    """The others go on without it, void no round of theirs, and have it among them again."""
-    steps = "--steps 100000 --inner-steps 8 --swarm.straggler skip --swarm.join-window-s 3"
-    started.append(Peer(data, tmp_path / "a", f"{steps} --start-replicas 3 --replica 0"))
-    address = started[0].address()
-    started.extend(Peer(data, tmp_path / f"b{m}", f"{steps} --start-replicas 3 --replica {m}", address) for m in (1, 2))
-    first, second, third = started
-    for peer in started:
-        peer.wait_for("RoundCommitted", contributors=[0, 1, 2])
-    third.process.send_signal(signal.SIGSTOP)
-    for peer in (first, second):
-        assert "late" in peer.wait_for("ViewChanged", left=[2])["reason"]
-        peer.wait_for("RoundCommitted", contributors=[0, 1])
-        assert not peer.metrics("RoundVoid")
-    third.process.send_signal(signal.SIGCONT)
-    third.wait_for("Note", text="Replica 2 is a member again.")
-    for peer in (first, second):
-        peer.wait_for("ViewChanged", joined=[2])
-    before = len(first.metrics("RoundCommitted"))
-    while not any(record["contributors"] == [0, 1, 2] for record in first.metrics("RoundCommitted")[before:]):
-        first.wait_for("RoundCommitted")
-    for peer in started:
-        peer.process.send_signal(signal.SIGINT)
-    for peer in started:
-        peer.end(130)
-
-
 def test_ctrl_c_ends_a_round_that_nobody_else_would(data: Path, tmp_path: Path, started: list[Peer]) -> None:
     """The other replica stands still, and is not missed for hours."""
     steps = "--steps 100000 --inner-steps 8 --transport.silence-s 9000 --transport.round-timeout-s 9001"

@@ -277,7 +277,7 @@ class _Arrival:
         self.board.call(self._look_again())
 
     async def _look_again(self) -> None:
-        for rank in sorted(self.board.connected):
+        for rank in sorted(self.board.connected & self.registry.entries.keys()):
             try:
                 await self._dial(await self._ask(self.registry.entries[rank].address))
                 return
