@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from diloco.errors import TransportError
+from diloco.transport.address import Address
 from diloco.transport.peers import state_fetch, state_transfer
 from diloco.transport.peers.state_service import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import block_bytes
@@ -161,6 +163,23 @@ def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
     silent.served_by(nothing)
     assert equal(asker.fetch({0: silent, **donors}, slow_s=1000.0, timeout_s=1000.0), {**state(), "fragment": 0})
     assert never.wait(LIMIT_S), "its connection is ended"
+
+
+def test_a_fetch_ends_though_somebody_forgets_that_he_is_to_end(asker: Asker, make_donor: MakeDonor) -> None:
+    deaf, honest = make_donor(state()), make_donor(state())
+    opened, told = asker.streams.open, []
+
+    async def forgetful(address: Address) -> Any:
+        while address.port == deaf.address.port and len(told) < 2:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                told.append(address)
+        return await opened(address)
+
+    asker.streams.open = forgetful  # type: ignore[method-assign]
+    assert equal(asker.fetch({0: deaf, 1: honest}), {**state(), "fragment": 0})
+    assert len(told) == 2
 
 
 def test_a_donor_that_keeps_the_others_waiting_is_given_up(asker: Asker, make_donor: MakeDonor) -> None:

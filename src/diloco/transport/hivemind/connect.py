@@ -28,6 +28,7 @@ from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.switchboard import Timing
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
+from diloco.transport.peers.within import within
 
 __all__ = ["SwarmPlace", "connect_swarm"]
 
@@ -227,7 +228,7 @@ class _Arrival:
             entry = table.entries[rank]
             self.streams.know(entry.address, entry.places)
             try:
-                await asyncio.wait_for(self.board.connect(rank, PeerAddress(entry.address)), self.wire.silence_s)
+                await within(self.wire.silence_s, self.board.connect(rank, PeerAddress(entry.address)))
             except (OSError, EOFError, TransportError, TimeoutError) as error:
                 if rank in table.members and not await self._called_back(table, rank):
                     raise RendezvousError(
@@ -251,7 +252,7 @@ class _Arrival:
             except OSError:
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._connected_to(rank), self.wire.silence_s)
+                await within(self.wire.silence_s, self._connected_to(rank))
                 return True
         return False
 
@@ -266,7 +267,7 @@ class _Arrival:
         async def call() -> None:
             self.streams.know(entry.address, entry.places)
             with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
-                await asyncio.wait_for(self.board.connect(entry.rank, PeerAddress(entry.address)), self.wire.silence_s)
+                await within(self.wire.silence_s, self.board.connect(entry.rank, PeerAddress(entry.address)))
 
         if entry.rank not in self.board.connected:
             self._calls.add(task := asyncio.ensure_future(call()))

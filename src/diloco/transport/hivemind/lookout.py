@@ -14,6 +14,7 @@ from diloco.transport.hivemind.identity import load_identity
 from diloco.transport.hivemind.node import Node, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.swarm import ask_peer
+from diloco.transport.peers.within import within
 
 __all__ = ["Seen", "look", "stand"]
 
@@ -82,7 +83,7 @@ async def look(identity: Path, place: NodePlace, gate: Gate) -> list[Seen]:
 
 async def _asked(streams: PeerStreams, peer_id: str, number: int) -> Seen:
     try:
-        answer = await asyncio.wait_for(ask_peer(streams, peer_id, {"kind": "status"}), _ANSWER_S)
+        answer = await within(_ANSWER_S, ask_peer(streams, peer_id, {"kind": "status"}))
     except (OSError, TimeoutError, RendezvousError, TransportError) as error:
         return Seen(peer_id, number, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
     return Seen(peer_id, number, answer)
@@ -92,7 +93,7 @@ async def _asked_through(streams: PeerStreams, others: Sequence[str], seen: Seen
     """What one that did not answer says to another member: it may listen nowhere and be connected to that one."""
     for other in others if seen.problem else ():
         try:
-            answer = await asyncio.wait_for(ask_peer(streams, other, {"kind": "status", "of": seen.peer_id}), _ANSWER_S)
+            answer = await within(_ANSWER_S, ask_peer(streams, other, {"kind": "status", "of": seen.peer_id}))
         except (OSError, TimeoutError, RendezvousError, TransportError):
             continue
         return Seen(seen.peer_id, seen.number, answer)

@@ -13,6 +13,7 @@ from diloco.transport.hivemind.gate import PROOF_BYTES, Gate
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.node import Node, NodePlace
 from diloco.transport.peers.streams import Accept
+from diloco.transport.peers.within import within
 
 __all__ = ["PeerAddress", "PeerStreams"]
 
@@ -79,7 +80,7 @@ class PeerStreams:
         reader, writer = await self.node.open(peer_id, self._known.get(peer_id, ()))
         try:
             writer.write(self._gate.proof(me, peer_id))
-            proof = await asyncio.wait_for(reader.readexactly(PROOF_BYTES), _PROOF_S)
+            proof = await within(_PROOF_S, reader.readexactly(PROOF_BYTES))
             if not self._gate.accepts(proof, peer_id, me):
                 raise OSError(f"{peer_id} is of another run, or has another secret")
         except (asyncio.IncompleteReadError, TimeoutError, ConnectionError) as error:
@@ -119,7 +120,7 @@ class PeerStreams:
             return
         self._at_the_gate += 1
         try:
-            proof = await asyncio.wait_for(reader.readexactly(PROOF_BYTES), _PROOF_S)
+            proof = await within(_PROOF_S, reader.readexactly(PROOF_BYTES))
             if not self._gate.accepts(proof, peer_id, me):
                 raise TransportError("it does not know the secret")
             writer.write(self._gate.proof(me, peer_id))

@@ -12,6 +12,7 @@ from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.registry import Entry, Registry, difference
 from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.within import within
 
 __all__ = ["SwarmDesk", "SwarmTable", "ask_peer"]
 
@@ -165,7 +166,7 @@ async def ask_peer(streams: PeerStreams, peer_id: str, question: Mapping[str, An
     reader, writer = await streams.open(PeerAddress(peer_id))
     try:
         writer.write(pack(question))
-        answer, _ = await asyncio.wait_for(read_frame(reader), _ANSWER_S)
+        answer, _ = await within(_ANSWER_S, read_frame(reader))
     except (EOFError, TimeoutError) as error:
         raise OSError(f"{peer_id} does not answer") from error
     finally:
@@ -181,4 +182,4 @@ async def _say(answer: Mapping[str, Any], reader: asyncio.StreamReader, writer: 
     """Answer, and let the asker end the stream: the daemon drops what is not read yet when its own side ends it."""
     writer.write(pack(answer))
     await writer.drain()
-    await asyncio.wait_for(reader.read(1), _ANSWER_S)
+    await within(_ANSWER_S, reader.read(1))

@@ -16,6 +16,7 @@ from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.stream_link import LinkStream, StreamWork
 from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.within import within
 
 __all__ = ["LinkDesk", "StreamLink"]
 
@@ -99,7 +100,7 @@ class LinkDesk:
             for line in lines:
                 line.keeping = asyncio.ensure_future(self._keep(line))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_settled(lines), request.timeout_s)
+            await within(request.timeout_s, _settled(lines))
         lacking = [line for line in lines if line.stream.ended or not line.settled.is_set()]
         if lacking:
             self._end(lines, lacking[0].why)
@@ -136,14 +137,14 @@ class LinkDesk:
     async def _dial(self, line: _Line, left_s: float) -> None:
         try:
             opening = self._board.open(self._address_of(line.request.rank))
-            reader, writer = await asyncio.wait_for(opening, left_s)
+            reader, writer = await within(left_s, opening)
         except (OSError, TimeoutError) as error:
             line.why = str(error) or type(error).__name__
             return
         asking = {"kind": "link", "key": line.request.key, "stream": line.index, "received": line.stream.received}
         try:
             writer.write(pack({**asking, "rank": self._board.rank}))
-            answer, _ = await asyncio.wait_for(read_frame(reader), left_s)
+            answer, _ = await within(left_s, read_frame(reader))
             if answer["kind"] == "refused":
                 self._end([line], str(answer["reason"]))
             else:
@@ -167,7 +168,7 @@ class LinkDesk:
             return
         async with self._opened:
             try:
-                await asyncio.wait_for(self._opened.wait_for(lambda: key in self._lines), self._patience_s)
+                await within(self._patience_s, self._opened.wait_for(lambda: key in self._lines))
             except TimeoutError:
                 writer.write(pack({"kind": "refused", "reason": "the other side has no such link"}))
                 await writer.drain()

@@ -27,6 +27,7 @@ __all__ = ["fetch_state"]
 
 _FAILURES = 3
 _LONGEST_PAUSE_S = 1.0
+_ENDING_S = 0.2
 _GRACE_S = 1.0
 """Once one donor has offered something, the choice waits no longer for what others hold."""
 
@@ -97,9 +98,10 @@ class _Fetching:
                 if state is not None:
                     return state
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            while waiting := [task for task in tasks if not task.done()]:
+                for task in waiting:  # again: a library may forget that it was told
+                    task.cancel()
+                await asyncio.wait(waiting, timeout=_ENDING_S)
 
     async def _attempt(self) -> dict[str, Any] | None:
         """Choose a snapshot and fetch it; None if its donors were all lost or have moved on."""

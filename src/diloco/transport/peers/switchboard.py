@@ -20,6 +20,7 @@ from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.streams import Streams
+from diloco.transport.peers.within import within
 
 __all__ = ["Loss", "Service", "Switchboard", "Timing"]
 
@@ -219,7 +220,7 @@ class Switchboard:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            message, blob = await asyncio.wait_for(read_frame(reader), _FIRST_MESSAGE_S)
+            message, blob = await within(_FIRST_MESSAGE_S, read_frame(reader))
             if message["kind"] == "hello":
                 rank, address = int(message["rank"]), self.streams.address(str(message["address"]))
                 if self.streams.identity(writer) not in ("", str(address)) or not self.admits(rank, address):
@@ -295,7 +296,7 @@ class Switchboard:
         for _ in range(10):
             try:
                 opening = self.open(line.address)
-                _, writer = await asyncio.wait_for(opening, min(2.0, self.timing.silence_s))
+                _, writer = await within(min(2.0, self.timing.silence_s), opening)
             except ConnectionRefusedError:
                 return Loss("gone", f"its process at {line.address} has ended")
             except ConnectionResetError:

@@ -13,6 +13,7 @@ from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.switchboard import Switchboard, Timing
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
+from diloco.transport.peers.within import within
 from diloco.transport.torch_distributed.data_link import link_opener, make_device
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
@@ -142,7 +143,7 @@ async def _dial(board: Switchboard, table: Table, place: Place, timeout_s: float
         why = ""
         while (left_s := deadline_s - loop.time()) > 0:
             try:
-                await asyncio.wait_for(board.connect(rank, address), left_s)
+                await within(left_s, board.connect(rank, address))
                 reached.add(rank)
                 return
             except ConnectionRefusedError as error:
@@ -175,7 +176,7 @@ async def _arrived(board: Switchboard, place: Place, timeout_s: float, table: Ta
     while missing := wanted - board.connected:
         board.arrived.clear()
         try:
-            await asyncio.wait_for(board.arrived.wait(), deadline_s - loop.time())
+            await within(deadline_s - loop.time(), board.arrived.wait())
         except TimeoutError:
             named = ", ".join(f"{rank} ({table.entries[rank].address})" for rank in sorted(missing))
             raise RendezvousError(

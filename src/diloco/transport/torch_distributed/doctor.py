@@ -15,6 +15,7 @@ from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.within import within
 
 __all__ = ["Finding", "examine", "serve_probes"]
 
@@ -92,7 +93,7 @@ async def examine(address: Address, num_bytes: int, timeout_s: float) -> Finding
     resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
     try:
         opening = asyncio.open_connection(address.host, address.port)
-        reader, writer = await asyncio.wait_for(opening, timeout_s)
+        reader, writer = await within(timeout_s, opening)
     except ConnectionRefusedError:
         advice = "starting the replica, or `diloco doctor --listen` there, or another port, would work"
         return Finding(given, resolved, problem="nothing listens there (connection refused)", advice=advice)
@@ -126,7 +127,7 @@ async def _measure(
     for _ in range(_PINGS):
         started_s = loop.time()
         writer.write(pack({"kind": "probe", "ask": "ping"}))
-        await asyncio.wait_for(read_frame(reader), timeout_s)
+        await within(timeout_s, read_frame(reader))
         trips.append(loop.time() - started_s)
     latency_s = statistics.median(trips)
 
@@ -142,7 +143,7 @@ async def _measure(
     rates = []
     for move in (send, receive):
         started_s = loop.time()
-        await asyncio.wait_for(move(), timeout_s)
+        await within(timeout_s, move())
         # a trip of it is the question's and the answer's
         rates.append(8 * num_bytes / max(1e-9, loop.time() - started_s - latency_s))
     return Finding(given, resolved, True, latency_s, rates[0], rates[1])

@@ -19,6 +19,7 @@ from diloco.transport.peers.connected import Table
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.within import within
 
 __all__ = ["ask", "exchange_word", "serve"]
 
@@ -96,7 +97,7 @@ async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
     while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
         attempts += 1
         try:
-            answer = await asyncio.wait_for(_register(address, entry, min(0.9 * left_s, _LONGEST_S)), left_s)
+            answer = await within(left_s, _register(address, entry, min(0.9 * left_s, _LONGEST_S)))
             if answer["kind"] == "refused":
                 raise RendezvousError(str(answer["reason"]))
             if answer["kind"] == "incomplete":
