@@ -38,6 +38,7 @@ __all__ = [
     "ReplicaLostError",
     "RoundTimeoutError",
     "RoundVoidError",
+    "RunOverError",
     "TransportError",
     "ViewChangedError",
     "nearest",
@@ -107,6 +108,10 @@ class DivergedError(TransportError):
 
 class RendezvousError(TransportError):
     """The replicas did not find each other, or refused each other. Raised before the first step."""
+
+
+class RunOverError(RendezvousError):
+    """The others have finished the run; nobody of it is left to join."""
 
 
 class ReplicaLostError(TransportError):

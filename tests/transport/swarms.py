@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.lookout import Seen, look
@@ -18,10 +20,15 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from tests.transport.wires import at_once
 
-__all__ = ["LOOPBACK", "QUICK", "Swarms", "wait_for_members"]
+__all__ = ["HIVEMIND_LEAVES_CONNECTIONS", "LOOPBACK", "QUICK", "Swarms", "wait_for_members"]
 
 LIMIT_S = 60.0
 """Far more than anything here takes, for machines that are busy."""
+
+HIVEMIND_LEAVES_CONNECTIONS = pytest.mark.filterwarnings(
+    # to its daemon, to the garbage collector, when one is ended in the middle of a question
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 QUICK: dict[str, Any] = {

@@ -8,12 +8,9 @@ import pytest
 
 from diloco.transport.base import Transport
 from tests.transport.contract import MakeEndpoints, TransportContract
-from tests.transport.swarms import Swarms
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 
-pytestmark = pytest.mark.filterwarnings(
-    # Hivemind leaves connections to its daemon to the garbage collector when one is ended in the middle of a question
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 
 class TestHivemindContract(TransportContract):

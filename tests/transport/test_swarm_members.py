@@ -13,13 +13,10 @@ from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.peers.connected import join
 from tests.transport.contract import contribution, exchange
-from tests.transport.swarms import LIMIT_S, Swarms, wait_for_members
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
 from tests.transport.wires import at_once
 
-pytestmark = pytest.mark.filterwarnings(
-    # Hivemind leaves connections to its daemon to the garbage collector when one is ended in the middle of a question
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 PATIENCE = {"rendezvous_timeout_s": 2.0}
 

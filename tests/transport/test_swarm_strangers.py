@@ -20,12 +20,9 @@ from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.frames import MAX_BLOB_BYTES, MAX_JSON_BYTES, pack
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
-from tests.transport.swarms import Swarms
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 
-pytestmark = pytest.mark.filterwarnings(
-    # Hivemind leaves connections to its daemon to the garbage collector when one is ended in the middle of a question
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 LIMIT_S = 60.0
 

@@ -16,6 +16,7 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
     from diloco.cli.train import continue_record
     from diloco.monitor.sinks import make_sinks
     from diloco.train.checkpoint import held_step
+    from diloco.train.follow import OVER
     from diloco.train.run import run_training
     from diloco.train.swarm_fleet import SwarmFleet
     from diloco.train.wires import connect_peer
@@ -36,4 +37,4 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
         summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes, meet=meet)
     finally:
         sink.close()
-    return 130 if summary["interrupted"] else 0
+    return 0 if summary["interrupted"] in (None, OVER) else 130

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from diloco.errors import TransportError
+from diloco.errors import RunOverError, TransportError
 from diloco.events import Event, Note, ViewChanged
 from diloco.train.session import Session
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.train.swarm_fleet import SwarmFleet
 
-__all__ = ["follow_views"]
+__all__ = ["OVER", "follow_views"]
+
+OVER = "the others, who have finished"
+"""What stops a replica that comes back when nobody is left to join."""
 
 
 def follow_views(
@@ -49,6 +52,10 @@ def follow_views(
     try:
         session.come_back(fleet, session.settings.transport.rendezvous_timeout_s, stop.interrupting)
     except StopAsked:
+        return
+    except RunOverError as error:
+        emit(Note(step=step, text=f"{error} What this replica has not shared is in its checkpoint."))
+        stop.ask(OVER)
         return
     except TransportError:
         save()

@@ -225,6 +225,8 @@ class _Run:
                 self._sample()
         totals.wall_s = wall_before_s + time.perf_counter() - started_s
         summary = run_summary(self.session, self.folder, evaluation, interrupted)
+        if finished and isinstance(fleet, SwarmFleet):
+            fleet.tell_finished()
         fleet.finish()
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self._emit(RunFinished(step=self.step, summary=summary))

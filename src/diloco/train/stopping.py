@@ -52,6 +52,10 @@ class StopRequest:
         for number, before in self._before.items():
             signal.signal(number, before)
 
+    def ask(self, why: str) -> None:
+        """Stop as if a signal named ``why`` had come, if none has."""
+        self.signal = self.signal or why
+
     @contextmanager
     def interrupting(self) -> Iterator[None]:
         """Inside, a request to stop raises `StopAsked`, also one that came before. For waits that change nothing."""

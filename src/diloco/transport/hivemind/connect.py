@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import RendezvousError, TransportError
+from diloco.errors import RendezvousError, RunOverError, TransportError
 from diloco.membership.view import View
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
@@ -105,6 +105,7 @@ class _Arrival:
         self.registry = Registry(0)
         self.number = transport.replica
         self.patience_s = wire.rendezvous_timeout_s
+        self.finished = False
         self._calls: set[asyncio.Future[None]] = set()
         transport.on_introduction = self._call_back
 
@@ -139,7 +140,7 @@ class _Arrival:
         self.board.post(self._keep_announcing)
         entries = dict(found.entries) if found else {}
         table = Table({**entries, self.number: self.mine}, found is not None, found.step if found else 0)
-        return Connected(self.transport, table, found is not None, self.swarm, self._refresh)
+        return Connected(self.transport, table, found is not None, self.swarm, self._refresh, self._finish)
 
     def _members(self) -> tuple[int, ...]:
         view = self.transport.view
@@ -157,7 +158,12 @@ class _Arrival:
         return Entry(self.number, self.streams.node.peer_id, self.wire.facts, self.held_step, places)
 
     def _record(self, swarm: str) -> PeerRecord:
-        return PeerRecord(self.streams.node.peer_id, self.number, swarm, self.held_step, self.mine.places)
+        peer_id = self.streams.node.peer_id
+        return PeerRecord(peer_id, self.number, swarm, self.held_step, self.mine.places, self.finished)
+
+    def _finish(self) -> None:
+        self.finished = True
+        self.board.call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))
 
     async def _find(self) -> SwarmTable | None:
         """The swarm, or None where this peer is to found it."""
@@ -179,6 +185,7 @@ class _Arrival:
             waited_s = loop.time() - began_s
             if self._founds(records, waited_s):
                 return None
+            self._stop_if_over(records)
             if waited_s > self.patience_s:
                 self._stop_looking(records, why)
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -192,6 +199,15 @@ class _Arrival:
         mine = (-self.held_step, self.number)
         lookers = [(-record.held_step, record.number) for record in records if not record.swarm]
         return waited_s >= self.place.join_window_s and mine <= min(lookers, default=mine)
+
+    def _stop_if_over(self, records: Sequence[PeerRecord]) -> None:
+        """For who would join, and finds nobody but peers that say that they have finished."""
+        ours = [record for record in records if record.swarm and self.place.swarm in ("", record.swarm)]
+        if any(record.finished for record in ours) and (self.place.swarm or self.held_step < 0):
+            raise RunOverError(
+                f"the others have finished run {self.place.gate.run!r}, and nobody of it is left to join. More steps "
+                "with --resume, from a checkpoint of it, or another --run would work."
+            )
 
     def _stop_looking(self, records: Sequence[PeerRecord], why: Mapping[str, str]) -> None:
         run = self.place.gate.run

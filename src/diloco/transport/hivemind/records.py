@@ -29,6 +29,7 @@ class PeerRecord:
         swarm: of which it is a member; "" while it looks for one.
         held_step: the newest step that it could resume from; -1 for none.
         addresses: multiaddresses, ``/p2p/`` and its identity left out.
+        finished: whether it has done all steps of the run, and is leaving.
     """
 
     peer_id: str
@@ -36,12 +37,13 @@ class PeerRecord:
     swarm: str = ""
     held_step: int = -1
     addresses: tuple[str, ...] = field(default=())
+    finished: bool = False
 
     def to_bytes(self) -> bytes:
         """As it is stored."""
         addresses = list(self.addresses)[:_MAX_ADDRESSES]
         fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
-        return json.dumps(fields).encode()
+        return json.dumps(fields | {"finished": self.finished}).encode()
 
     @classmethod
     def from_bytes(cls, peer_id: str, data: bytes) -> PeerRecord:
@@ -49,7 +51,7 @@ class PeerRecord:
         fields = json.loads(data)
         addresses = tuple(str(each) for each in list(fields["addresses"])[:_MAX_ADDRESSES])
         number, held_step = int(fields["number"]), int(fields["held_step"])
-        return cls(peer_id, number, str(fields["swarm"])[:64], held_step, addresses)
+        return cls(peer_id, number, str(fields["swarm"])[:64], held_step, addresses, fields["finished"] is True)
 
 
 def run_key(run: str) -> str:

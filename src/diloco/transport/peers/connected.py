@@ -41,6 +41,7 @@ class Connected:
         joining: whether the run was going on already.
         swarm: name of the swarm, where it has one.
         refresh: for a joiner: look who the members are by now, and connect to all of them.
+        finish: tell those who come later, where the network keeps it, that the run is over.
     """
 
     transport: PeerTransport
@@ -48,6 +49,7 @@ class Connected:
     joining: bool
     swarm: str = ""
     refresh: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = lambda: None
 
     def already_running(self) -> RendezvousError:
         """For who came to begin a run, and finds one that is going on."""
