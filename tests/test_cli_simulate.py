@@ -13,7 +13,8 @@ from diloco.cli import main
 from diloco.config import load_configuration
 from diloco.simulate.workload import METHODS
 from diloco.train.resolve import resolve
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.liveness import Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 

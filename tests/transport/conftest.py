@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.liveness import Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.transport.state_donors import Asker, MakeDonor, an_asker, donors
 from tests.transport.swarms import Swarms

@@ -27,9 +27,9 @@ from diloco.transport.address import Address
 from diloco.transport.base import Average
 from diloco.transport.peers import rounds, transport, view_links
 from diloco.transport.peers.data_link import LinkRequest
+from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Loss, Timing
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.views import Policies, ViewKeeper
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.state_fetch import fetch_state
 from diloco.transport.peers.state_service import serve_state
 from diloco.transport.peers.state_wire import Description, TensorBytes, outline_of
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 LIMIT_S = 30.0

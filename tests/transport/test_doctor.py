@@ -14,7 +14,8 @@ import pytest
 from diloco.cli import main
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.liveness import Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.doctor import MOST_BYTES, Finding, examine, serve_probes
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.transport.wires import Wires

@@ -14,8 +14,9 @@ import pytest
 
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import PROTOCOL, pack, read_frame
+from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams

@@ -17,7 +17,8 @@ from diloco.transport.address import Address
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.frames import pack
 from diloco.transport.peers.link_desk import LinkDesk, StreamLink
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.liveness import Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.transport.wires import at_once
 

@@ -20,7 +20,8 @@ from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers import switchboard
 from diloco.transport.peers.frames import MAX_BLOB_BYTES, pack, read_frame
-from diloco.transport.peers.switchboard import Loss, Switchboard, Timing
+from diloco.transport.peers.liveness import Loss, Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.processes import Processes, report, told
 

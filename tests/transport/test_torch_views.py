@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco.transport.peers.switchboard import Loss
+from diloco.transport.peers.liveness import Loss
 from diloco.transport.peers.transport import PeerTransport
 from tests.processes import Processes
 from tests.transport.fault_replicas import replica

@@ -9,8 +9,9 @@ from typing import Any
 
 from diloco.transport.address import Address
 from diloco.transport.peers.connected import Connected
+from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Registry
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from diloco.transport.torch_distributed.rendezvous import serve

@@ -90,7 +90,8 @@ def _examine(options: Options) -> int:
 
 
 def _listen(text: str) -> int:
-    from diloco.transport.peers.switchboard import Switchboard, Timing
+    from diloco.transport.peers.liveness import Timing
+    from diloco.transport.peers.switchboard import Switchboard
     from diloco.transport.torch_distributed.doctor import serve_probes
     from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from diloco.errors import ConfigurationError
 from diloco.transport.address import Address
+from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Registry
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams

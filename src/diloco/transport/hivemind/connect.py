@@ -24,8 +24,8 @@ from diloco.transport.hivemind.records import PeerRecord
 from diloco.transport.hivemind.swarm import SwarmDesk, SwarmTable, ask_peer
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.link_desk import LinkDesk
+from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.switchboard import Timing
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.peers.within import within

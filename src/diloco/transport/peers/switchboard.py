@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.liveness import Loss, Pulse, Timing, silent_ones
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.within import within
 
-__all__ = ["Loss", "Service", "Switchboard", "Timing"]
+__all__ = ["Service", "Switchboard"]
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -32,35 +32,6 @@ Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamW
 _FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How soon a silent rank is noticed.
-
-    Attributes:
-        heartbeat_s: between two beats.
-        silence_s: without any word from a rank it counts as lost.
-        latency_s: emulated: every message is delivered this much later.
-    """
-
-    heartbeat_s: float = 2.0
-    silence_s: float = 15.0
-    latency_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a rank is lost.
-
-    Attributes:
-        kind: ``gone``: its process has ended; ``cut``: the connection ended and the process can't be asked;
-            ``silent``: the connection stands and nothing comes.
-        text: in words.
-    """
-
-    kind: Literal["gone", "cut", "silent"]
-    text: str
 
 
 @dataclass(eq=False)
@@ -104,8 +75,7 @@ class Switchboard:
         self._lines: dict[int, _Line] = {}
         self._connections: WeakSet[asyncio.WriteTransport] = WeakSet()  # all that were made, while anything holds them
         self._watch: asyncio.Task[None] | None = None
-        self._beat_s = math.inf  # of the last beat, once there are any
-        self._woke_s = -math.inf
+        self._pulse = Pulse(timing)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-control", daemon=True)
         self._thread.start()
@@ -274,7 +244,8 @@ class Switchboard:
         if self._lines.get(line.rank) is not line:
             return
         self.hang_up_quietly(line)
-        if given_up or self._stood_still():  # it may have gone on and ended since: its port has nothing to say
+        if given_up or self._pulse.stood_still(self.loop.time()):
+            # it may have gone on and ended since: its port has nothing to say
             why = "gave it up" if given_up else f"ended the connection ({reason})"
             text = f"{line.address} heard nothing of this process for too long and {why}"
             self._lost(line.rank, Loss("cut", text))
@@ -310,21 +281,13 @@ class Switchboard:
             await asyncio.sleep(0.1)
         return Loss("cut", f"the connection to {line.address} ended ({reason}), though somebody listens there")
 
-    def _stood_still(self) -> bool:
-        """Whether this process said nothing for so long, lately, that the others may have given it up."""
-        now_s, silence_s = self.loop.time(), self.timing.silence_s
-        return now_s - self._beat_s > silence_s - self.timing.heartbeat_s or now_s - self._woke_s < silence_s
-
     async def _beat(self) -> None:
-        period_s, beat = self.timing.heartbeat_s, pack({"kind": "beat"})
-        self._beat_s = self.loop.time()
+        beat = pack({"kind": "beat"})
+        self._pulse.begin(self.loop.time())
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(self.timing.heartbeat_s)
             now_s = self.loop.time()
-            stood_s, self._beat_s = now_s - self._beat_s, now_s
-            if stood_s > self.timing.silence_s - period_s:
-                self._woke_s = now_s
-            if stood_s > 2 * period_s + 1:  # it was this process that stood still: the others get their chance
+            if self._pulse.beat(now_s):  # it was this process that stood still
                 for line in self._lines.values():
                     line.heard_s = now_s
             self._give_up(now_s)
@@ -332,14 +295,7 @@ class Switchboard:
                 line.writer.write(beat)
 
     def _give_up(self, now_s: float) -> None:
-        """Give up who is silent; but while others have become so quiet that they may be next, wait for what they do.
-
-        So who is cut off from all the others accuses none of them to another one: what it says may still arrive.
-        """
-        quiet_s = {line: now_s - line.heard_s for line in self._lines.values()}
-        silent = [line for line in quiet_s if quiet_s[line] > self.timing.silence_s]
-        if any(2 * self.timing.heartbeat_s < quiet_s[line] <= self.timing.silence_s for line in quiet_s):
-            return
+        silent = silent_ones({line: now_s - line.heard_s for line in self._lines.values()}, self.timing)
         for line in silent:
             line.writer.write(pack({"kind": "given-up"}))  # for one that only stood still
             self.hang_up(line.rank)

@@ -15,6 +15,7 @@ from diloco.transport.base import Average, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.host_copies import HostCopies
+from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.meetings import Meetings
 from diloco.transport.peers.payloads import Postman
@@ -24,7 +25,7 @@ from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.speeds import Speeds, speed_message
 from diloco.transport.peers.state_desk import StateDesk
 from diloco.transport.peers.streams import Streams
-from diloco.transport.peers.switchboard import Loss, Switchboard, Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.view_messages import next_view
 from diloco.transport.peers.views import Policies, ViewKeeper
 from diloco.transport.shaping import Pacer

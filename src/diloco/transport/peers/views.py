@@ -15,13 +15,14 @@ from diloco.membership.view import View
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.header import Header
 from diloco.transport.peers.lineup import Lineup
+from diloco.transport.peers.liveness import Loss
 from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.round_state import Begun
 from diloco.transport.peers.rounds import RoundBook
 from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Loss, Switchboard
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.view_end import ViewEnd
 from diloco.transport.peers.view_links import ViewLinks
 from diloco.transport.peers.view_messages import Adopted, ChangeReport, Leaving, RoundVote, adopted, read

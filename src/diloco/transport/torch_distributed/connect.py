@@ -9,8 +9,9 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.membership.view import View
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.peers.connected import Connected, Table
+from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.switchboard import Switchboard, Timing
+from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.peers.within import within
