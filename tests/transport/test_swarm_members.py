@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from diloco.errors import ConfigurationError, RendezvousError
+from diloco.transport.address import Address
+from diloco.transport.hivemind import connect
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
+from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connected import join
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
@@ -68,6 +72,33 @@ def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: S
     assert {each.number: (each.problem, each.status["words"]) for each in seen} == {
         m: ("", f"of peer {m}") for m in range(3)
     }, "who looks hears of the hidden one, too"
+
+
+def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answers(
+    swarms: Swarms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have ended just now, and nobody else have noticed."""
+    first = swarms.peer(0).transport
+    second = swarms.peer(1, [first])
+    join(second, LIMIT_S)
+    opened, failed = PeerStreams.open, []
+
+    async def unreachable(streams: PeerStreams, address: Address) -> Any:
+        if address == second.transport.address and len(failed) < 2:
+            failed.append(address)
+            raise OSError("nobody there")
+        return await opened(streams, address)
+
+    async def not_called_back(arrival: object, table: object, rank: int) -> bool:
+        return False
+
+    monkeypatch.setattr(PeerStreams, "open", unreachable)
+    monkeypatch.setattr(connect._Arrival, "_called_back", not_called_back)
+    third = swarms.peer(2, [first])
+    assert (third.joining, len(failed)) == (True, 2)
+    monkeypatch.undo()
+    join(third, LIMIT_S)
+    wait_for_members(first, 3)
 
 
 def test_peers_with_the_secret_find_each_other_and_one_without_is_turned_away(swarms: Swarms) -> None:

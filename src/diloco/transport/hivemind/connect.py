@@ -113,14 +113,13 @@ class _Arrival:
         call = self.board.call
         self.mine = call(self._entry())
         self.registry.entries[self.number] = self.mine
-        found = call(self._find())
         open_link = LinkDesk(self.board, self._address_of, self.wire.silence_s).open_link
-        self.swarm = found.swarm if found else secrets.token_hex(8)
         self.board.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
+        found = call(self._find())
+        self.swarm = found.swarm if found else secrets.token_hex(8)
         if found:
-            call(self._dial(found))
             self.transport.begin(View(-1, found.members), self.registry, open_link, member=False)
         else:
             self.transport.begin(View(0, (self.number,)), self.registry, open_link, member=True)
@@ -166,7 +165,10 @@ class _Arrival:
         self.board.call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))
 
     async def _find(self) -> SwarmTable | None:
-        """The swarm, or None where this peer is to found it."""
+        """The swarm, once all its members are connected; or None where this peer is to found it.
+
+        A member that can't be reached may be one that has just ended: the next table may be without it.
+        """
         loop = asyncio.get_running_loop()
         run, node = self.place.gate.run, self.streams.node
         began_s = loop.time()
@@ -179,7 +181,9 @@ class _Arrival:
             for record in records:
                 if record.swarm:
                     try:
-                        return await self._ask(record.peer_id)
+                        table = await self._ask(record.peer_id)
+                        await self._dial(table)
+                        return table
                     except OSError as error:
                         why[record.peer_id] = str(error)
             waited_s = loop.time() - began_s
@@ -238,7 +242,11 @@ class _Arrival:
         return table
 
     async def _dial(self, table: SwarmTable) -> None:
-        """Connect to all members, who must be reached, and to those who are about to be some, where that works."""
+        """Connect to all members, who must be reached, and to those who are about to be some, where that works.
+
+        Raises:
+            OSError: if a member can't be reached.
+        """
 
         async def one(rank: int) -> None:
             entry = table.entries[rank]
@@ -247,15 +255,16 @@ class _Arrival:
                 await within(self.wire.silence_s, self.board.connect(rank, PeerAddress(entry.address)))
             except (OSError, EOFError, TransportError, TimeoutError) as error:
                 if rank in table.members and not await self._called_back(table, rank):
-                    raise RendezvousError(
+                    raise OSError(
                         f"replica {self.number} can't reach replica {rank} ({entry.address}), which is a member: "
                         f"{str(error) or type(error).__name__}. A way to it, or, where both are behind routers that "
-                        "let nothing in, a peer with a public address that relays, would work. Nothing was started.",
-                        replicas=[rank],
+                        "let nothing in, a peer with a public address that relays, would work"
                     ) from error
 
         wanted = [rank for rank in table.entries if rank != self.number and rank not in self.board.connected]
-        await asyncio.gather(*(one(rank) for rank in wanted))
+        for result in await asyncio.gather(*(one(rank) for rank in wanted), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     async def _called_back(self, table: SwarmTable, rank: int) -> bool:
         """Ask a member that can be reached to let one that can't open the connection; whether it did."""
