@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.membership.quorum import Policy
@@ -170,6 +170,7 @@ def test_a_side_goes_on_alone_where_that_is_wanted() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(NUMBERS, st.integers(2, 4), st.integers(1, 3))
+@example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, 2)  # again, before who it let in has begun
 def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
     numbers: list[int], replicas: int, returns: int
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from diloco.membership.view import View
 from diloco.transport.peers.rules import Rules
@@ -47,10 +47,25 @@ class Lineup:
         """Whether who is connected as ``rank`` is the process that is a member."""
         return self.has(rank) and self._connections[rank] is self._board.connection(rank)
 
+    def remember(self, connections: Mapping[int, object]) -> None:
+        """Whoever was connected like this is who is meant, whoever is connected in its place now."""
+        self._connections.update(connections)
+
     def unreached(self, view: View) -> frozenset[int]:
-        """Replicas of ``view`` to which no control connection stands."""
+        """Replicas of ``view``, which is formed, to whose processes no control connection stands."""
         connected, me = self._board.connected, self._rules.replica
-        return frozenset(m for m in view.members if m != me and not connected.issuperset(self.ranks((m,))))
+        return frozenset(
+            m
+            for m in view.members
+            if m != me and not all(rank in connected and self.is_connected(rank) for rank in self.ranks((m,)))
+        )
+
+    def replaced(self, replicas: Collection[int]) -> frozenset[int]:
+        """Those in whose places other processes are connected; so they have ended."""
+        connected = self._board.connected
+        return frozenset(
+            m for m in replicas if any(rank in connected and not self.is_connected(rank) for rank in self.ranks((m,)))
+        )
 
     def part_from(self, rank: int) -> None:
         """The process of that rank is no member any more; one that has come in its place stays connected."""

@@ -261,7 +261,10 @@ class PeerTransport(Transport):
             self.board.post(self.board.send, rank, message)
 
     def welcome(self, timeout_s: float) -> Mapping[str, Any] | None:
-        """What a member answered to my wish to join, or None; a welcome rather than anything else."""
+        """What a member answered to my wish to join, or None; a welcome rather than anything else.
+
+        Under ``lineup`` is whom this rank was connected to when it came: rank -> the connection.
+        """
         with self._meetings.changed:
             self._meetings.changed.wait_for(lambda: bool(self._welcomed), timeout_s)
             answers, self._welcomed = self._welcomed, []
@@ -295,7 +298,7 @@ class PeerTransport(Transport):
         self.welcome_note = answer.get("note") or {}
         self.step = following.from_step - 1
         self.view = following.view
-        self._keeper.enter(following)
+        self._keeper.enter(following, answer["lineup"])
 
     def _deliver(self, sender: int, message: dict[str, Any], blob: bytes) -> None:
         kind, keeper = message["kind"], self._keeper
@@ -308,7 +311,8 @@ class PeerTransport(Transport):
             self._meetings.heard(sender, str(message["name"]), int(message["value"]))
         elif kind in ("welcome", "refused"):
             with self._meetings.changed:
-                self._welcomed = [*self._welcomed[-_MOST_EARLY:], message]
+                lineup = {rank: self.board.connection(rank) for rank in self.board.connected}
+                self._welcomed = [*self._welcomed[-_MOST_EARLY:], {**message, "lineup": lineup}]
                 self._meetings.changed.notify_all()
         elif keeper is None and len(self._early) > _MOST_EARLY:
             raise ValueError("it says too much to somebody who is not ready")

@@ -120,15 +120,21 @@ class ViewKeeper:
             return
         self._take(Letter(sender, view_id, said, connection))
 
-    def enter(self, following: NextView) -> None:
-        """Become a member of a view that was agreed on without me; who was lost before that is lost in it."""
+    def enter(self, following: NextView, lineup: Mapping[int, object]) -> None:
+        """Become a member of a view that was agreed on without me; who was lost before that is lost in it.
+
+        Args:
+            following: the view.
+            lineup: rank -> the connection to it when I was told of the view; another process may have come since.
+        """
         assert following.view is not None
         self.joined = following.from_step > 1  # before the first step there is no state but the one all begin with
         self._from_step = following.from_step
+        self._lineup.remember(lineup)
         self._open(following.view, (), following.void)
         if lost := self._lineup.unreached(self.view):
             words = f"replica {self._rules.replica} can't reach all that it joins"
-            self._extend(words, lost=lost, gone=lost & self._gone_before)
+            self._extend(words, lost=lost, gone=lost & (self._gone_before | self._lineup.replaced(lost)))
 
     def lose(self, rank: int, loss: Loss) -> None:
         """A rank can't be reached any more."""
