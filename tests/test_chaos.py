@@ -185,16 +185,14 @@ class TestEnds:
 
 
 def test_real_peers_survive_a_minute_of_it(tmp_path: Path) -> None:
-    """Four peers; one is killed and comes back, one is frozen, one leaves and another one comes; no stand-in dies."""
-    set_up = Settings(peers=4, steps=900, step_s=0.1, silence_s=6.0, join_window_s=4.0, slack_s=60.0)
+    """Four peers; one is killed and comes back, one is frozen, and the standing peer is another one for a while."""
+    set_up = Settings(peers=4, steps=600, step_s=0.1, silence_s=6.0, join_window_s=4.0, slack_s=60.0)
     events = (
         Event(3.0, "kill", 3, with_daemon=True),
         Event(5.0, "resume", 3),
         Event(6.0, "kill bootstrap", BOOTSTRAP),
         Event(7.0, "freeze", 2, 9.0, with_daemon=True),
         Event(9.0, "start bootstrap", BOOTSTRAP),
-        Event(18.0, "leave", 0),
-        Event(19.0, "join", 0),
     )
     said: list[str] = []
     Conductor(set_up, tmp_path, Loopback(), said.append).run(events)

@@ -45,6 +45,7 @@ class Donor:
     """A board that serves what ``held`` is."""
 
     def __init__(self, held: Mapping[str, Any] | None, limit_bytes_per_s: float | None = None) -> None:
+        self.changes = 0
         self.held = held
         self.copies = 0
         self.requests: list[dict[str, Any]] = []
@@ -53,7 +54,16 @@ class Donor:
         self.service = serve_state(self.board, limit_bytes_per_s)
         if held is not None:
             self.service.source = self.copied
-        self.service.version = lambda fragment: id(self.held)
+        self.service.version = lambda fragment: self.changes
+
+    @property
+    def held(self) -> Mapping[str, Any] | None:
+        return self._held
+
+    @held.setter
+    def held(self, held: Mapping[str, Any] | None) -> None:
+        self._held = held
+        self.changes += 1  # not its identity, which another one may have once it is gone
 
     def copied(self, fragment: int) -> Mapping[str, Any]:
         self.copies += 1
