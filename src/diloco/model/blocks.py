@@ -52,8 +52,10 @@ class Layer(nn.Module):
         self.feed_forward_norm = RMSNorm(settings.width, settings.norm_epsilon)
         self.feed_forward = SwiGLU(settings) if settings.ffn == "swiglu" else GELU(settings)
 
-    def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), cosine, sine, cache)
+    def forward(
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | None
+    ) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cosine, sine, cache, mask)
         output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
         return output
 
@@ -74,14 +76,16 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(self.head_width, settings.norm_epsilon) if settings.qk_norm else None
         self.key_norm = RMSNorm(self.head_width, settings.norm_epsilon) if settings.qk_norm else None
 
-    def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | None
+    ) -> Tensor:
         query = self._heads(self.query(hidden))
         key = self._heads(self.key(hidden))
         value = self._heads(self.value(hidden))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
-        new, mask = query.shape[2], None
+        new = query.shape[2]
         if cache is not None:
             before = cache.length
             key, value = cache.extend(self.index, key, value)

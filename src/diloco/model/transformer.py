@@ -7,7 +7,6 @@ Parameters read ``embedding.weight``, ``layers.0.attention.query.weight``, ..., 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +14,17 @@ from torch.nn import functional as F
 
 from diloco.errors import ConfigurationError
 from diloco.model.blocks import Embedding, KeyValueCache, Layer, Linear, RMSNorm, rotary_table
+from diloco.model.language_model import Cache, LanguageModel, LossParts
 from diloco.model.loss import cross_entropy_with_z_loss
 from diloco.model.settings import ModelSettings
 
-__all__ = ["LossParts", "Transformer", "build_model"]
+__all__ = ["Transformer", "build_model"]
 
 OUTPUT_STD = 0.02
 """Standard deviation of the initial output projection (GPT-2)."""
 
 
-class LossParts(NamedTuple):
-    """What `Transformer.loss` gives: two float32 scalars, nats per token."""
-
-    loss: Tensor
-    """To differentiate: mean cross-entropy plus z-loss."""
-    cross_entropy: Tensor
-    """To report: the mean cross-entropy alone; it has no gradient."""
-
-
-class Transformer(nn.Module):
+class Transformer(LanguageModel):
     """A decoder: embedding, ``settings.layers`` layers, norm, output projection.
 
     Args:
@@ -59,6 +50,9 @@ class Transformer(nn.Module):
                 "model.vocab_size is not set; the tokeniser's vocabulary, 257 for bytes, would work. Nothing was built."
             )
         self.settings = settings
+        self.vocab_size = settings.vocab_size
+        self.max_sequence_length = settings.max_sequence_length
+        self.num_layers = settings.layers
         self.embedding = Embedding(settings.vocab_size, settings.width)
         self.layers = nn.ModuleList(Layer(settings, index) for index in range(settings.layers))
         self.norm = RMSNorm(settings.width, settings.norm_epsilon)
@@ -101,19 +95,8 @@ class Transformer(nn.Module):
         self.rotary_cosine.copy_(cosine)
         self.rotary_sine.copy_(sine)
 
-    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits of the token that follows each position.
-
-        Args:
-            tokens: ``(batch, sequence)`` int64.
-            cache: what came before ``tokens``; the new keys and values are added to it. None: nothing came before.
-
-        Returns:
-            ``(batch, sequence, vocab)``, float32 or the autocast dtype.
-
-        Raises:
-            ConfigurationError: if the sequence, with what the cache holds, exceeds ``max_sequence_length``.
-        """
+    def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+        assert cache is None or isinstance(cache, KeyValueCache), "made by new_cache"
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         if end > self.settings.max_sequence_length:
@@ -123,27 +106,22 @@ class Transformer(nn.Module):
             )
         cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]
         hidden = self.embedding(tokens)
+        mask = None if documents is None else _within_documents(documents)
         for layer in self.layers:
-            hidden = layer(hidden, cosine, sine, cache)
+            hidden = layer(hidden, cosine, sine, cache, mask)
         if cache is not None:
             cache.length = end
         hidden = self.norm(hidden)
         logits: Tensor = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
         return logits
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
-        """The training loss, in float32 under autocast too; see `cross_entropy_with_z_loss`.
-
-        Args:
-            tokens: ``(batch, sequence)`` int64.
-            targets: ``(batch, sequence)`` int64, the token that follows each of ``tokens``.
-        """
-        logits = self(tokens).flatten(0, 1).float()
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        """The training loss, in float32 under autocast too; see `cross_entropy_with_z_loss`."""
+        logits = self(tokens, documents=documents).flatten(0, 1).float()
         return LossParts(*cross_entropy_with_z_loss(logits, targets.flatten(), self.settings.z_loss))
 
-    def num_parameters(self) -> int:
-        """Trainable and frozen parameters, tied ones once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def new_cache(self) -> KeyValueCache:
+        return KeyValueCache(self.settings)
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
         """Estimated floating-point operations of training on one token, forward and backward.
@@ -162,6 +140,12 @@ class Transformer(nn.Module):
         matrices = sum(weight.numel() for weight in self.layers.parameters() if weight.ndim == 2)
         matrices += self.embedding.weight.numel()  # the output projection has the same size
         return 6.0 * matrices + 6.0 * settings.layers * settings.width * (length + 1)
+
+
+def _within_documents(documents: Tensor) -> Tensor:
+    """``(batch, 1, sequence, sequence)`` bool: which tokens each one sees, from ``(batch, sequence)`` numbers."""
+    same = documents.unsqueeze(1).unsqueeze(3) == documents.unsqueeze(1).unsqueeze(2)
+    return same.tril()
 
 
 def build_model(settings: ModelSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:

@@ -15,7 +15,7 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.errors import ConfigurationError
-from diloco.model.transformer import Transformer
+from diloco.model.language_model import LanguageModel
 from diloco.train.settings import RunSettings, TrainSettings
 from diloco.transport.faults import parse_fault
 from diloco.transport.in_process import InProcessTransport
@@ -62,7 +62,7 @@ def make_schedule(settings: RunSettings) -> SyncSchedule:
     )
 
 
-def make_fragments(settings: FragmentSettings, model: Transformer) -> tuple[Fragment, ...]:
+def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fragment, ...]:
     """The partition of resolved settings."""
     return partition(
         model,

@@ -8,7 +8,7 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import flatten, local_shard, trainable_parameters, unflatten_
 from diloco.errors import NonFiniteError, RoundVoidError, ViewChangedError
-from diloco.model.transformer import Transformer
+from diloco.model.language_model import LanguageModel
 from diloco.transport.base import Average, Pending, Transport
 from diloco.transport.replica_group import ReplicaGroup
 
@@ -26,7 +26,7 @@ class GradientAverager:
     """
 
     def __init__(
-        self, model: Transformer, transport: Transport, codec: Codec, group: ReplicaGroup | None = None
+        self, model: LanguageModel, transport: Transport, codec: Codec, group: ReplicaGroup | None = None
     ) -> None:
         self.parameters = list(trainable_parameters(model).values())
         self.transport = transport

@@ -8,7 +8,7 @@ from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange
 from diloco.algorithm.schedule import Send, SyncSchedule
-from diloco.model.transformer import Transformer
+from diloco.model.language_model import LanguageModel
 from diloco.train.components import make_clipping, make_configured_codec, make_fragments, make_schedule
 from diloco.train.settings import RunSettings
 from diloco.units import format_bytes, format_count, format_ratio
@@ -16,7 +16,7 @@ from diloco.units import format_bytes, format_count, format_ratio
 __all__ = ["describe"]
 
 
-def describe(settings: RunSettings, model: Transformer) -> dict[str, str]:
+def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     """Derived facts by name, in the order to print them.
 
     Args:
@@ -24,7 +24,7 @@ def describe(settings: RunSettings, model: Transformer) -> dict[str, str]:
         model: the one to be trained; a model on the meta device will do.
     """
     parameters = model.num_parameters()
-    facts = {"model": f"{format_count(parameters)} parameters, {settings.model.layers} layers"}
+    facts = {"model": f"{format_count(parameters)} parameters, {model.num_layers} layers"}
     facts["algorithm"] = _algorithm(settings)
     train, replicas = settings.train, settings.transport.replicas
     tokens = replicas * train.batch_size * train.sequence_length

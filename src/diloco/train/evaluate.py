@@ -11,7 +11,7 @@ from torch import nn
 
 from diloco.data.sampler import heldout_batches
 from diloco.data.tokens import Tokenizer
-from diloco.model.transformer import Transformer
+from diloco.model.language_model import LanguageModel
 
 __all__ = ["Evaluation", "evaluate", "mean_evaluation"]
 
@@ -37,7 +37,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: Transformer,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     tokens: np.ndarray,
     *,

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from diloco.errors import ConfigurationError, NonFiniteError
-from diloco.model.blocks import KeyValueCache
-from diloco.model.transformer import Transformer
+from diloco.model.language_model import LanguageModel
 
 __all__ = ["generate"]
 
 
 def generate(
-    model: Transformer,
+    model: LanguageModel,
     prompt_tokens: Sequence[int],
     *,
     max_new_tokens: int,
@@ -51,10 +50,10 @@ def generate(
         ConfigurationError: for an argument that cannot work.
         NonFiniteError: if the model gives logits that are not finite.
     """
-    longest = model.settings.max_sequence_length
+    longest = model.max_sequence_length
     window = longest if window is None else window
-    device = model.embedding.weight.device
-    vocabulary = model.embedding.num_embeddings
+    device = next(model.parameters()).device
+    vocabulary = model.vocab_size
     _check(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more")
     _check(0 <= temperature < float("inf"), f"temperature={temperature}", "0 (greedy) or a positive number")
     _check(top_k is None or top_k >= 1, f"top_k={top_k}", "1 or more, or None")
@@ -71,7 +70,7 @@ def generate(
 
     tokens = list(prompt_tokens)
     unread = tokens[-window:]
-    cache = KeyValueCache(model.settings)
+    cache = model.new_cache()
     was_training = model.training
     model.eval()
     try:
@@ -79,7 +78,7 @@ def generate(
             for _ in range(max_new_tokens):
                 if cache.length + len(unread) > window:
                     unread = tokens[-max(1, window // 2) :]
-                    cache = KeyValueCache(model.settings)
+                    cache = model.new_cache()
                 # Not through `__call__`: a compiled model would compile anew for every length of the cache.
                 logits = model.forward(torch.tensor([unread], device=device), cache)[0, -1].float()
                 token = _sample(logits, generator, temperature, top_k, top_p)

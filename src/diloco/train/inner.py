@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from diloco.algorithm.fragments import local_shard
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
-from diloco.model.transformer import Transformer
+from diloco.model.language_model import LanguageModel
 from diloco.train.parallel import ParallelModel, WholeModel
 from diloco.train.settings import InnerSettings
 
@@ -152,7 +152,7 @@ class InnerLoop:
 
     def __init__(
         self,
-        model: Transformer | ParallelModel,
+        model: LanguageModel | ParallelModel,
         optimizer: torch.optim.Optimizer,
         *,
         learning_rate: ValueSchedule,

@@ -13,7 +13,8 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.data.corpus import Corpus
 from diloco.data.sampler import Sampler
 from diloco.events import Event
-from diloco.model.transformer import Transformer, build_model
+from diloco.model.language_model import LanguageModel
+from diloco.model.transformer import build_model
 from diloco.train.components import (
     make_clipping,
     make_configured_codec,
@@ -39,7 +40,7 @@ class Replica:
     """One replica's own things."""
 
     number: int
-    model: Transformer
+    model: LanguageModel
     inner: InnerLoop
     sampler: Sampler
     random_state: RandomState
@@ -99,7 +100,7 @@ def make_replica(
     return Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
 
 
-def make_gradients(settings: RunSettings, model: Transformer, fleet: Fleet, number: int) -> GradientAverager:
+def make_gradients(settings: RunSettings, model: LanguageModel, fleet: Fleet, number: int) -> GradientAverager:
     """What averages the gradients of replica ``number``, where they are."""
     name = settings.codec.name if settings.algorithm == "data-parallel" else None
     return GradientAverager(model, fleet.endpoint(number), make_codec(name or "float32"), fleet.group)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigurationError
-from diloco.model.transformer import LossParts, Transformer
+from diloco.model.language_model import LanguageModel, LossParts
 from diloco.transport.replica_group import ReplicaGroup
 
 __all__ = ["ParallelModel", "ShardedModel", "Strategy", "WholeModel", "parallelise"]
@@ -39,13 +39,13 @@ class ParallelModel(abc.ABC):
 
     num_shards = 1
 
-    def __init__(self, model: Transformer, group: ReplicaGroup) -> None:
+    def __init__(self, model: LanguageModel, group: ReplicaGroup) -> None:
         self.model = model
         self.group = group
 
     @abc.abstractmethod
     def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
-        """`Transformer.loss` of this rank's rows; its backward pass adds to ``.grad`` the mean over ranks."""
+        """`LanguageModel.loss` of this rank's rows; its backward pass adds to ``.grad`` the mean over ranks."""
 
     @contextmanager
     def piece(self, *, last: bool) -> Iterator[None]:
@@ -64,7 +64,7 @@ class ParallelModel(abc.ABC):
 class WholeModel(ParallelModel):
     """A replica of one rank."""
 
-    def __init__(self, model: Transformer, group: ReplicaGroup | None = None) -> None:
+    def __init__(self, model: LanguageModel, group: ReplicaGroup | None = None) -> None:
         super().__init__(model, group or ReplicaGroup())
         if self.group.size != 1:
             raise ConfigurationError(
@@ -79,7 +79,7 @@ class WholeModel(ParallelModel):
 class ReplicatedModel(ParallelModel):
     """Every rank holds everything, and the same bits of it."""
 
-    def __init__(self, model: Transformer, group: ReplicaGroup) -> None:
+    def __init__(self, model: LanguageModel, group: ReplicaGroup) -> None:
         super().__init__(model, group)
         watched = _Loss(model)
         # buffers of no state, as a rotary table, are derived and alike; broadcast, they would travel at every step
@@ -107,7 +107,7 @@ class ShardedModel(ParallelModel):
     backward, 2 bytes per parameter.
     """
 
-    def __init__(self, model: Transformer, group: ReplicaGroup, device: torch.device) -> None:
+    def __init__(self, model: LanguageModel, group: ReplicaGroup, device: torch.device) -> None:
         from torch.distributed.fsdp import fully_shard  # most of a second, for those who need it
 
         super().__init__(model, group)
@@ -131,7 +131,7 @@ class ShardedModel(ParallelModel):
         return self.group.gather(norm.double().square()).sum().sqrt().to(norm.dtype)
 
 
-def parallelise(model: Transformer, strategy: Strategy, group: ReplicaGroup, device: torch.device) -> ParallelModel:
+def parallelise(model: LanguageModel, strategy: Strategy, group: ReplicaGroup, device: torch.device) -> ParallelModel:
     """Bring ``model`` to ``device`` and to the ranks of its replica; before its optimizer is made, which must hold
     what becomes of its parameters.
 
@@ -152,9 +152,9 @@ def parallelise(model: Transformer, strategy: Strategy, group: ReplicaGroup, dev
 
 
 class _Loss(nn.Module):
-    """`Transformer.loss` as a forward pass, which is what DistributedDataParallel watches."""
+    """`LanguageModel.loss` as a forward pass, which is what DistributedDataParallel watches."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         super().__init__()
         self.model = model
 

@@ -14,7 +14,7 @@ from diloco.algorithm.digest import digest_tensors
 from diloco.data.corpus import Corpus
 from diloco.errors import ConfigurationError
 from diloco.events import Event
-from diloco.model.transformer import Transformer
+from diloco.model.language_model import LanguageModel
 from diloco.train.components import (
     make_schedule,
 )
@@ -194,7 +194,7 @@ class Session:
         return digest_tensors({f"{m}.{name}": p for m, r in replicas for name, p in r.model.named_parameters()})
 
     @contextmanager
-    def evaluated_models(self) -> Iterator[list[Transformer]]:
+    def evaluated_models(self) -> Iterator[list[LanguageModel]]:
         """The models to evaluate: one with the global parameters, or every replica's where they are independent."""
         first = self.replicas[0]
         if first.diloco:

@@ -14,8 +14,9 @@ from torch import Tensor
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.data.tokens import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError
+from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
+from diloco.model.transformer import build_model
 from diloco.train.checkpoint import open_checkpoint
 
 __all__ = ["Trained", "load_parameters", "load_trained", "read_weights"]
@@ -33,7 +34,7 @@ class Trained:
         path: of the checkpoint.
     """
 
-    model: Transformer
+    model: LanguageModel
     tokenizer: Tokenizer
     step: int
     sequence_length: int
@@ -70,7 +71,7 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         raise CheckpointError(f"{path} can't be read as safetensors: {error}. Nothing was started.") from error
 
 
-def load_parameters(model: Transformer, values: Mapping[str, Tensor]) -> None:
+def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
     """Set the trainable parameters of ``model`` from ``values``, all of them and no others.
 
     Raises:

@@ -1,0 +1,100 @@
+"""What training, evaluation and generation need of a model, whoever wrote it."""
+
+from __future__ import annotations
+
+import abc
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+__all__ = ["Cache", "LanguageModel", "LossParts", "document_numbers"]
+
+
+class LossParts(NamedTuple):
+    """What `LanguageModel.loss` gives: two float32 scalars, nats per token."""
+
+    loss: Tensor
+    """To differentiate: mean cross-entropy plus whatever the model adds to it, such as z-loss."""
+    cross_entropy: Tensor
+    """To report: the mean cross-entropy alone; it has no gradient."""
+
+
+class Cache(Protocol):
+    """What a model keeps of the tokens it has seen, for decoding a few tokens at a time."""
+
+    @property
+    def length(self) -> int:
+        """Tokens seen."""
+        ...
+
+
+class LanguageModel(nn.Module, abc.ABC):
+    """A causal language model.
+
+    Attributes:
+        vocab_size: number of logits; every token id is below it.
+        max_sequence_length: of the longest sequence that it serves, tokens.
+        num_layers: blocks, as fragments are made of.
+    """
+
+    vocab_size: int
+    max_sequence_length: int
+    num_layers: int
+
+    @abc.abstractmethod
+    def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+        """Logits of the token that follows each position.
+
+        Args:
+            tokens: ``(batch, sequence)`` int64.
+            cache: made by `new_cache`: what came before ``tokens``, to which they are added. None: nothing came before.
+            documents: ``(batch, sequence)`` int64, equal where two tokens of a row belong to one document; a token sees
+                only those of its own (not with a cache). None: it sees all that came before.
+
+        Returns:
+            ``(batch, sequence, vocab_size)``, float32 or the autocast dtype.
+
+        Raises:
+            ConfigurationError: if the sequence, with what the cache holds, is longer than ``max_sequence_length``.
+        """
+
+    @abc.abstractmethod
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        """The training loss, in float32 under autocast too.
+
+        Args:
+            tokens: ``(batch, sequence)`` int64.
+            targets: ``(batch, sequence)`` int64, the token that follows each of ``tokens``.
+            documents: as in `forward`.
+        """
+
+    @abc.abstractmethod
+    def new_cache(self) -> Cache:
+        """An empty cache, for one batch of sequences."""
+
+    @abc.abstractmethod
+    def flops_per_token(self, sequence_length: int | None = None) -> float:
+        """Estimated floating-point operations of training on one token, forward and backward.
+
+        Args:
+            sequence_length: tokens per sequence; default: ``max_sequence_length``.
+        """
+
+    def num_parameters(self) -> int:
+        """Trainable and frozen parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def document_numbers(tokens: Tensor, end: int) -> Tensor:
+    """Which document of its row each token belongs to, counted from 0; ``(batch, sequence)`` int64 both.
+
+    Args:
+        tokens: packed documents.
+        end: the token that ends each of them, and belongs to it.
+
+    >>> import torch
+    >>> document_numbers(torch.tensor([[5, 9, 6, 7, 9, 8]]), end=9)
+    tensor([[0, 0, 1, 1, 1, 2]])
+    """
+    ends = (tokens == end).long()
+    return ends.cumsum(1) - ends
