@@ -32,9 +32,9 @@ class Churn:
         silent_share: share of losses noticed in that way; the others at once, by their connections.
         view_change_s: from the notice until payloads can travel again: reports, and connections between all members.
         state_share: share of a link that the download of a joiner gets; the donor's payloads have the rest meanwhile.
-        donors: whom joiners ask: the first member, as the trainer does today, or whoever is free first. One at a time.
+        donors: whom joiners ask: the first member, or whoever is free first. One at a time; the trainer asks several.
         refetch: whether a joiner fetches a fragment that has changed since its download again, in its own merge, while
-            the others wait for it; the trainer does.
+            the others wait for it; the trainer did until 0.4.0, and fetches it beside its training since.
         seed: of the draws.
     """
 

@@ -7,7 +7,7 @@ the algorithm runs or what the network is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,10 +26,11 @@ from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.algorithm.weighting import TrainedSteps, check_base_weight, contribution_weight
-from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError, TransportError
-from diloco.events import Event, RoundCommitted, RoundSent, RoundVoid
+from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError
+from diloco.events import Event, Note, RoundCommitted, RoundSent, RoundVoid
 from diloco.train.in_flight import InFlight, restore_contribution
 from diloco.train.shared_state import SharedState
+from diloco.train.taking_over import TakingOver
 from diloco.transport.base import Average, Transport
 from diloco.transport.in_process import InProcessTransport
 
@@ -57,7 +58,7 @@ class DiLoCo:
         weight: this replica's weight in a mean, for a full window of training; what it really trained since its last
             contribution that counted multiplies it. Replicas with other batch sizes than the rest give theirs here.
         clipping: how large a contribution may be, the same on all replicas; default: any size.
-        on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`.
+        on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`, and with a `Note` of what else went wrong.
 
     Raises:
         ConfigurationError: for arguments that cannot work together; `FragmentError` names the parameters.
@@ -121,6 +122,7 @@ class DiLoCo:
         self._on_event = on_event or (lambda event: None)
         self._in_flight: dict[int, InFlight] = {}
         self._shared = SharedState(self.outer_loop)
+        self._taking_over = TakingOver(self._shared, self.transport)
         self.transport.publish(self._shared.snapshot, self._shared.version)
 
     def step(self, trained: float = 1.0) -> None:
@@ -135,6 +137,7 @@ class DiLoCo:
 
     def begin(self, trained: float = 1.0) -> None:
         """The first half of `step`: count the inner step and send what is due. Never blocks on other replicas."""
+        self._take_over_what_came()
         self._trained.add(trained)
         self.steps += 1
         self.transport.tick()
@@ -151,6 +154,7 @@ class DiLoCo:
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, with nothing in flight."""
         self.transport = transport
+        self._taking_over.change_transport(transport)
         self.transport.publish(self._shared.snapshot, self._shared.version)
 
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
@@ -164,25 +168,14 @@ class DiLoCo:
         Raises:
             TransportError: if none of ``donors`` answers.
         """
-        for fragment in self.fragments:
-            state = self._fetched(fragment.index, donors)
-            carrying = self.outer_loop.carrying_over(fragment.index) if keep_work else nullcontext()
-            with self._shared.changing(fragment.index), carrying:
-                self.outer_loop.load_fragment_state(fragment.index, state)
-                self._shared.finished_rounds[fragment.index] = int(state.get("finished_rounds", 0))
-                if not keep_work:
-                    self._trained.forget(fragment.index)
-                    self.outer_loop.merge(fragment.index, AlphaMerge(), None)
-
-    def _fetched(self, index: int, donors: Sequence[int]) -> Mapping[str, Any]:
-        mine = self.outer_loop.fragment_state(index)
-        tensors = (mine["global_params"], *mine["slots"].values())
-        return self.transport.fetch(index, donors, sum(tensor.nbytes for tensor in tensors))
+        taken: Callable[[int], None] = (lambda index: None) if keep_work else self._trained.forget
+        self._taking_over.all_from(donors, keep_work=keep_work, taken=taken)
 
     def drain(self) -> None:
         """Merge every fragment in flight at once, in the order sent; for the end of a run."""
         for fragment in list(self._in_flight):
             self._merge(fragment)
+        self._take_over_what_came(wait=True)
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
@@ -236,15 +229,20 @@ class DiLoCo:
         entry = self._in_flight[index]
         averaged = False
         try:
-            averaged = self._apply(entry.pending.wait(), entry.sent)
+            average = entry.pending.wait()
+            if average.donor is None:
+                averaged = self._apply(average, entry.sent)
+            else:
+                self._void(entry, self._taking_over.missed(average, average.donor))
         except DivergedError as error:
-            self._void(entry, f"{error} {self._follow(index, error)}")
+            self._void(entry, f"{error} {self._taking_over.follow(index, error)}")
         except RoundVoidError as error:
             self._void(entry, str(error))
-        with self._shared.changing(index):
-            self._shared.finished_rounds[index] = max(
-                self._shared.finished_rounds[index], entry.contribution.round.outer_step + 1
-            )
+        if not self._taking_over.lacks(index):
+            with self._shared.changing(index):
+                self._shared.finished_rounds[index] = max(
+                    self._shared.finished_rounds[index], entry.contribution.round.outer_step + 1
+                )
         codec = self._codecs[index]
         if averaged:
             self._trained.commit(index)
@@ -286,16 +284,9 @@ class DiLoCo:
         )
         return averaged
 
-    def _follow(self, index: int, error: DivergedError) -> str:
-        """Take over a fragment's state; the work that is not shared yet stays in the local parameters."""
-        try:
-            others = [m for m in self.transport.view.members if m not in (error.donor, *error.replicas)]
-            state = self._fetched(index, [error.donor, *others])
-        except TransportError as failure:  # the next round of this fragment finds out again
-            return f"Taking over the state of replica {error.donor} failed: {failure}"
-        with self._shared.changing(index), self.outer_loop.carrying_over(index):
-            self.outer_loop.load_fragment_state(index, state)
-        return f"Replica {self.transport.replica} took over the state of replica {error.donor}."
+    def _take_over_what_came(self, *, wait: bool = False) -> None:
+        for failure in self._taking_over.poll(wait=wait):
+            self._on_event(Note(step=self.steps, text=failure))
 
     def _void(self, entry: InFlight, reason: str) -> None:
         self.rounds_void += 1

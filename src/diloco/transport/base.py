@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.errors import TransportError
 from diloco.membership.view import View
 
-__all__ = ["Average", "Pending", "SnapshotSource", "Transport"]
+__all__ = ["Average", "Fetching", "Pending", "SnapshotSource", "Transport"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,6 +36,8 @@ class Average:
         integers: ``(n,)`` uint8 bytes of the first contributor's integer buffers, or None.
         note: who was left out of the mean, or whose messages were refused, and why; empty when all was well.
         clipped: contributors whose values were scaled down, ascending.
+        donor: None: the average applies to the state that this replica holds. Else this replica is still taking over
+            the fragment's state, which that one holds, and its own contribution did not count.
     """
 
     round: RoundId
@@ -48,6 +52,7 @@ class Average:
     integers: Tensor | None = None
     note: str = ""
     clipped: tuple[int, ...] = ()
+    donor: int | None = None
 
 
 class Pending(Protocol):
@@ -64,6 +69,18 @@ class Pending(Protocol):
             DivergedError: this replica's digest differs from the majority's; the round is void for every replica.
             RoundTimeoutError: nothing was decided in time; it names the replicas that were not heard of.
         """
+
+
+class Fetching(Protocol):
+    """A fragment's state on its way."""
+
+    def done(self) -> bool:
+        """Whether `result` does not wait any more."""
+        ...
+
+    def result(self) -> Mapping[str, Any]:
+        """As `Transport.fetch`."""
+        ...
 
 
 SnapshotSource = Callable[[int], Mapping[str, Any]]
@@ -113,6 +130,18 @@ class Transport(abc.ABC):
         Raises:
             TransportError: if none of them is a member of the view, or has published anything, or answers.
         """
+
+    def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+        """`fetch` beside the training, where the transport can; else it is done when this returns.
+
+        What goes wrong is raised by `Fetching.result`.
+        """
+        fetched: Future[Mapping[str, Any]] = Future()
+        try:
+            fetched.set_result(self.fetch(fragment, donors, expected_bytes))
+        except TransportError as error:
+            fetched.set_exception(error)
+        return fetched
 
     def tick(self) -> None:  # noqa: B027 - a transport without a virtual clock has nothing to do
         """One inner step of this replica is done; a virtual clock moves on."""

@@ -38,6 +38,7 @@ class RoundState:
         begun: my contribution; None: I have not begun it.
         plan: how the payloads travel.
         taking_over: whether I am still taking over the fragment's state.
+        donor: a replica that holds the state which the round applies to, where I don't.
         judged: the verdict, for the thread that moves the payloads.
         mean: what I hold.
         committed: True: applied by all; False: void for all; None: not decided yet.
@@ -53,6 +54,7 @@ class RoundState:
     begun: Begun | None = None
     plan: Exchange | None = None
     taking_over: bool = False
+    donor: int | None = None
     judged: Future[Verdict] = field(default_factory=Future)
     mean: Mean | None = None
     committed: bool | None = None
@@ -84,6 +86,7 @@ class RoundState:
             integers=mean.integers,
             note=self.judged.result().reason,
             clipped=mean.clipped,
+            donor=self.donor,
         )
 
 

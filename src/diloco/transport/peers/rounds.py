@@ -230,19 +230,14 @@ class RoundBook:
             self._cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
 
     def _compare(self, state: RoundState, verdict: Verdict) -> None:
-        """Whether I have the state of the others by now; if not, I take it over once this round is merged."""
+        """Whether I have the state of the others by now; if not, from whom I get it."""
         position, size = self.rules.rank % self.rules.ranks_per_replica, self.rules.ranks_per_replica
         donor = next((m for m in self.view.members if not state.headers[m * size + position].taking_over), None)
         mine = state.headers[self.rules.rank].digest
         if donor is None or state.headers[donor * size + position].digest == mine:
             self._confirmed(state.id.fragment)
         else:
-            state.fault = DivergedError(
-                f"{state.id}: replica {self.rules.replica} is still taking over the state.",
-                donor=donor,
-                round=str(state.id),
-                replicas=[self.rules.replica],
-            )
+            state.donor = donor
 
     def _exchange(self, state: RoundState) -> None:
         """In a thread of its own: move the payloads, and hand the mean to the control thread."""

@@ -83,8 +83,17 @@ class Switchboard:
     # From any thread.
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run ``coroutine`` in the loop's thread and wait for it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+        """Run ``coroutine`` in the loop's thread and wait for it.
+
+        Raises:
+            TransportError: after `close`.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError as error:
+            coroutine.close()
+            raise TransportError(f"the connections of rank {self.rank} are closed; nothing was done.") from error
+        return future.result(timeout_s)
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call ``function`` in the loop's thread, soon; after `close`, not at all."""

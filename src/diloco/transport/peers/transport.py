@@ -11,10 +11,11 @@ from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.membership.change import NextView
 from diloco.membership.view import View
 from diloco.transport.address import Address
-from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.host_copies import HostCopies
+from diloco.transport.peers.in_thread import in_thread
 from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.meetings import Meetings
@@ -143,10 +144,21 @@ class PeerTransport(Transport):
         self._state.publish(source, version)
 
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+        return self._fetch(fragment, donors, expected_bytes)()
+
+    def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+        if self.rules.ranks_per_replica > 1:  # its ranks take over together, at one step
+            return super().fetch_beside(fragment, donors, expected_bytes)
+        return in_thread(self._fetch(fragment, donors, expected_bytes), f"diloco-state-{fragment}")
+
+    def _fetch(
+        self, fragment: int, donors: Sequence[int], expected_bytes: int | None
+    ) -> Callable[[], Mapping[str, Any]]:
+        """What fetches, from those who are members now; for any thread."""
         sent = self._sent.get(fragment)
-        after = sent.round.outer_step + 1 if sent is not None and sent.outcome is not None else 0
-        members, entries = self.view.members, self._registry.entries
-        return self._state.fetch(
+        after = 0 if sent is None else sent.round.outer_step + (1 if sent.outcome is not None else 0)
+        members, entries = self.view.members, dict(self._registry.entries)
+        return lambda: self._state.fetch(
             fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
         )
 
