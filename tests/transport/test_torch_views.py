@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from diloco.algorithm.schedule import Merge
 from diloco.transport.peers.liveness import Loss
 from diloco.transport.peers.transport import PeerTransport
 from tests.processes import Processes
@@ -27,7 +29,8 @@ RETURNS = [
 @pytest.mark.parametrize("scenario", RETURNS, ids=name)
 def test_a_new_process_takes_the_place_of_one_that_was_killed(scenario: Scenario) -> None:
     """Invariants 7 and 8. The others train on all the time, and have no void round when the first process is lost and
-    at most `VOID_PER_JOIN` when the second comes; the second has one a fragment."""
+    at most `VOID_PER_JOIN` when the second comes; the second takes over each fragment's state while they train, and
+    stays with them from then on."""
     with rendezvous(scenario.num_replicas) as address, Processes() as processes:
         processes.start(scenario.num_replicas, replica, scenario, address)
         strike(processes, scenario)
@@ -134,13 +137,21 @@ def are_one(scenario: Scenario, found: list[Outcome], *, joins: int) -> None:
         assert outcome.digests == others[0].digests
         assert outcome.committed == others[0].committed
         assert len(outcome.void) <= joins * VOID_PER_JOIN
-    apart = [step for step in joiner.digests if joiner.digests[step] != others[0].digests[step]]
-    # by then each fragment has been sent and merged once since it came
-    one_round_later = min(joiner.digests) + SCHEDULE.inner_steps - 1 + SCHEDULE.overlap_steps
-    assert all(step < one_round_later for step in apart)
-    assert len(joiner.void) <= SCHEDULE.num_fragments
+    for fragment in range(SCHEDULE.num_fragments):
+        mine = min(each.outer_step for each in joiner.committed if each.fragment == fragment)
+        missed = [each.outer_step for each in joiner.void if each.fragment == fragment]
+        assert all(outer_step < mine for outer_step in missed)
+        together = [step for step in joiner.digests if step >= merged_at(fragment, mine)]
+        assert together
+        for step in together:
+            assert joiner.digests[step][fragment] == others[0].digests[step][fragment]
     for round_id, contributors in joiner.committed.items():
         assert others[0].committed[round_id] == contributors
+
+
+def merged_at(fragment: int, outer_step: int) -> int:
+    """The step after which a round is merged."""
+    return next(step for step in itertools.count(1) if Merge(fragment, outer_step) in SCHEDULE.actions(step))
 
 
 @pytest.fixture
