@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from diloco.errors import ConfigurationError
+from diloco.model.huggingface import HuggingFaceModel
 from diloco.model.language_model import LanguageModel
 from diloco.model.seeded import drawing_from
 from diloco.model.settings import ModelSettings
@@ -75,8 +76,10 @@ def with_vocabulary(settings: ModelSettings, tokens: int) -> ModelSettings:
 def check_vocabulary(model: LanguageModel, tokens: int) -> None:
     """Raise `ConfigurationError` unless the ``tokens`` ids of a tokeniser fit in the model's vocabulary."""
     if tokens > model.vocab_size:
+        larger = f"--model.vocab-size {tokens}"
+        if isinstance(model, HuggingFaceModel):
+            larger += " with --model.weights fresh"
         raise ConfigurationError(
             f"the tokeniser has {tokens} tokens and the model a vocabulary of {model.vocab_size}; a smaller tokeniser "
-            "(--data.tokenizer), the model's own, or fresh weights with a larger one (--model.vocab-size "
-            f"{tokens} --model.weights fresh) would work. Nothing was started."
+            f"(--data.tokenizer), such as the model's own, or {larger} would work. Nothing was started."
         )

@@ -58,12 +58,14 @@ class HuggingFaceModel(LanguageModel):
         wrapped: the model, all of whose parameters are named ``wrapped.NAME`` here.
         document_masks: how the documents of a packed row are kept apart: by positions that begin again, which most
             architectures understand, or by a mask; None: this architecture can't, and ``documents`` are refused.
+        weights: whether it began from stored or fresh ones; None: that is not known, or they come from a checkpoint.
     """
 
     def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0) -> None:
         super().__init__()
         self.wrapped = wrapped
         self.z_loss = z_loss
+        self.weights: Literal["stored", "fresh"] | None = None
         config = wrapped.config
         head = _head_of(wrapped)
         self.vocab_size = int(config.vocab_size if head is None else head.shape[0])
@@ -143,6 +145,11 @@ class HuggingFaceModel(LanguageModel):
     def definition(self) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(self.wrapped.config.to_json_string(use_diff=False))
         return {"architecture": type(self.wrapped).__name__, "config": config}
+
+    def to_huggingface(self) -> PreTrainedModel:
+        """The model itself, in evaluation mode."""
+        self.eval()
+        return self.wrapped
 
     @torch.no_grad()
     def probe(self) -> None:

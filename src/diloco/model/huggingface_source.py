@@ -76,6 +76,8 @@ def build_huggingface(
     model = HuggingFaceModel(wrapped.float(), z_loss=settings.z_loss)
     if not on_meta:
         model.probe()
+    if folder is not None and (not on_meta or settings.weights == "fresh" or stored):
+        model.weights = "stored" if stored else "fresh"
     return model
 
 
