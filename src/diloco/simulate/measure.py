@@ -15,6 +15,7 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError, TransportError
 from diloco.model.transformer import build_model
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
+from diloco.train.prepare import prepare_model
 from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
 from diloco.transport.address import parse_address
@@ -70,6 +71,7 @@ def measure_step(
     taken_s: list[float] = []
     try:
         model = build_model(settings.model, seed=0, device=device)
+        prepare_model(model, train)
         inner = InnerLoop(
             model,
             make_inner_optimizer(settings.inner, model),
