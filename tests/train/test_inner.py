@@ -455,14 +455,6 @@ class TestMaskedSteps:
         with pytest.raises(NonFiniteError, match="Nothing was applied"):
             loop.end(2, float(norm))
 
-    def test_a_step_skipped_for_others_is_not_taken(self) -> None:
-        loop = make_loop()
-        loop.masked = True
-        loop.accumulate_gradients(*batch(0))
-        held = weights(loop.model)
-        assert loop.apply(0, skip=True).skipped
-        assert torch.equal(weights(loop.model), held)
-
     def test_kernels_that_are_not_fused_and_scaled_gradients_are_not_masked(self) -> None:
         assert not make_loop(arguments={"fused": False})._can_mask()
         assert not make_loop("float16")._can_mask()

@@ -73,4 +73,5 @@ def _flex_attention(kind: str) -> Callable[..., Any]:
     """Compiled where it runs on a GPU: uncompiled it would hold all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False) if kind == "cuda" else flex_attention
+    plain: Callable[..., Any] = flex_attention
+    return torch.compile(plain, dynamic=False) if kind == "cuda" else plain

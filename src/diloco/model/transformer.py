@@ -116,7 +116,7 @@ class Transformer(LanguageModel):
     @property
     def _projection(self) -> Tensor:
         """``(vocab, width)``: from hidden states to logits."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        return (self.embedding if self.head is None else self.head).weight
 
     def _hidden(self, tokens: Tensor, cache: Cache | None, documents: Tensor | None) -> Tensor:
         """``(batch, sequence, width)``: what the output projection takes, in the dtype of its product."""
