@@ -14,6 +14,7 @@ from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError
 from diloco.model.language_model import Cache, LanguageModel, LossParts
 from diloco.model.loss import cross_entropy_with_z_loss
+from diloco.model.projected_loss import projected_cross_entropy
 from diloco.model.tokens_seen import TokensSeen
 
 if TYPE_CHECKING:
@@ -58,8 +59,12 @@ class HuggingFaceModel(LanguageModel):
         wrapped: the model, all of whose parameters are named ``wrapped.NAME`` here.
         document_masks: how the documents of a packed row are kept apart: by positions that begin again, which most
             architectures understand, or by a mask; None: this architecture can't, and ``documents`` are refused.
+        projects: whether its logits are nothing but a product of hidden states and output projection, so that the loss
+            can be computed in chunks; `probe` finds out.
         weights: whether it began from stored or fresh ones; None: that is not known, or they come from a checkpoint.
     """
+
+    loss_calls_model = False
 
     def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0) -> None:
         super().__init__()
@@ -76,6 +81,7 @@ class HuggingFaceModel(LanguageModel):
         self._takes_positions = "position_ids" in accepted
         coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
         self.balance_loss = float(coefficient) if "output_router_logits" in accepted else 0.0
+        self.projects = False
         self.document_masks: DocumentMasks | None = "positions" if self._takes_positions else None
 
     def forward(
@@ -96,14 +102,10 @@ class HuggingFaceModel(LanguageModel):
             )
         if isinstance(cache, TokensSeen):
             return self.wrapped(input_ids=cache.extend(tokens)).logits[:, -new:]
-        given: dict[str, Any] = {"input_ids": tokens}
-        if self._caches:
-            given["use_cache"] = cache is not None
+        given = self._given(tokens, documents)
         if cache is not None:
             assert isinstance(cache, HuggingFaceCache), "made by new_cache"
-            given["past_key_values"] = cache.past
-        if documents is not None:
-            given |= self._apart(documents)
+            given |= {"past_key_values": cache.past, "use_cache": True}
         if with_balance:
             given["output_router_logits"] = True
         output = self.wrapped(**given)
@@ -112,10 +114,19 @@ class HuggingFaceModel(LanguageModel):
         return (output.logits, output.aux_loss) if with_balance else output.logits
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        how, targets, head = self.loss_chunks, targets.flatten(), _head_of(self.wrapped)
+        if self.projects and head is not None and how.serve(len(targets)):
+            hidden = self._hidden(tokens, documents).flatten(0, 1)
+            return LossParts(
+                *projected_cross_entropy(
+                    hidden, head, targets, self.z_loss, chunk_tokens=how.tokens, compiled=how.compiled
+                )
+            )
+        # not through `self(...)`: hooks that gather parameters are on this method
         if self.balance_loss:
-            logits, balance = self(tokens, documents=documents, with_balance=True)
+            logits, balance = self.forward(tokens, documents=documents, with_balance=True)
         else:
-            logits, balance = self(tokens, documents=documents), None
+            logits, balance = self.forward(tokens, documents=documents), None
         loss, cross_entropy = cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
         return LossParts(loss if balance is None else loss + self.balance_loss * balance, cross_entropy)
 
@@ -175,8 +186,36 @@ class HuggingFaceModel(LanguageModel):
                     "language model would work (for BERT and its kin: is_decoder = true). Nothing was started."
                 )
             self.document_masks = self._find_document_masks(tokens)
+            self.projects = self._only_projects(tokens)
         finally:
             self.train(was_training)
+
+    def _only_projects(self, tokens: Tensor) -> bool:
+        """Whether the logits are ``hidden @ projection``: no bias, cap or factor, no balance of experts."""
+        head = _head_of(self.wrapped)
+        if head is None or self.balance_loss or _has_bias(self.wrapped):
+            return False
+        large = 2.0**14  # a cap shows in large logits only; a power of two, so that the weights come back exactly
+        head.mul_(large)
+        try:
+            return _alike(nn.functional.linear(self._hidden(tokens, None), head), self(tokens))
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # a base model of another kind
+            return False
+        finally:
+            head.mul_(1 / large)
+
+    def _hidden(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """``(batch, sequence, width)``: what the output projection takes."""
+        wrapped: Any = self.wrapped
+        hidden: Tensor = wrapped.base_model(**self._given(tokens, documents)).last_hidden_state
+        return hidden
+
+    def _given(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Any]:
+        """The arguments of ``transformers`` for these of ours."""
+        given: dict[str, Any] = {"input_ids": tokens}
+        if self._caches:
+            given["use_cache"] = False
+        return given if documents is None else given | self._apart(documents)
 
     def _find_document_masks(self, tokens: Tensor) -> DocumentMasks | None:
         """The first way by which the second document of a row gives what it gives alone."""
@@ -232,6 +271,11 @@ def _head_of(wrapped: Any) -> Tensor | None:
     """The output projection, ``(vocab, width)``, where there is one."""
     head = wrapped.get_output_embeddings()
     return None if head is None else head.weight
+
+
+def _has_bias(wrapped: Any) -> bool:
+    """Whether the output projection adds something."""
+    return getattr(wrapped.get_output_embeddings(), "bias", None) is not None
 
 
 def _context(length: int, window: int) -> float:

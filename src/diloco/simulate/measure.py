@@ -15,6 +15,7 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError, TransportError
 from diloco.model.build import build_language_model
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
+from diloco.train.prepare import prepare_model
 from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
 from diloco.transport.address import parse_address
@@ -68,6 +69,7 @@ def measure_step(
     taken_s: list[float] = []
     try:
         model = build_language_model(settings.model, seed=0, device=device)
+        prepare_model(model, train)
         tokens = torch.randint(model.vocab_size, (rows, train.sequence_length + 1), device=device)
         inner = InnerLoop(
             model,

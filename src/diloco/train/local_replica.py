@@ -27,6 +27,7 @@ from diloco.train.data_parallel import GradientAverager
 from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
+from diloco.train.prepare import prepare_model
 from diloco.train.random_state import RandomState
 from diloco.train.replica import DiLoCo
 from diloco.train.replica_state import ReplicaState
@@ -81,9 +82,8 @@ def make_replica(
     )
     if initial is not None:
         load_parameters(model, initial)
+    prepare_model(model, settings.train)
     parallel = parallelise(model, strategy, group, device)
-    if settings.train.compile:
-        model.compile()
     inner = InnerLoop(
         parallel,
         make_inner_optimizer(settings.inner, model),
@@ -91,6 +91,7 @@ def make_replica(
         clip_norm=settings.inner.clip_norm,
         precision=settings.train.precision,
         accumulation=settings.train.gradient_accumulation,
+        end_of_document=corpus.tokenizer.eos_id if settings.train.document_masks else None,
     )
     sampler = Sampler(
         corpus.train,

@@ -13,7 +13,7 @@ from diloco.train.describe import describe
 from diloco.train.evaluate import Evaluation
 from diloco.train.handshake import model_fingerprint
 from diloco.train.session import Session
-from diloco.units import format_bytes
+from diloco.units import format_bytes, format_count
 
 __all__ = ["checkpoint_about", "run_facts", "run_summary"]
 
@@ -27,12 +27,18 @@ def run_facts(session: Session, folder: Path) -> dict[str, str]:
             f"{len(corpus.train):,} tokens; held out: {corpus.heldout_documents:,} documents, "
             f"{format_bytes(corpus.heldout_bytes)}"
         ),
-        "device": f"{session.device}, {torch.get_num_threads()} threads",
+        "device": _device(session),
         **describe(session.settings, model),
         **session.fleet.facts(),
         "codec kernels": make_codec("fp4").implementation,
         "run folder": str(folder),
     }
+
+
+def _device(session: Session) -> str:
+    peak = session.speed.peak_flops_per_s
+    of = f", {format_count(peak)} operations/s at most" if peak is not None else ""
+    return f"{session.device}, {torch.get_num_threads()} threads{of}"
 
 
 def checkpoint_about(session: Session) -> dict[str, Any]:
@@ -72,6 +78,7 @@ def run_summary(
     replicas, steps = session.settings.transport.replicas, session.totals.steps
     sent_bytes, received_bytes = session.traffic()
     first = session.replicas[0].diloco
+    spent_s = session.totals.compute_s + session.totals.exchange_s
     return {
         "heldout_loss": evaluation.loss if evaluation else None,
         "perplexity": evaluation.perplexity if evaluation else None,
@@ -88,6 +95,8 @@ def run_summary(
         "shared_start_sent_bytes_per_replica": session.totals.shared_start_sent_bytes if first else sent_bytes,
         "compute_utilization": session.compute_utilization(),
         "wall_s": session.totals.wall_s,
+        "tokens_per_s": session.tokens / spent_s if spent_s else None,
+        "model_flops_utilization": session.speed.utilization(spent_s, steps) if session.pace is None else None,
         "rounds_committed": first.rounds_committed if first else 0,
         "rounds_void": first.rounds_void if first else 0,
         "global_params_digest": session.global_digest(),

@@ -80,6 +80,7 @@ def run_training(
     """
     if settings.train.threads is not None:
         torch.set_num_threads(settings.train.threads)
+    torch.set_float32_matmul_precision(settings.train.matmul_precision)
     device = choose_device(settings.train)
     corpus = build_corpus(settings.data)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
@@ -125,6 +126,7 @@ class _Run:
         self.session = session
         self.corpus = corpus
         self.device = device
+        self.speed = session.speed
         self.resumed_from: str | None = None
 
     @property
@@ -190,6 +192,8 @@ class _Run:
                 parameters=self.session.num_parameters,
                 tokens_per_step=self.session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
+                flops_per_token=self.speed.flops_per_token,
+                peak_flops_per_s=self.speed.peak_flops_per_s,
                 facts=run_facts(self.session, self.folder),
             )
         )
@@ -264,6 +268,7 @@ class _Run:
                 skipped_replicas=sum(step.skipped for step in inner) if result.trained else 0,
                 trained=result.trained,
                 pace=result.pace,
+                model_flops_utilization=self.speed.utilization(step_s) if result.trained else None,
             )
         )
 
@@ -279,6 +284,7 @@ class _Run:
                         sequence_length=settings.train.sequence_length,
                         batch_size=settings.train.batch_size * 8,
                         sequences=settings.evaluation.sequences,
+                        document_masks=settings.train.document_masks,
                     )
                     for model in models
                 ]

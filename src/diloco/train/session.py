@@ -27,6 +27,7 @@ from diloco.train.local_replica import Replica, make_diloco, make_gradients, mak
 from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
 from diloco.train.sharded_checkpoint import Whole
+from diloco.train.speed import Speed, known_peak_flops_per_s
 from diloco.train.swarm_fleet import SwarmFleet
 
 __all__ = ["Session", "StepResult", "Totals"]
@@ -160,6 +161,17 @@ class Session:
         return self.totals.sequences * self.settings.train.sequence_length
 
     @property
+    def speed(self) -> Speed:
+        """What a step computes on this process's device, and what that could do."""
+        train = self.settings.train
+        peak = train.peak_flops_per_s
+        if peak is None and self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+            peak = known_peak_flops_per_s(name, train.precision, train.matmul_precision)
+        tokens = len(self.replicas) * train.batch_size * train.sequence_length // self.fleet.group.size
+        return Speed(self.replicas[0].model.flops_per_token(train.sequence_length), tokens, peak)
+
+    @property
     def num_parameters(self) -> int:
         """Of the model."""
         return self.replicas[0].model.num_parameters()
@@ -290,11 +302,16 @@ class Session:
     def _train(self, step: int) -> tuple[StepResult, float]:
         """Inner step ``step`` of every replica; the seconds in which gradients were averaged, which are no compute."""
         losses = torch.stack([self._accumulate(replica) for replica in self.replicas])
+        if self.averages_gradients and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or the averaging would count what it waits for as its own
         computed_s = time.perf_counter()
         keep = self._average_gradients(step) if self.averages_gradients else True
         averaging_s = time.perf_counter() - computed_s
-        inner = tuple(replica.inner.apply(step, skip=not keep) for replica in self.replicas)
-        return StepResult(float(losses.mean()), inner), averaging_s
+        # All replicas' work is handed to the device before any of it is waited for: once a step, whatever their number.
+        norms = [replica.inner.begin(step, skip=not keep) for replica in self.replicas]
+        loss, *read = torch.stack([losses.mean(), *norms]).tolist()
+        both = zip(self.replicas, read, strict=True)
+        return StepResult(loss, tuple(r.inner.end(step, norm, skip=not keep) for r, norm in both)), averaging_s
 
     def _sequences_of(self, step: int, pace: DynamicSteps | None) -> int:
         """That all replicas train in a step, as far as is known here."""
