@@ -82,6 +82,7 @@ class HuggingFaceModel(LanguageModel):
         coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
         self.balance_loss = float(coefficient) if "output_router_logits" in accepted else 0.0
         self.projects = False
+        self.whole_graphs = self.balance_loss == 0  # it is collected from the blocks, beside their graphs
         self.document_masks: DocumentMasks | None = "positions" if self._takes_positions else None
 
     def forward(

@@ -58,6 +58,7 @@ class LanguageModel(nn.Module, abc.ABC):
         max_sequence_length: of the longest sequence that it serves, tokens.
         num_layers: blocks, as fragments are made of.
         loss_chunks: how `loss` is computed, for a model that can do it in chunks; set by who trains it.
+        whole_graphs: whether torch.compile traces its blocks without a break.
         loss_calls_model: whether `loss` goes through ``self(tokens)``, and so through the hooks that are on it.
     """
 
@@ -65,6 +66,7 @@ class LanguageModel(nn.Module, abc.ABC):
     max_sequence_length: int
     num_layers: int
     loss_chunks: LossChunks = LossChunks()
+    whole_graphs: bool = True
     loss_calls_model: bool = True
 
     @abc.abstractmethod

@@ -26,11 +26,21 @@ Checkpointing = Literal["none", "full", "selective"]
 def prepare_model(model: LanguageModel, settings: TrainSettings) -> None:
     """As ``settings`` say; before the model is laid out over the ranks of its replica."""
     model.loss_chunks = LossChunks(settings.loss_chunk_tokens, settings.compile)
-    prepare_blocks(model, checkpointing=settings.activation_checkpointing, compiled=settings.compile)
+    prepare_blocks(
+        model,
+        checkpointing=settings.activation_checkpointing,
+        compiled=settings.compile,
+        whole_graphs=model.whole_graphs,
+    )
 
 
 def prepare_blocks(
-    model: nn.Module, *, checkpointing: Checkpointing = "none", compiled: bool = False, backend: str = "inductor"
+    model: nn.Module,
+    *,
+    checkpointing: Checkpointing = "none",
+    compiled: bool = False,
+    backend: str = "inductor",
+    whole_graphs: bool = True,
 ) -> None:
     """Recompute and compile each block of ``model`` where gradients are computed; elsewhere it stays as it is.
 
@@ -41,11 +51,12 @@ def prepare_blocks(
         model: any with a list of blocks, also one that calls them with keywords.
         checkpointing: ``none``; ``full``: a block's input is kept and everything in it is computed again in the
             backward pass; ``selective``: outputs of matrix products and attention are kept as well.
-        compiled: with torch.compile, for the shapes that come, without graph breaks.
+        compiled: with torch.compile, for the shapes that come.
         backend: of torch.compile.
+        whole_graphs: a break in a block's graph, which costs speed, is an error; False: it is taken.
     """
     run = {"none": _whole, "full": _recomputed, "selective": _partly_recomputed}[checkpointing]
-    trained = torch.compile(run, backend=backend, dynamic=False, fullgraph=True) if compiled else run
+    trained = torch.compile(run, backend=backend, dynamic=False, fullgraph=whole_graphs) if compiled else run
     for block in blocks_of(model):
         if trained is not _whole:
             block.forward = partial(_with_gradients, trained, block)  # beside the class's own, so that names stay
