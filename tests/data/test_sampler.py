@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.data.permutation import permute
-from diloco.data.sampler import Sampler, Sharding, heldout_batches, num_windows
+from diloco.data.sampler import Sampler, Sharding
+from diloco.data.windows import heldout_batches, num_windows
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
 LENGTH = 3

@@ -124,13 +124,11 @@ def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
 
 def _facts(configuration: Configuration) -> dict[str, str]:
     """What follows from the settings, from a model without memory."""
-    from diloco.data.tokens import ByteTokenizer, load_tokenizer
+    from diloco.data.corpus import corpus_vocabulary_size
     from diloco.model.transformer import build_model
     from diloco.train.describe import describe
 
     data, model = configuration.data, configuration.model
     if model.vocab_size is None:
-        known = {"bytes": ByteTokenizer().vocab_size, "bpe": data.bpe_vocab_size}
-        vocab_size = known.get(data.tokenizer) or load_tokenizer(Path(data.tokenizer)).vocab_size
-        model = dataclasses.replace(model, vocab_size=vocab_size)
+        model = dataclasses.replace(model, vocab_size=corpus_vocabulary_size(data))
     return describe(configuration, build_model(model, seed=configuration.seed, device="meta"))
