@@ -130,20 +130,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def test_processes_go_on_as_more_and_as_fewer(data: Path, tmp_path: Path) -> None:
-    """Replica 2 is new and begins from replica 0's checkpoint; then it and replica 1 go, and others read the documents
-    that they had begun: what each has read of a stream stands in its own checkpoint alone."""
-    out, alone = tmp_path / "run", tmp_path / "alone"
-    streaming = f"{START} --data.streaming --data.streaming-block 3 --data.heldout-fraction 0.2"
-    run(data, out, f"{streaming} --transport torch --stop-after 5")
-    resume = [sys.executable, "-m", "diloco", "train", "--monitor.console", "quiet", "--resume"]
-    for replicas, stop in (("3", "9"), ("1", "12")):
-        changed = ["--replicas", replicas, "--stop-after", stop]
-        subprocess.run([*resume, str(out), *changed], env=quiet_environment(), check=True, timeout=LIMIT_S)
-    run(data, alone, f"{streaming} --stop-after 5")
-    for replicas, stop in (("3", "9"), ("1", "12")):
-        assert main([*resume[3:], str(alone), "--replicas", replicas, "--stop-after", stop]) == 0
-    digests = [json.loads((folder / "summary.json").read_text())["global_params_digest"] for folder in (out, alone)]
-    assert digests[0] == digests[1], "as in one process"

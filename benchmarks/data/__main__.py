@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from diloco.data.tokenizer import ByteTokenizer
 
 START_UP = """
 import time; started = time.perf_counter()
+from functools import partial
 from pathlib import Path
 
 from diloco.data.sampler import Sampler
@@ -136,7 +138,7 @@ def gathering(folder: TokenFolder, repeats: int) -> None:
             sampler = Sampler(array, sequence_length=length, batch_size=batch_size, replica=0, num_replicas=1, seed=0)
             source = np.ones(2 * batch_size * length, dtype=np.int64)
             target = np.empty_like(source)
-            times = list(paired(lambda s=sampler: s.next_batch(), lambda t=target, s=source: np.copyto(t, s), repeats))
+            times = list(paired(sampler.next_batch, partial(np.copyto, target, source), repeats))
             median_s = statistics.median(gather for gather, _ in times)
             ratios = sorted(gather / copy for gather, copy in times)
             spread = f"{ratios[len(ratios) // 10]:.1f}-{ratios[-len(ratios) // 10]:.1f}"

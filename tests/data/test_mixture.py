@@ -47,7 +47,9 @@ def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_e
     replicas = [
         Sampler(mixture, sequence_length=LENGTH, batch_size=300, replica=m, num_replicas=3, seed=5) for m in range(3)
     ]
-    order = [int(row[0]) for _ in range(2 * CYCLE // 900 + 1) for sampler in replicas for row in sampler.next_batch()[0]]
+    order = [
+        int(row[0]) for _ in range(2 * CYCLE // 900 + 1) for sampler in replicas for row in sampler.next_batch()[0]
+    ]
     for cycle in range(2):
         some = order[cycle * CYCLE : (cycle + 1) * CYCLE]
         assert sum(begin < 100_000 for begin in some) == CYCLE * 3 // 4

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
+from diloco.data.packed import TokenArray
 from diloco.data.permutation import permute
 from diloco.data.sources import DocumentSource
 from diloco.data.split import is_heldout
@@ -52,7 +52,7 @@ class BlockReader:
         self._next = 0
         self._check_blocks(source.size)
 
-    def read(self, block: int) -> list[NDArray[np.integer]]:  # type: ignore[type-arg]  # as NumPy says it
+    def read(self, block: int) -> list[TokenArray]:
         """The block's records in the order in which they are drawn, each as its tokens and the one that ends it.
 
         Records that are no training documents have no tokens.

@@ -129,7 +129,7 @@ def _tokenizer(settings: DataSettings, folders: Sequence[TokenFolder], train: Ca
 
 
 def _mapped(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> Corpus:
-    tokens = {}
+    tokens: dict[str, PackedTokens] = {}
     for name in ("train", "heldout"):
         parts = [folder.tokens(name) for folder in folders]
         digests = " ".join(part.digest for part in parts)  # those of the manifests: nothing is read for it
@@ -143,7 +143,14 @@ def _mapped(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> Corpus:
     fingerprints = [folder.fingerprint for folder in folders]
     together = xxhash.xxh3_128_hexdigest(" ".join(fingerprints).encode())
     fingerprint = fingerprints[0] if len(folders) == 1 else together
-    return Corpus(**tokens, tokenizer=tokenizer, **count, fingerprint=fingerprint, mapped=True)
+    return Corpus(
+        train=tokens["train"],
+        heldout=tokens["heldout"],
+        tokenizer=tokenizer,
+        **count,
+        fingerprint=fingerprint,
+        mapped=True,
+    )
 
 
 def _tokenised(sides: tuple[list[str], list[str]], tokenizer: Tokenizer) -> Corpus:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from diloco.data.packed import PackedTokens, Tokens, tokens_digest
+from diloco.data.packed import PackedTokens, TokenArray, Tokens, tokens_digest
 from diloco.data.permutation import permute
 from diloco.data.windows import num_windows
 from diloco.errors import ConfigurationError, DataError
@@ -62,7 +63,7 @@ class Mixture:
         self._bounds = np.array([0, *accumulate(self.shares)], dtype=np.int64)
 
     @property
-    def dtype(self) -> np.dtype[np.integer]:  # type: ignore[type-arg]  # as NumPy says it
+    def dtype(self) -> np.dtype[Any]:
         return self.tokens.dtype
 
     @property
@@ -74,7 +75,7 @@ class Mixture:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, where: slice, /) -> NDArray[np.integer]:  # type: ignore[type-arg]  # as NumPy says it
+    def __getitem__(self, where: slice, /) -> TokenArray:
         return self.tokens[where]
 
     def check(self, sequence_length: int) -> None:
