@@ -110,7 +110,7 @@ def test_what_goes_wrong_while_reading_stops_the_run_at_its_step(
     read = BlockReader.read
 
     def breaks(self: BlockReader, block: int):  # type: ignore[no-untyped-def]
-        if block >= 12:
+        if block >= 8:
             raise DataError("the disk is gone")
         return read(self, block)
 

@@ -258,7 +258,10 @@ class Sampler:
 
     def join_at(self, step: int, order: str) -> None:
         """As `Batches.join_at`; where any replica may come and go, it is assigned something by `assign`."""
-        assignments = [json.loads(order)] if order else self.state_dict()["assignments"]
+        try:
+            assignments = [json.loads(order)] if order else self.state_dict()["assignments"]
+        except ValueError as error:
+            raise CheckpointError(f"The order {order!r:.200} is not JSON: {error}. The cursor stays.") from error
         if self._num_replicas is None:
             assignments = []
         self.load_state_dict({**self._origin(), "drawn": step, "assignments": assignments})
