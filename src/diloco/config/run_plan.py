@@ -34,14 +34,18 @@ WIRE_KEYS = (
     *(f"transport.{name}" for name in ("rendezvous_timeout_s", "round_timeout_s")),
 )
 
+PER_REPLICA = ("bandwidth_bits_per_s", "latency_s", "step_time_s")
+
 CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
     *("train.parallelism", "transport.replica_size", "swarm"),
+    *(f"transport.{name}" for name in ("replicas", "min_contributors", *PER_REPLICA)),
     *PROCESS_KEYS,
     *WIRE_KEYS,
 )
-"""Keys and sections that may differ when a run goes on: none of them changes what a step computes, but `train.steps`
-stretches the learning-rate schedule, and that is told."""
+"""Keys and sections that may differ when a run goes on: none of them changes what a step of a replica computes, but
+`train.steps` stretches the learning-rate schedule, and with another number of replicas the mean is over others. Both
+are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +174,11 @@ def _record(configuration: Configuration, *, given: Values | None = None) -> str
 
 def _absolute(configuration: Configuration) -> Configuration:
     """The configuration with every input path absolute, so that the run can go on from another working directory."""
-    data, train = configuration.data, configuration.train
-    paths = tuple(_expand(path) for path in data.paths)
-    tokenizer = data.tokenizer
-    if tokenizer not in ("bytes", "bpe") and _expand(Path(tokenizer)).exists():
-        tokenizer = str(_expand(Path(tokenizer)))
+    train = configuration.train
     init_from = None if train.init_from is None else _expand(train.init_from)
     return dataclasses.replace(
         configuration,
-        data=dataclasses.replace(data, paths=paths, tokenizer=tokenizer),
+        data=configuration.data.absolute(),
         model=dataclasses.replace(configuration.model, source=absolute_source(configuration.model.source)),
         train=dataclasses.replace(train, init_from=init_from),
     )

@@ -110,6 +110,12 @@ def _check_wires(settings: RunSettings) -> None:
                 f"transport.{name} with transport.name={transport.name!r}",
                 "it is for the emulated links of --transport in-process; without it this would work",
             )
+    if settings.data.streaming and transport.restarts:
+        raise refuse(
+            f"transport.restarts={transport.restarts} with data.streaming=true",
+            "what a lost replica has read is known to nobody else; --data with a folder that `diloco tokenize` made, "
+            "or transport.restarts=0 and --resume, would work",
+        )
     if settings.algorithm == "none":
         raise refuse(
             f"algorithm='none' with transport.name={transport.name!r}",
@@ -137,6 +143,12 @@ def _check_swarm(settings: RunSettings) -> None:
     ):
         if value != works:
             raise refuse(f"{given}={value!r} with transport.name='hivemind'", f"{works!r} would work")
+    if settings.data.streaming:
+        raise refuse(
+            "data.streaming=true with transport.name='hivemind'",
+            "replicas that come and go can't share out what is read while training; --data with a folder that `diloco "
+            "tokenize` made, or --transport torch would work",
+        )
     if settings.algorithm == "data-parallel":
         raise refuse(
             "algorithm='data-parallel' with transport.name='hivemind'",

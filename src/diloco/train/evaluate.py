@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
-from diloco.data.sampler import heldout_batches
+from diloco.data.packed import Tokens
 from diloco.data.tokens import Tokenizer
+from diloco.data.windows import heldout_batches
 from diloco.model.language_model import LanguageModel, document_numbers
 from diloco.train.feed import to_device
 
@@ -43,7 +43,7 @@ class Evaluation:
 def evaluate(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    tokens: np.ndarray,
+    tokens: Tokens,
     *,
     sequence_length: int,
     batch_size: int,

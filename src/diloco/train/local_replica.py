@@ -11,8 +11,11 @@ from torch import Tensor
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
+from diloco.data.batches import Batches
 from diloco.data.corpus import Corpus
+from diloco.data.prefetch import Prefetcher
 from diloco.data.sampler import Sampler
+from diloco.data.stream_corpus import StreamedCorpus
 from diloco.events import Event
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
@@ -34,7 +37,10 @@ from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.train.trained import load_parameters
 
-__all__ = ["Replica", "make_diloco", "make_gradients", "make_replica"]
+__all__ = ["Replica", "make_batches", "make_diloco", "make_gradients", "make_replica"]
+
+AHEAD = 4
+"""Batches made ahead of the training where files are read meanwhile, and nothing else was said."""
 
 
 @dataclass(eq=False)
@@ -44,7 +50,7 @@ class Replica:
     number: int
     model: LanguageModel
     inner: InnerLoop
-    sampler: Sampler
+    sampler: Batches
     random_state: RandomState
     gradients: GradientAverager
     diloco: DiLoCo | None = None
@@ -93,17 +99,28 @@ def make_replica(
         accumulation=settings.train.gradient_accumulation,
         end_of_document=corpus.tokenizer.eos_id if settings.train.document_masks else None,
     )
-    sampler = Sampler(
-        corpus.train,
-        sequence_length=settings.train.sequence_length,
-        batch_size=settings.train.batch_size,
-        replica=number,
-        num_replicas=None if fleet.elastic else settings.transport.replicas,
-        seed=settings.seed,
-        sharding=settings.data.sharding,
-    )
+    batches = make_batches(settings, corpus, number, elastic=fleet.elastic)
     gradients = make_gradients(settings, model, fleet, number)
-    return Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
+    return Replica(number, model, inner, batches, RandomState.seeded(settings.seed, number), gradients)
+
+
+def make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
+    """What replica ``number`` trains on, made ahead in a thread where the settings say so."""
+    train, replicas, ahead = settings.train, settings.transport.replicas, settings.data.prefetch_batches
+    shape = {"sequence_length": train.sequence_length, "batch_size": train.batch_size, "seed": settings.seed}
+    batches: Batches
+    if isinstance(corpus, StreamedCorpus):
+        batches = corpus.batches(**shape, replica=number, num_replicas=replicas)
+    else:
+        batches = Sampler(
+            corpus.train,
+            **shape,
+            replica=number,
+            num_replicas=None if elastic else replicas,
+            sharding=settings.data.sharding,
+        )
+    ahead = (AHEAD if corpus.mapped else 0) if ahead is None else ahead
+    return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
 
 
 def make_gradients(settings: RunSettings, model: LanguageModel, fleet: Fleet, number: int) -> GradientAverager:

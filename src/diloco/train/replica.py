@@ -170,9 +170,18 @@ class DiLoCo:
             with self._shared.changing(fragment.index), carrying:
                 self.outer_loop.load_fragment_state(fragment.index, state)
                 self._shared.finished_rounds[fragment.index] = int(state.get("finished_rounds", 0))
+                self._shared.data_order = str(state.get("data_order", ""))
                 if not keep_work:
                     self._trained.forget(fragment.index)
                     self.outer_loop.merge(fragment.index, AlphaMerge(), None)
+
+    def begin_from_global(self) -> None:
+        """Begin as a replica that has done nothing yet: the local parameters become the global ones."""
+        for fragment, codec in zip(self.fragments, self._codecs, strict=True):
+            self._trained.forget(fragment.index)
+            self.outer_loop.merge(fragment.index, AlphaMerge(), None)
+            if isinstance(codec, ErrorFeedback):
+                codec.load_state_dict({"residual": torch.zeros_like(codec.residual)})
 
     def _fetched(self, index: int, donors: Sequence[int]) -> Mapping[str, Any]:
         mine = self.outer_loop.fragment_state(index)
@@ -188,6 +197,15 @@ class DiLoCo:
     def in_flight(self) -> tuple[RoundId, ...]:
         """Rounds sent and not yet merged, in the order sent."""
         return tuple(entry.contribution.round for entry in self._in_flight.values())
+
+    @property
+    def data_order(self) -> str:
+        """How the replicas share the data out, as those who join are told it; "" where they know."""
+        return self._shared.data_order
+
+    @data_order.setter
+    def data_order(self, order: str) -> None:
+        self._shared.data_order = order
 
     def global_model(self) -> AbstractContextManager[nn.Module]:
         """Inside, the model holds the global parameters (for evaluation or export); afterwards its local ones again."""

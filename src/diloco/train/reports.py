@@ -9,6 +9,9 @@ import torch
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import data_parallel_bytes
+from diloco.data.corpus import Corpus
+from diloco.data.mixture import CYCLE, Mixture
+from diloco.data.stream_corpus import StreamedCorpus
 from diloco.train.describe import describe
 from diloco.train.evaluate import Evaluation
 from diloco.train.handshake import model_fingerprint
@@ -20,13 +23,9 @@ __all__ = ["checkpoint_about", "run_facts", "run_summary"]
 
 def run_facts(session: Session, folder: Path) -> dict[str, str]:
     """What is shown when a run begins in ``folder``: name -> words."""
-    corpus, model = session.corpus, session.replicas[0].model
+    model = session.replicas[0].model
     return {
-        "data": (
-            f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, "
-            f"{len(corpus.train):,} tokens; held out: {corpus.heldout_documents:,} documents, "
-            f"{format_bytes(corpus.heldout_bytes)}"
-        ),
+        "data": data_facts(session.corpus),
         "device": _device(session),
         **describe(session.settings, model),
         **session.fleet.facts(),
@@ -39,6 +38,20 @@ def _device(session: Session) -> str:
     peak = session.speed.peak_flops_per_s
     of = f", {format_count(peak)} operations/s at most" if peak is not None else ""
     return f"{session.device}, {torch.get_num_threads()} threads{of}"
+
+
+def data_facts(corpus: Corpus) -> str:
+    """How much there is to train and to evaluate on, and in which shares."""
+    heldout = f"held out: {corpus.heldout_documents:,} documents, {format_bytes(corpus.heldout_bytes)}"
+    if isinstance(corpus, StreamedCorpus):
+        weights = {about.name: about.weight for about, _ in corpus.sources}
+        shares = ", ".join(f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items() if name)
+        return f"read while training{f' ({shares})' if shares else ''}; {heldout}"
+    count = f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, {len(corpus.train):,} tokens"
+    if isinstance(corpus.train, Mixture):
+        pairs = zip(corpus.train.parts, corpus.train.shares, strict=True)
+        count += f" ({', '.join(f'{part.name} {share / CYCLE:.1%}' for part, share in pairs)})"
+    return f"{count}{', in files' if corpus.mapped else ''}; {heldout}"
 
 
 def checkpoint_about(session: Session) -> dict[str, Any]:
@@ -100,6 +113,7 @@ def run_summary(
         "rounds_committed": first.rounds_committed if first else 0,
         "rounds_void": first.rounds_void if first else 0,
         "global_params_digest": session.global_digest(),
+        "epochs": dict(session.replicas[0].sampler.epochs),
         "interrupted": signal_name,
         "out": str(folder),
     }

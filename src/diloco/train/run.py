@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from diloco.data.corpus import Corpus, build_corpus
+from diloco.data.stream_corpus import open_stream
 from diloco.errors import CheckpointError
 from diloco.events import (
     CheckpointSaved,
@@ -37,6 +38,7 @@ from diloco.train.generate import generate
 from diloco.train.handshake import handshake_facts, model_fingerprint
 from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.reports import checkpoint_about, run_facts, run_summary
+from diloco.train.resize import checkpoint_home
 from diloco.train.session import Session
 from diloco.train.session_state import load_session, save_session
 from diloco.train.settings import RunSettings
@@ -82,7 +84,7 @@ def run_training(
         torch.set_num_threads(settings.train.threads)
     torch.set_float32_matmul_precision(settings.train.matmul_precision)
     device = choose_device(settings.train)
-    corpus = build_corpus(settings.data)
+    corpus = open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     definition = stored_definition(settings)
     outline = build_language_model(settings.model, seed=settings.seed, device="meta", definition=definition)
@@ -95,6 +97,7 @@ def run_training(
     else:
         facts = handshake_facts(settings, outline, corpus.fingerprint)
         fleet = meet(facts, folder)
+    session: Session | None = None
     try:
         session = Session(settings, corpus, fleet, device, sink.handle, initial, definition)
         run = _Run(settings, folder, sink, session, corpus, device)
@@ -110,6 +113,8 @@ def run_training(
         (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
         return run.train(notes)
     finally:
+        if session is not None:
+            session.close()
         fleet.close()
 
 
@@ -154,10 +159,8 @@ class _Run:
                 f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}; the model that the run "
                 "began with, from the same source, would work. Nothing was started."
             )
-        for void in load_session(self.session, checkpoint):
-            self._emit(
-                Note(step=self.step, text=f"{void} was in flight between another number of ranks, and counts as void.")
-            )
+        for words in load_session(self.session, checkpoint, self.home):
+            self._emit(Note(step=self.step, text=words))
         self.resumed_from = str(checkpoint.path)
 
     def find_place(self, fleet: TorchFleet | LeaderFleet | SwarmFleet) -> None:
@@ -178,7 +181,8 @@ class _Run:
                 f"--resume was given, and rank {lacking} has no checkpoint in its folder; its checkpoints in place, or "
                 "a new run with --init-from the global parameters of another one, would work. Nothing was started."
             )
-        self.resume(self.home / "checkpoints" / f"step-{min(held.values()):08d}")
+        home = checkpoint_home(self.home, self.session.replicas[0].number, self.settings.checkpoint.resume)
+        self.resume(home / "checkpoints" / f"step-{min(held.values()):08d}")
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         settings, totals = self.settings, self.session.totals
@@ -248,6 +252,7 @@ class _Run:
 
     def _train_step(self) -> None:
         started_s = time.perf_counter()
+        epochs = self._epochs()
         result = self.session.step()
         sent_bytes, received_bytes = self.session.traffic()
         inner, step_s = result.inner, time.perf_counter() - started_s
@@ -271,6 +276,15 @@ class _Run:
                 model_flops_utilization=self.speed.utilization(step_s) if result.trained else None,
             )
         )
+
+        for name, epoch in self._epochs().items():
+            if epoch > epochs.get(name, epoch) and self.session.fleet.leads:
+                source = f"source {name!r}" if name else "the data"
+                self._emit(Note(step=self.step, text=f"All of {source} has been read; its epoch {epoch + 1} begins."))
+
+    def _epochs(self) -> dict[str, int]:
+        """Source -> how often all of it has been read."""
+        return {name: int(number) for name, number in self.session.replicas[0].sampler.epochs.items()}
 
     def _evaluate(self, *, final: bool) -> Evaluation:
         settings = self.settings

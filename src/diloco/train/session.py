@@ -187,6 +187,11 @@ class Session:
             replica.diloco = self._diloco_for(replica)
             self.fleet.close_to_joiners("")
 
+    def close(self) -> None:
+        """End what runs beside the training."""
+        for replica in self.replicas:
+            replica.sampler.close()
+
     def drain(self) -> None:
         """Merge whatever is in flight; at the end of a run."""
         for replica in self.replicas:
@@ -292,8 +297,7 @@ class Session:
         self.totals.sequences += (self.totals.steps - before) * self.sequences_per_step  # of the others, about
         if replica.diloco is not None:
             replica.diloco.steps = self.totals.steps - self.settings.train.data_parallel_steps
-        cursor = {**replica.sampler.state_dict(), "drawn": self.totals.steps}
-        replica.sampler.load_state_dict(cursor | ({"assignments": []} if fleet.elastic else {}))
+        replica.sampler.join_at(self.totals.steps, replica.diloco.data_order if replica.diloco else "")
 
     def _draw_as_assigned(self, fleet: SwarmFleet) -> None:
         for assignment in fleet.take_assignments():
@@ -340,7 +344,9 @@ class Session:
                 replica.diloco = self._diloco_for(replica)
 
     def _diloco_for(self, replica: Replica) -> DiLoCo:
-        return make_diloco(self.settings, self.schedule, replica, self.fleet, self._emit)
+        diloco = make_diloco(self.settings, self.schedule, replica, self.fleet, self._emit)
+        diloco.data_order = replica.sampler.order
+        return diloco
 
     def _emit(self, event: Event) -> None:
         self.on_event(replace(event, step=self.totals.steps))
