@@ -52,6 +52,10 @@ class RunStarted(Event):
     tokens_per_step: int
     """Tokens of one step, all replicas together."""
     resumed_from: str | None = None
+    flops_per_token: float = 0.0
+    """Floating-point operations of training on one token, as the model counts them."""
+    peak_flops_per_s: float | None = None
+    """What the device of this process can do at most; None where it is not known, or is no GPU."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Everything derived, as name -> readable value, in the order to print it."""
 
@@ -81,6 +85,9 @@ class StepFinished(Event):
     gradient norm are then those of the last step that it trained."""
     pace: float = 1.0
     """Fraction of the scheduled steps that this process trains now (dynamic steps)."""
+    model_flops_utilization: float | None = None
+    """What the model's operations in this step are of what the device of this process could have done in ``step_s``;
+    None where that is not known, and for a step that was left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

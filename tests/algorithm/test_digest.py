@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.digest import digest_state, digest_tensors
+from diloco.algorithm.digest import _copied, digest_state, digest_tensors
 from diloco.algorithm.outer_optimizer import OuterState
 
 SIZE = 67
@@ -78,3 +78,14 @@ def test_every_dtype_and_size_has_one(dtype: torch.dtype) -> None:
 def test_it_is_the_same_on_every_machine() -> None:
     """128 bits of XXH3 over name, a zero byte, and little-endian bytes: a change here parts old and new replicas."""
     assert digest_tensors({"x": torch.tensor([1.0, -2.0])}) == "8a8afd0bcf978a344cf2b1830dd52557"
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3, 4, 11, 100])
+@pytest.mark.parametrize("size", [0, 1, 11])
+def test_pieces_are_all_there_in_order_and_stay_until_the_next_is_asked_for(piece_bytes: int, size: int) -> None:
+    data = torch.arange(size, dtype=torch.uint8)
+    seen: list[int] = []
+    for piece in _copied(data, piece_bytes):
+        assert len(piece) <= piece_bytes
+        seen += piece.tolist()
+    assert seen == data.tolist()

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.data.permutation import permute
-from diloco.data.sampler import Sampler, Sharding, heldout_batches, num_windows
+from diloco.data.sampler import Sampler, Sharding
+from diloco.data.windows import heldout_batches, num_windows
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
 LENGTH = 3
@@ -298,3 +299,32 @@ def test_too_few_heldout_tokens_are_refused_at_once() -> None:
     with pytest.raises(ConfigurationError, match=r"batch_size=0"):
         heldout_batches(tokens_for(1), LENGTH, 0, 0)
     assert num_windows(tokens_for(0)[:0], LENGTH) == 0
+
+
+def test_a_joiner_is_told_the_order_that_no_settings_say() -> None:
+    """After two replicas became three, one that joins draws what its place in the three is, and no more."""
+    tokens = tokens_for(60)
+
+    def make(replica: int, replicas: int | None) -> Sampler:
+        return Sampler(tokens, sequence_length=LENGTH, batch_size=2, replica=replica, num_replicas=replicas, seed=0)
+
+    before, fresh = make(0, 2), make(2, 3)
+    assert before.order == ""
+    for _ in range(4):
+        before.next_batch()
+    stayed, lost = make(0, 3), make(2, 3)
+    for sampler in (stayed, lost):
+        sampler.go_on_from(lambda _: before.state_dict(), 2)
+    for sampler in (stayed, lost):
+        for _ in range(3):
+            sampler.next_batch()
+    fresh.join_at(7, stayed.order)
+    assert torch.equal(fresh.next_batch()[0], lost.next_batch()[0])
+    assert fresh.order == stayed.order
+    unchanged, there = make(1, 2), make(1, 2)
+    for _ in range(4):
+        there.next_batch()
+    unchanged.join_at(4, before.order)
+    assert torch.equal(unchanged.next_batch()[0], there.next_batch()[0])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        fresh.join_at(9, '["no", "assignment"]')

@@ -181,7 +181,7 @@ def test_a_tokenizer_whose_bytes_cannot_be_counted_is_refused() -> None:
     with pytest.raises(DataError, match=r"lacks 1 of the 256 bytes"):
         BPETokenizer(library_tokenizer("</s>", letters=255).to_str(), eos="</s>")
     words = LibraryTokenizer(models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?"))
-    with pytest.raises(DataError, match=r"is not byte-level"):
+    with pytest.raises(DataError, match=r"does not tell every text exactly"):
         BPETokenizer(words.to_str(), eos="</s>")
 
 

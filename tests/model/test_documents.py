@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+
+import pytest
 import torch
 
+from diloco.model.attention import attend, block_mask, boolean_mask
 from diloco.model.language_model import document_numbers
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
+from diloco.train.prepare import prepare_blocks
 
 END = 9
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch has FlexAttention's backward pass on the CPU, and refuses it there, since it is slow; it warns, too."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *heads: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def model() -> Transformer:
@@ -46,3 +61,38 @@ def test_one_document_is_no_mask() -> None:
     tokens = torch.arange(8).unsqueeze(0)
     with torch.no_grad():
         torch.testing.assert_close(model()(tokens, documents=torch.zeros_like(tokens)), model()(tokens))
+
+
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_flex_attention_attends_as_the_boolean_mask_says() -> None:
+    """What CUDA uses, by torch's own uncompiled reference: values and gradients, heads in groups, uneven blocks."""
+    tokens = torch.randint(10, (2, 150), generator=torch.Generator().manual_seed(0))
+    numbers = document_numbers(tokens, END)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 150, 8), (2, 2, 150, 8), (2, 2, 150, 8))
+    heads = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    found = []
+    for mask in (block_mask(numbers), boolean_mask(numbers)):
+        attended = attend(heads[0], heads[1], heads[2], mask, grouped=True)
+        found.append([attended.detach(), *torch.autograd.grad(attended.square().sum(), heads)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_one_compiled_block_serves_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other documents are no other graph: nothing is compiled again, or waits to know how many there are."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = model(), model()
+    prepare_blocks(compiled, compiled=True, backend="eager")
+    for ends in ([], [3], [1, 4, 5]):
+        tokens = torch.tensor([[END if place in ends else 1 + place % 7 for place in range(9)]])
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        documents = document_numbers(inputs, END)
+        losses = []
+        for make, each in ((block_mask, compiled), (boolean_mask, plain)):
+            monkeypatch.setattr("diloco.model.transformer.within_documents", make)
+            losses.append(each.loss(inputs, targets, documents).loss)
+        torch.testing.assert_close(losses[0], losses[1])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()

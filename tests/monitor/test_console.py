@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import math
 import sys
@@ -34,6 +35,33 @@ def step(number: int, loss: float = 3.0) -> events.StepFinished:
         received_bytes=0,
         compute_utilization=0.991,
     )
+
+
+def test_the_use_of_the_devices_peak_is_shown_where_it_is_known() -> None:
+    stream, display = io.StringIO(), io.StringIO()
+    plain = PlainConsole(stream, every_steps=1)
+    live = LiveConsole(Console(file=display, width=100, force_terminal=True), clock=Clock(), refresh_s=0.0)
+    started = events.RunStarted(
+        step=0, total_steps=2, algorithm="none", num_replicas=1, parameters=1, tokens_per_step=1, peak_flops_per_s=1e15
+    )
+    summary = {"tokens_per_s": 1234.0, "model_flops_utilization": 0.4567}
+    for event in (
+        started,
+        step(1),
+        dataclasses.replace(step(2), model_flops_utilization=0.4567),
+        events.RunFinished(step=2, summary=summary),
+    ):
+        plain.handle(event)
+        live.handle(event)
+    live.close()
+    lines = stream.getvalue().split("\n")
+    head, first, second = lines[next(index for index, line in enumerate(lines) if "tokens/s" in line) :][:3]
+    column = head.index("MFU") + 3
+    assert (first[:column].split()[-1], second[:column].split()[-2:]) == ("-", ["45.7", "%"])
+    assert max(len(line) for line in stream.getvalue().split("\n")) <= 80
+    assert "speed  1.2K tokens/s, 45.7 % of the device's peak (MFU)" in stream.getvalue()
+    assert "tokens/s, MFU" in display.getvalue()
+    assert "-, 45.7 %" in display.getvalue()
 
 
 def story() -> Iterator[tuple[float, events.Event]]:

@@ -23,7 +23,7 @@ def started(step: int) -> events.RunStarted:
     )
 
 
-def step(number: int, loss: float = 1.0) -> events.StepFinished:
+def step(number: int, loss: float = 1.0, utilization: float | None = None) -> events.StepFinished:
     return events.StepFinished(
         step=number,
         loss=loss,
@@ -34,6 +34,7 @@ def step(number: int, loss: float = 1.0) -> events.StepFinished:
         sent_bytes=1000 * number,
         received_bytes=0,
         compute_utilization=0.75,
+        model_flops_utilization=utilization,
     )
 
 
@@ -183,10 +184,10 @@ def test_tensorboard_reads_back_what_was_measured(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path, every_steps=2)
     for event in (
         started(0),
-        step(1, loss=4.0),
+        step(1, loss=4.0, utilization=0.75),
         committed(1, 0.25),
         committed(1, 0.75),
-        step(2, loss=2.0),
+        step(2, loss=2.0, utilization=0.375),
         heldout(2, 3.5),
         step(3, loss=1.0),
     ):
@@ -195,6 +196,8 @@ def test_tensorboard_reads_back_what_was_measured(tmp_path: Path) -> None:
     assert curves(tmp_path) == {
         "loss/train(nats)": [(2, 3.0), (3, 1.0)],
         "time/step(s)": [(2, 0.75), (3, 1.5)],
+        "time/throughput(tokens per s)": [(2, 6.0), (3, pytest.approx(1 / 1.5))],
+        "time/model_flops_utilization(%)": [(2, 50.0)],
         "time/compute_utilization(%)": [(2, 75.0), (3, 75.0)],
         "transport/sent(bytes)": [(2, 2000.0), (3, 3000.0)],
         "transport/wait(s)": [(2, 0.5)],

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.errors import ConfigurationError, NonFiniteError
+from diloco.model.language_model import document_numbers
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
@@ -423,6 +424,51 @@ class TestFloat16:
         assert scales[-1] == (2.0**16, 2.0**13)
         largest = max(float(values.abs().max()) for values in swarm[0].outer_loop.global_params)
         assert largest < 10, "the outer optimizer never saw a scaled value"
+
+
+class TestMaskedSteps:
+    """On CUDA the device leaves out a bad step by itself; the CPU's fused kernels can do the same."""
+
+    @pytest.mark.parametrize("name", ["AdamW", "SGD"])
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_good_steps_have_the_same_bits(self, name: str, precision: Any) -> None:
+        arguments = {"momentum": 0.9} if name == "SGD" else {"weight_decay": 0.1}
+        masked, plain = (make_loop(precision, name=name, arguments=arguments) for _ in range(2))
+        assert not plain.masked, "on the CPU nothing is gained by it"
+        masked.masked = masked._can_mask()
+        assert masked.masked
+        assert train(masked, 5) == train(plain, 5)
+        assert torch.equal(weights(masked.model), weights(plain.model))
+        assert torch.equal(optimizer_state(masked), optimizer_state(plain))
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_a_bad_one_is_left_out_before_the_host_knows(self, value: float) -> None:
+        loop = make_loop()
+        loop.masked = True
+        train(loop, 2)
+        held, state = weights(loop.model), optimizer_state(loop)
+        loop.accumulate_gradients(*batch(2))
+        spoil(loop.model, value)
+        norm = loop.begin(2)
+        assert torch.equal(weights(loop.model), held)
+        assert torch.equal(optimizer_state(loop), state)
+        with pytest.raises(NonFiniteError, match="Nothing was applied"):
+            loop.end(2, float(norm))
+
+    def test_kernels_that_are_not_fused_and_scaled_gradients_are_not_masked(self) -> None:
+        assert not make_loop(arguments={"fused": False})._can_mask()
+        assert not make_loop("float16")._can_mask()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_documents_are_kept_apart_where_asked_for(accumulation: int) -> None:
+    tokens, targets = batch(0)
+    loops = [make_loop(accumulation=accumulation) for _ in range(2)]
+    loops[0].end_of_document = 3
+    losses = [float(loop.accumulate_gradients(tokens, targets)) for loop in loops]
+    expected = loops[0].model.loss(tokens, targets, document_numbers(tokens, 3)).cross_entropy
+    assert losses[0] == pytest.approx(float(expected), rel=1e-6)
+    assert losses[0] != losses[1]
 
 
 class TestState:

@@ -241,3 +241,33 @@ def test_bpe_and_contiguous_shards_train_and_come_back(data: Path, tmp_path: Pat
     summary = train(data, tmp_path / "run", arguments)
     assert 0 < summary["bits_per_byte"] < 20
     assert load_trained(tmp_path / "run").tokenizer.vocab_size == 270
+
+
+def test_speed_is_told_and_the_use_of_a_peak_where_there_is_one(data: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    summary = train(data, tmp_path / "run", "--train.peak-flops-per-s 1e12 --steps 5", sink=listener)
+    (started,) = listener.of(RunStarted)
+    assert started.peak_flops_per_s == 1e12
+    for event in listener.of(StepFinished):
+        expected = started.flops_per_token * 2 * 2 * 16 / event.step_s / 1e12
+        assert event.model_flops_utilization == pytest.approx(expected)
+    assert summary["tokens_per_s"] > 0
+    ratio = summary["model_flops_utilization"] / summary["tokens_per_s"]
+    assert ratio == pytest.approx(started.flops_per_token / 1e12), "no emulated time in either"
+    unknown = train(data, tmp_path / "unknown", "--steps 5")
+    assert unknown["model_flops_utilization"] is None, "no made-up peak of a CPU"
+
+
+def test_settings_for_speed_train_the_same_model(data: Path, tmp_path: Path) -> None:
+    """Recomputing gives the same bits; chunks the same loss; documents apart another one, also when evaluated."""
+    plain = train(data, tmp_path / "plain", "--codec float32")
+    recomputed = train(data, tmp_path / "recomputed", "--codec float32 --train.activation-checkpointing selective")
+    assert recomputed["global_params_digest"] == plain["global_params_digest"]
+    chunked = train(
+        data, tmp_path / "chunked", "--codec float32 --train.loss-chunk-tokens 5 --train.matmul-precision high"
+    )
+    assert chunked["heldout_loss"] == pytest.approx(plain["heldout_loss"], abs=1e-4)
+    assert chunked["global_params_digest"] != plain["global_params_digest"], "sums in another order"
+    apart = train(data, tmp_path / "apart", "--codec float32 --train.document-masks")
+    assert apart["heldout_loss"] != pytest.approx(plain["heldout_loss"], abs=1e-6)
+    assert torch.get_float32_matmul_precision() == "highest", "what a run sets is that of the next"

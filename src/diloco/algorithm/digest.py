@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import xxhash
@@ -11,6 +11,9 @@ from torch import Tensor
 from diloco.algorithm.outer_optimizer import OuterState
 
 __all__ = ["digest_state", "digest_tensors"]
+
+PIECE_BYTES = 1 << 25
+"""Of what is hashed of a GPU's memory at once: 32 MiB, of which two are pinned."""
 
 
 def digest_state(global_params: Tensor, state: OuterState) -> str:
@@ -23,9 +26,31 @@ def digest_state(global_params: Tensor, state: OuterState) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Digest of the names and bytes of ``tensors``, in order; those on another device are hashed through the host."""
+    """Digest of the names and bytes of ``tensors``, in order; those on a GPU are hashed piece by piece on the host."""
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         digest.update(name.encode() + b"\0")
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for piece in (data,) if data.device.type == "cpu" else _copied(data, PIECE_BYTES):
+            digest.update(piece.numpy().data)
     return digest.hexdigest()
+
+
+def _copied(data: Tensor, piece_bytes: int) -> Iterator[Tensor]:
+    """``data``, ``(n,)`` uint8, through the host's memory, piece by piece: each is valid until the next is asked for,
+    and is copied while the one before is in use.
+    """
+    pinned = data.is_cuda
+    room = [torch.empty(min(piece_bytes, len(data)), dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    ready: Tensor | None = None
+    for number, piece in enumerate(torch.split(data, piece_bytes)):
+        here = room[number % 2][: len(piece)]
+        here.copy_(piece, non_blocking=True)
+        arrived = torch.cuda.current_stream(data.device).record_event() if pinned else None
+        if ready is not None:
+            yield ready
+        if arrived is not None:
+            arrived.synchronize()
+        ready = here
+    if ready is not None:
+        yield ready

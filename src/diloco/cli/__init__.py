@@ -15,6 +15,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "train": "train a language model with DiLoCo, Streaming DiLoCo, or a baseline",
+    "tokenize": "text into a folder of tokens that training maps into memory",
     "evaluate": "held-out loss, perplexity and bits per byte of a trained model",
     "generate": "continue a text with a trained model",
     "inspect": "what a checkpoint holds",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg
@@ -20,6 +19,10 @@ from diloco.data.settings import DataSettings
 from diloco.errors import ConfigurationError
 from diloco.train.checks import check_device
 from diloco.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from diloco.data.packed import Tokens
+    from diloco.data.tokenizer import Tokenizer
 
 __all__ = ["run"]
 
@@ -63,11 +66,10 @@ def run(arguments: Sequence[str]) -> int:
     trained = load_trained(given.path, choose_device(TrainSettings(device=given.device)))
     config_file = trained.path.parent.parent / CONFIG_FILE
     settings = build(Configuration, read_toml(config_file, Configuration))
-    documents = _documents(settings.data, given.data)
     evaluation = evaluate(
         trained.model,
         trained.tokenizer,
-        trained.tokenizer.encode_documents(list(documents)),
+        _tokens(settings.data, given.data, trained.tokenizer),
         sequence_length=trained.sequence_length,
         batch_size=settings.train.batch_size * 8,  # as during training, for the same bits
         sequences=settings.evaluation.sequences if given.sequences is None else given.sequences,
@@ -92,10 +94,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _documents(data: DataSettings, paths: tuple[Path, ...]) -> Iterable[str]:
-    from diloco.data.corpus import split_documents
-    from diloco.data.text import read_documents
+def _tokens(data: DataSettings, paths: tuple[Path, ...], tokenizer: Tokenizer) -> Tokens:
+    from diloco.data.heldout import heldout_tokens, read_texts
 
-    source = dataclasses.replace(data, paths=paths) if paths else data
-    texts = read_documents(source.paths, text_field=source.text_field, document_separator=source.document_separator)
-    return texts if paths else split_documents(texts, data.heldout_fraction, data.max_documents)[1]
+    return tokenizer.encode_documents(list(read_texts(data, paths))) if paths else heldout_tokens(data, tokenizer)

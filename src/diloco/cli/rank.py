@@ -52,6 +52,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     from diloco.monitor.sinks import make_sinks
     from diloco.train.checkpoint import held_step
     from diloco.train.components import choose_device
+    from diloco.train.resize import checkpoint_home
     from diloco.train.run import run_training
     from diloco.train.wires import connect_rank
 
@@ -67,7 +68,9 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
 
     def meet(facts: Mapping[str, str], own: Path) -> TorchFleet | LeaderFleet:
         home = own.parent if role.position else own
-        held = held_step(home, settings.checkpoint.resume) if settings.checkpoint.resume else -1
+        resume, held = settings.checkpoint.resume, -1
+        if resume is not None:
+            held = held_step(checkpoint_home(home, role.replica, resume), resume)
         fleet = connect_rank(settings, role, facts, held, choose_device(settings.train))
         if occupied and not fleet.joining:
             fleet.close()
@@ -117,7 +120,7 @@ def _folder(plan: RunPlan, role: Role) -> Path:
     if base is None and role.torchrun is not None:
         mine = None
         if role.is_first:
-            mine = str(claim_numbered(Path("runs") / f"{settings.algorithm}-{settings.preset}"))
+            mine = str(claim_numbered(Path("runs") / f"{settings.algorithm}-{settings.model_label}"))
         timeout_s = settings.transport.rendezvous_timeout_s
         base = Path(exchange_word(role.torchrun.master, mine, timeout_s, f"folder (attempt {role.torchrun.attempt})"))
     if base is None:

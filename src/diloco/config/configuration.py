@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten
+from diloco.config.model_source import with_source
 from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.config.toml import read_toml
 from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset
+from diloco.model.source import parse_source
 from diloco.monitor.settings import MonitorSettings
 from diloco.train.settings import RunSettings
 
@@ -34,6 +36,11 @@ class Configuration(RunSettings):
     preset: str = DEFAULT_PRESET
     """Model and training defaults to begin from; `diloco presets` lists them."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
+
+    @property
+    def model_label(self) -> str:
+        """What its model is called in the names of run folders."""
+        return self.preset if self.model.source is None else parse_source(self.model.source).label
 
     def __post_init__(self) -> None:
         # object.__setattr__ is the frozen dataclass's own way to derive a field: an alias becomes the listed name.
@@ -82,6 +89,7 @@ def compose(line: CommandLine) -> Configuration:
     values: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = _overlay(values, line.values)
     preset = preset_values(values.get("preset", DEFAULT_PRESET), steps=_positive(values.get("train.steps")))
+    preset, values = with_source(preset, values)
     return build(Configuration, _overlay(preset, values))
 
 

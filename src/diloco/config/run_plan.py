@@ -11,9 +11,11 @@ from diloco import __version__
 from diloco.config.configuration import Configuration, compose
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values, build, flatten
+from diloco.config.model_source import absolute_source, outline_of
 from diloco.config.presets import preset_values
 from diloco.config.toml import read_toml, to_toml
 from diloco.errors import ConfigurationError
+from diloco.model.settings import native_keys
 from diloco.train.resolve import notes, resolve
 from diloco.transport.hivemind.settings import SwarmSettings
 
@@ -32,14 +34,18 @@ WIRE_KEYS = (
     *(f"transport.{name}" for name in ("rendezvous_timeout_s", "round_timeout_s")),
 )
 
+PER_REPLICA = ("bandwidth_bits_per_s", "latency_s", "step_time_s")
+
 CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
     *("train.parallelism", "transport.replica_size", "swarm"),
+    *(f"transport.{name}" for name in ("replicas", "min_contributors", *PER_REPLICA)),
     *PROCESS_KEYS,
     *WIRE_KEYS,
 )
-"""Keys and sections that may differ when a run goes on: none of them changes what a step computes, but `train.steps`
-stretches the learning-rate schedule, and that is told."""
+"""Keys and sections that may differ when a run goes on: none of them changes what a step of a replica computes, but
+`train.steps` stretches the learning-rate schedule, and with another number of replicas the mean is over others. Both
+are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +81,18 @@ def plan_run(line: CommandLine) -> RunPlan:
             f"goes on come from its own folder: `diloco train --resume {asked.checkpoint.resume}` would work. "
             "Nothing was started."
         )
-    configuration = resolve(asked, num_layers=asked.model.layers)
+    configuration = _resolved(asked)
     return RunPlan(
         configuration=configuration,
         record=_record(configuration, given=flatten(asked)),
         source=None,
         notes=notes(configuration),
     )
+
+
+def _resolved(asked: Configuration) -> Configuration:
+    outline = outline_of(asked)
+    return resolve(asked, num_layers=outline.num_layers, max_sequence_length=outline.max_sequence_length)
 
 
 def _go_on(line: CommandLine, resume: Path) -> RunPlan:
@@ -115,7 +126,7 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     # What the run began from is in its checkpoint; the record keeps the name.
     values: Values = wanted | {"train.init_from": None}
     asked = build(Configuration, values)
-    configuration = resolve(asked, num_layers=asked.model.layers)
+    configuration = _resolved(asked)
     init_from = saved["train.init_from"]
     recorded = dataclasses.replace(configuration, train=dataclasses.replace(configuration.train, init_from=init_from))
     return RunPlan(
@@ -157,20 +168,18 @@ def _record(configuration: Configuration, *, given: Values | None = None) -> str
     )
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."
-    return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given)}"
+    without = {f"model.{name}" for name in native_keys(lasting.model.source)}
+    return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given, without=without)}"
 
 
 def _absolute(configuration: Configuration) -> Configuration:
     """The configuration with every input path absolute, so that the run can go on from another working directory."""
-    data, train = configuration.data, configuration.train
-    paths = tuple(_expand(path) for path in data.paths)
-    tokenizer = data.tokenizer
-    if tokenizer not in ("bytes", "bpe") and _expand(Path(tokenizer)).exists():
-        tokenizer = str(_expand(Path(tokenizer)))
+    train = configuration.train
     init_from = None if train.init_from is None else _expand(train.init_from)
     return dataclasses.replace(
         configuration,
-        data=dataclasses.replace(data, paths=paths, tokenizer=tokenizer),
+        data=configuration.data.absolute(),
+        model=dataclasses.replace(configuration.model, source=absolute_source(configuration.model.source)),
         train=dataclasses.replace(train, init_from=init_from),
     )
 

@@ -1,26 +1,23 @@
-"""Byte-level BPE, by the ``tokenizers`` library: trained on the training documents, or a user's own."""
+"""Tokenizers of the ``tokenizers`` library: a byte-level BPE trained on the training documents, or a user's own."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.data.pieces import token_bytes
 from diloco.data.tokenizer import EOS, Tokenizer, byte_letters, checked_utf8, write_tokenizer
 from diloco.errors import DataError
-
-if TYPE_CHECKING:
-    import tokenizers
 
 __all__ = ["BPETokenizer", "train_bpe"]
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level BPE, as GPT-2's, from the text of a ``tokenizer.json``.
+    """A byte-level BPE, as GPT-2's, or any other that tells texts exactly, from the text of a ``tokenizer.json``.
 
     Special tokens written out in a text are encoded as the characters they are, so that no document can end itself.
 
@@ -30,7 +27,7 @@ class BPETokenizer(Tokenizer):
         source: what to call it in messages.
 
     Raises:
-        DataError: it cannot be read, is not byte-level, lacks one of the 256 bytes, or has no such token.
+        DataError: it cannot be read, does not tell texts exactly (see `diloco.data.pieces`), or has no such token.
     """
 
     def __init__(self, content: str, *, eos: str, source: str = "the tokenizer") -> None:
@@ -49,7 +46,11 @@ class BPETokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        super().__init__(_token_bytes(self._tokenizer, source), eos_id)
+        self._source = source
+        table, self._adds_space = token_bytes(self._tokenizer, source)
+        super().__init__(table, eos_id)
+        if self._adds_space:  # the end of a document takes back the space that was put before it
+            self._num_bytes[eos_id] = -1
 
     def encode(self, text: str) -> list[int]:
         checked_utf8(text)
@@ -61,9 +62,22 @@ class BPETokenizer(Tokenizer):
             texts = documents[begin : begin + 1024]
             for text in texts:
                 checked_utf8(text)
-            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for text, encoding in zip(texts, encodings, strict=True):
                 pieces.append(np.array([*encoding.ids, self.eos_id], dtype=self.dtype))
+                if self._adds_space:
+                    self._check(text, pieces[-1])
         return np.concatenate(pieces)
+
+    def _check(self, text: str, ids: NDArray[Any]) -> None:
+        """Refuse a document that is not told exactly; one that begins with a space may have got no other."""
+        told, size = self.num_bytes(ids), len(text.encode())
+        if told != size and not (text.startswith(" ") and told == size - 1):
+            raise DataError(
+                f"{self._source} turns a document of {size} bytes into tokens for {told}, so that a loss in bits per "
+                f"byte would be of another text; it begins with {text[:40]!r}. A byte-level BPE would work. "
+                "It was not encoded."
+            )
 
     def save(self, folder: Path) -> None:
         write_tokenizer(folder, self.to_json(), self._eos)
@@ -73,7 +87,7 @@ class BPETokenizer(Tokenizer):
         return self._tokenizer.to_str(pretty=True)
 
 
-def train_bpe(documents: Sequence[str], vocab_size: int) -> BPETokenizer:
+def train_bpe(documents: Iterable[str], vocab_size: int) -> BPETokenizer:
     """Train a byte-level BPE with ``vocab_size`` ids: the end-of-document token, 256 bytes, and merges.
 
     The same documents give the same tokenizer.
@@ -93,38 +107,20 @@ def train_bpe(documents: Sequence[str], vocab_size: int) -> BPETokenizer:
         initial_alphabet=byte_letters(),
         show_progress=False,
     )
-    for document in documents:
-        checked_utf8(document)
-    tokenizer.train_from_iterator(documents, trainer, length=len(documents))
+    count = 0
+
+    def checked() -> Iterator[str]:
+        nonlocal count
+        for document in documents:
+            checked_utf8(document)
+            count += 1
+            yield document
+
+    tokenizer.train_from_iterator(checked(), trainer)
     made = tokenizer.get_vocab_size()
     if made < vocab_size:
         raise DataError(
-            f"A BPE with a vocabulary of {vocab_size} was asked for; {len(documents)} training documents give {made}. "
+            f"A BPE with a vocabulary of {vocab_size} was asked for; {count} training documents give {made}. "
             f"data.bpe_vocab_size={made} or less, or more text, would work. No tokenizer was made."
         )
     return BPETokenizer(tokenizer.to_str(), eos=EOS)
-
-
-def _token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
-    """The bytes that each id stands for; none for special tokens and for ids that are not in use."""
-    decoder = json.loads(tokenizer.to_str())["decoder"]
-    kinds = [part.get("type") for part in [decoder or {}, *(decoder or {}).get("decoders", ())]]
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-    missing = sum(letter not in vocabulary for letter in byte_of)
-    if "ByteLevel" not in kinds or missing:
-        reason = f"lacks {missing} of the 256 bytes" if "ByteLevel" in kinds else "is not byte-level"
-        raise DataError(
-            f"{source} {reason}, so that what its tokens stand for cannot be counted in bytes. A byte-level BPE, as "
-            "GPT-2's or Llama 3's, would work. No tokenizer was made."
-        )
-    table = [b""] * (max(vocabulary.values()) + 1)
-    added = tokenizer.get_added_tokens_decoder()
-    for token, index in vocabulary.items():
-        if index in added:
-            table[index] = b"" if added[index].special else token.encode()
-        elif all(letter in byte_of for letter in token):
-            table[index] = bytes(byte_of[letter] for letter in token)
-        else:  # cannot come from any text: no byte is written with such a letter
-            table[index] = b""
-    return table

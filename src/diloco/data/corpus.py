@@ -1,31 +1,34 @@
-"""Documents into two packed arrays of tokens: one to train on and one to hold out."""
+"""Documents into packed tokens: those to train on and those to hold out."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
 
 import xxhash
-from numpy.typing import NDArray
 
+from diloco.data.mixture import Mixture, Part, shares_of
+from diloco.data.packed import PackedTokens, Tokens
 from diloco.data.settings import DataSettings
-from diloco.data.text import read_documents
+from diloco.data.source_settings import SourceSettings
+from diloco.data.sources import open_source
+from diloco.data.split import split_documents
+from diloco.data.token_folder import TokenFolder, fingerprint_of, is_token_folder
 from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokens import make_tokenizer
-from diloco.errors import DataError
+from diloco.data.tokens import given_tokenizer, load_tokenizer, make_tokenizer, vocabulary_size
+from diloco.errors import ConfigurationError
 
-__all__ = ["Corpus", "build_corpus", "split_documents"]
+__all__ = ["Corpus", "build_corpus", "corpus_vocabulary_size", "read_source", "split_documents", "token_folders"]
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Training and held-out documents as tokens, each followed by the end-of-document token, without padding."""
 
-    train: NDArray[Any]
-    """(n,) uint16 where the vocabulary allows, else uint32."""
-    heldout: NDArray[Any]
+    train: Tokens | Mixture
+    """(n,) uint16 where the vocabulary allows, else uint32; of a stream nothing."""
+    heldout: Tokens
     """(n,) of the same type."""
     tokenizer: Tokenizer
     train_documents: int
@@ -35,33 +38,124 @@ class Corpus:
     heldout_bytes: int
     fingerprint: str
     """Equal for equal tokens, split and vocabulary size; a hash for telling data sets apart, not for trusting them."""
-
-
-class _Document(NamedTuple):
-    text: str
-    heldout_key: float
-    """In [0, 1), from one half of the hash: held out when below the fraction."""
-    sample_key: int
-    """From the other half, so that a sample is as likely to be held out as the rest."""
+    mapped: bool = False
+    """Whether tokens are read from files while they are drawn."""
 
 
 def build_corpus(settings: DataSettings) -> Corpus:
-    """Read, split and tokenise the text that ``settings`` name. All of it is held in memory while this runs.
+    """Read, split and tokenise the text that ``settings`` name, which is held in memory; map tokens that are ready.
 
     Raises:
         DataError: the text cannot be read, or does not suffice for both sides.
         ConfigurationError: something asked for is not installed or unknown.
     """
-    texts = read_documents(
-        settings.paths, text_field=settings.text_field, document_separator=settings.document_separator
+    sources = settings.parsed_sources()
+    folders = {source.name: token_folders(source) for source in sources}
+    if any(folders.values()) and settings.max_documents is not None:
+        raise ConfigurationError(
+            f"data.max_documents={settings.max_documents} was given with tokens that are ready; given to `diloco "
+            "tokenize` it would work. The corpus was not built."
+        )
+    texts = {
+        source.name: split_documents(read_source(source), settings.heldout_fraction, settings.max_documents)
+        for source in sources
+        if not folders[source.name]
+    }
+    tokenizer = _tokenizer(
+        settings,
+        [folder for found in folders.values() for folder in found],
+        lambda: [document for train, _ in texts.values() for document in train],
     )
-    train, heldout = split_documents(texts, settings.heldout_fraction, settings.max_documents)
-    tokenizer = make_tokenizer(settings, train)
-    train_tokens = tokenizer.encode_documents(train)
-    heldout_tokens = tokenizer.encode_documents(heldout)
-    fingerprint = xxhash.xxh3_128(f"{tokenizer.vocab_size} {train_tokens.dtype} {len(train_tokens)}".encode())
-    fingerprint.update(train_tokens.data)
-    fingerprint.update(heldout_tokens.data)
+    corpora = [
+        _mapped(folders[source.name], tokenizer)
+        if folders[source.name]
+        else _tokenised(texts.pop(source.name), tokenizer)
+        for source in sources
+    ]
+    if not settings.sources:
+        return corpora[0]
+    return _mixed(sources, corpora)
+
+
+def read_source(source: SourceSettings) -> Iterable[str]:
+    """Its documents."""
+    return (record for record in open_source(source).records() if record)
+
+
+def token_folders(source: SourceSettings) -> list[TokenFolder]:
+    """The folders of tokens that a source consists of, opened; none where it is text.
+
+    Raises:
+        ConfigurationError: for some of both.
+    """
+    ready = [place for place in source.data if is_token_folder(Path(place))]
+    if ready and len(ready) < len(source.data):
+        other = next(place for place in source.data if place not in ready)
+        raise ConfigurationError(
+            f"{ready[0]} holds tokens and {other} does not; in one source all of it must. `diloco tokenize` of the "
+            "other, or a table of its own in data.sources, would work. The corpus was not built."
+        )
+    return [TokenFolder(Path(place)) for place in ready]
+
+
+def corpus_vocabulary_size(settings: DataSettings) -> int:
+    """Ids of the tokenizer that the corpus of ``settings`` will have, before any text is read.
+
+    Raises:
+        ConfigurationError, DataError: there is no such tokenizer.
+    """
+    folders = [folder for source in settings.parsed_sources() for folder in token_folders(source)]
+    return folders[0].vocab_size if folders else vocabulary_size(settings)
+
+
+def _tokenizer(settings: DataSettings, folders: Sequence[TokenFolder], train: Callable[[], Iterable[str]]) -> Tokenizer:
+    """The one that all tokens are of; that of the folders where there are any."""
+    if not folders:
+        return make_tokenizer(settings, train())
+    first = load_tokenizer(folders[0].path)
+    for folder in folders[1:]:
+        if load_tokenizer(folder.path).to_json() != first.to_json():
+            raise ConfigurationError(
+                f"{folders[0].path} and {folder.path} are of different tokenizers; `diloco tokenize` with the same "
+                f"one, such as --data.tokenizer {folders[0].path}, would work. The corpus was not built."
+            )
+    given = settings.tokenizer
+    if given == "bpe" or (given != "bytes" and given_tokenizer(settings).to_json() != first.to_json()):
+        raise ConfigurationError(
+            f"data.tokenizer={given!r} was given, and {folders[0].path} is of another tokenizer, which it brings with "
+            "it; without data.tokenizer it would work. The corpus was not built."
+        )
+    return first
+
+
+def _mapped(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> Corpus:
+    tokens: dict[str, PackedTokens] = {}
+    for name in ("train", "heldout"):
+        parts = [folder.tokens(name) for folder in folders]
+        digests = " ".join(part.digest for part in parts)  # those of the manifests: nothing is read for it
+        whole = PackedTokens([p for part in parts for p in part.pieces], xxhash.xxh3_64_hexdigest(digests.encode()))
+        tokens[name] = parts[0] if len(parts) == 1 else whole
+    count = {
+        f"{name}_{what}": sum(getattr(folder.sides[name], what) for folder in folders)
+        for name in ("train", "heldout")
+        for what in ("documents", "bytes")
+    }
+    fingerprints = [folder.fingerprint for folder in folders]
+    together = xxhash.xxh3_128_hexdigest(" ".join(fingerprints).encode())
+    fingerprint = fingerprints[0] if len(folders) == 1 else together
+    return Corpus(
+        train=tokens["train"],
+        heldout=tokens["heldout"],
+        tokenizer=tokenizer,
+        **count,
+        fingerprint=fingerprint,
+        mapped=True,
+    )
+
+
+def _tokenised(sides: tuple[list[str], list[str]], tokenizer: Tokenizer) -> Corpus:
+    train, heldout = sides
+    train_tokens, heldout_tokens = tokenizer.encode_documents(train), tokenizer.encode_documents(heldout)
     return Corpus(
         train=train_tokens,
         heldout=heldout_tokens,
@@ -70,52 +164,28 @@ def build_corpus(settings: DataSettings) -> Corpus:
         heldout_documents=len(heldout),
         train_bytes=tokenizer.num_bytes(train_tokens),
         heldout_bytes=tokenizer.num_bytes(heldout_tokens),
-        fingerprint=fingerprint.hexdigest(),
+        fingerprint=fingerprint_of(tokenizer, [train_tokens], [heldout_tokens]),
     )
 
 
-def split_documents(
-    texts: Iterable[str], heldout_fraction: float, max_documents: int | None = None
-) -> tuple[list[str], list[str]]:
-    """Training and held-out documents, each in the order given.
-
-    Which side a document falls on is a function of its text and the fraction alone: more documents move none to the
-    other side, and copies of one stand together. ``max_documents`` keeps those whose texts hash lowest, so that a
-    small sample is spread over all of them.
-
-    Raises:
-        DataError: one of the sides would be empty; the message says which fractions would work.
-
-    >>> split_documents(["one", "four", "five", "eight"], heldout_fraction=0.3)
-    (['four', 'five', 'eight'], ['one'])
-    """
-    documents: Iterable[tuple[int, _Document]] = enumerate(map(_hashed, texts))
-    if max_documents is not None:
-        kept = heapq.nsmallest(max_documents, documents, key=lambda pair: (pair[1].sample_key, pair[0]))
-        documents = sorted(kept, key=lambda pair: pair[0])
-    train: list[str] = []
-    heldout: list[str] = []
-    lowest, highest = 1.0, 0.0
-    for _, document in documents:
-        (heldout if document.heldout_key < heldout_fraction else train).append(document.text)
-        lowest = min(lowest, document.heldout_key)
-        highest = max(highest, document.heldout_key)
-    if train and heldout:
-        return train, heldout
-    if lowest >= highest:
-        raise DataError(
-            f"{len(train) + len(heldout)} documents with no two different ones were given; one to train on and one to "
-            "hold out are needed. More files, a .jsonl with one document a line, or data.document_separator to cut "
-            "long files into documents would work. The corpus was not built."
-        )
-    raise DataError(
-        f"data.heldout_fraction={heldout_fraction:g} holds out {len(heldout)} of {len(train) + len(heldout)} documents "
-        f"and leaves {len(train)} to train on; at least one of each is needed. A fraction between {lowest:.6g} and "
-        f"{highest:.6g}, or more documents, would work. The corpus was not built."
+def _mixed(sources: Sequence[SourceSettings], corpora: Sequence[Corpus]) -> Corpus:
+    """All sources together; what is held out of each, one after the other."""
+    pairs = list(zip(sources, corpora, strict=True))
+    heldout = [
+        piece
+        for corpus in corpora
+        for piece in (corpus.heldout.pieces if isinstance(corpus.heldout, PackedTokens) else [corpus.heldout[:]])
+    ]
+    shares = shares_of({source.name: source.weight for source in sources})
+    told = [[source.name, share, corpus.fingerprint] for (source, corpus), share in zip(pairs, shares, strict=True)]
+    return Corpus(
+        train=Mixture([Part(source.name, corpus.train, source.weight) for source, corpus in pairs]),
+        heldout=PackedTokens(heldout),
+        tokenizer=corpora[0].tokenizer,
+        train_documents=sum(corpus.train_documents for corpus in corpora),
+        heldout_documents=sum(corpus.heldout_documents for corpus in corpora),
+        train_bytes=sum(corpus.train_bytes for corpus in corpora),
+        heldout_bytes=sum(corpus.heldout_bytes for corpus in corpora),
+        fingerprint=xxhash.xxh3_128_hexdigest(repr(told).encode()),
+        mapped=any(corpus.mapped for corpus in corpora),
     )
-
-
-def _hashed(text: str) -> _Document:
-    number = xxhash.xxh3_128_intdigest(text.encode("utf-8"))
-    # 53 bits are what a float holds exactly.
-    return _Document(text, (number >> 75) / (1 << 53), number & ((1 << 64) - 1))

@@ -1,30 +1,26 @@
-"""Tokens into batches: every replica draws its own, in an order whose place can be saved as a few numbers.
-
-The packed tokens are cut into windows of ``sequence_length + 1`` tokens at stride ``sequence_length``: window i holds
-``tokens[i * L : i * L + L + 1]``, inputs are all but its last token and targets all but its first, so every token is a
-target once. Only the first token of the array, and at its end fewer than ``sequence_length`` tokens, are never one.
-"""
+"""Tokens into batches: every replica draws its own, in an order whose place can be saved as a few numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Mapping
 from reprlib import repr as shortened
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
-import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from diloco.data.assignment import Assignment, windows_at
+from diloco.data.batches import Batch, Cursor
+from diloco.data.mixture import Mixture
+from diloco.data.packed import Tokens, tokens_digest
 from diloco.data.permutation import permute
+from diloco.data.windows import gather, num_windows
 from diloco.errors import CheckpointError, ConfigurationError, DataError, nearest
 
-__all__ = ["Sampler", "Sharding", "heldout_batches", "num_windows"]
+__all__ = ["Sampler", "Sharding"]
 
 Sharding = Literal["shuffled", "contiguous"]
-Tokens = NDArray[np.integer[Any]]
 
 
 class Sampler:
@@ -43,7 +39,8 @@ class Sampler:
     not each of them could have another full batch.
 
     Args:
-        tokens: (n,) integers, the packed training tokens; only read, so a memory map will do.
+        tokens: (n,) integers, the packed training tokens; only read, so memory-mapped files will do. Of a `Mixture`
+            the stream's positions are dealt to its parts by weight, and each part has epochs of its own.
         sequence_length: tokens per sequence (L).
         batch_size: sequences per batch of this replica (B).
         replica: which replica this is (m), ``0 <= replica < num_replicas``.
@@ -65,7 +62,7 @@ class Sampler:
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: Tokens | Mixture,
         *,
         sequence_length: int,
         batch_size: int,
@@ -94,7 +91,14 @@ class Sampler:
                 "a number of replicas would work, or sharding='shuffled'. No sampler was made."
             )
         windows = num_windows(tokens, sequence_length)
-        if windows < shares * batch_size:
+        if isinstance(tokens, Mixture):
+            if sharding == "contiguous":
+                raise ConfigurationError(
+                    "sharding='contiguous' was given with several sources by weight; one source, or "
+                    "sharding='shuffled', would work. No sampler was made."
+                )
+            tokens.check(sequence_length)
+        elif windows < shares * batch_size:
             raise DataError(
                 f"{len(tokens)} training tokens make {windows} sequences of {sequence_length}; one batch of "
                 f"{batch_size} for each of {shares} replicas needs {shares * batch_size} of them, that is "
@@ -116,7 +120,7 @@ class Sampler:
         # Of contiguous sharding alone: it assigns nothing, each replica keeps its stretch.
         self._stretch = replica * windows // shares, (replica + 1) * windows // shares
         self._stretch_steps = windows // shares // batch_size
-        self._data = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens).data)
+        self._data = tokens.digest if isinstance(tokens, Mixture) else tokens_digest(tokens)
 
     @property
     def epoch(self) -> int:
@@ -129,13 +133,25 @@ class Sampler:
             return self._drawn // self._stretch_steps
         return int(self._next_positions()[0]) // (self._windows // self._batch_size * self._batch_size)
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
+    @property
+    def epochs(self) -> Mapping[str, float]:
+        """Part -> how often all of it was drawn, by all replicas together; a part without a name is ``""``."""
+        if self._sharding == "contiguous":
+            return {"": self._drawn / self._stretch_steps}
+        if not self._assignments or self._assignments[0].from_step > self._drawn:
+            return {}
+        position = int(self._next_positions()[0])
+        if isinstance(self._tokens, Mixture):
+            return self._tokens.epochs(position, self._sequence_length)
+        return {"": position / (self._windows // self._batch_size * self._batch_size)}
+
+    def next_batch(self) -> Batch:
         """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; moves the cursor by one.
 
         Raises:
             ConfigurationError: nothing is assigned to this replica at this step. The cursor stays.
         """
-        batch = _gather(self._tokens, self._next_windows(), self._sequence_length)
+        batch = gather(self._tokens, self._next_begins(), self._sequence_length)
         self.skip_batch()
         return batch
 
@@ -173,14 +189,17 @@ class Sampler:
         ordered = sorted([*others, assignment], key=lambda each: each.from_step)
         self._assignments = _in_force(ordered, self._drawn)
 
-    def _next_windows(self) -> NDArray[np.int64]:
-        """(batch_size,) windows of the next batch."""
+    def _next_begins(self) -> NDArray[np.int64]:
+        """(batch_size,) tokens that the windows of the next batch begin at."""
+        length = self._sequence_length
+        if isinstance(self._tokens, Mixture):
+            return self._tokens.begins_at(self._next_positions(), length, self._seed)
         if self._sharding == "shuffled":
-            return windows_at(self._next_positions(), self._windows, self._batch_size, self._seed)
+            return windows_at(self._next_positions(), self._windows, self._batch_size, self._seed) * length
         epoch, step = divmod(self._drawn, self._stretch_steps)
         begin, end = self._stretch
         key = f"seed {self._seed}, epoch {epoch}, replica {self._replica}"
-        return begin + permute(step * self._batch_size + np.arange(self._batch_size), end - begin, key)
+        return (begin + permute(step * self._batch_size + np.arange(self._batch_size), end - begin, key)) * length
 
     def _next_positions(self) -> NDArray[np.int64]:
         """(batch_size,) positions in the stream of the next batch."""
@@ -207,6 +226,51 @@ class Sampler:
             CheckpointError: the cursor is malformed, or of other data or another way of drawing from it; the message
                 names each difference. The sampler stays where it was.
         """
+        drawn = self._check_origin(state)
+        assignments = self._assignments_of(state["assignments"], drawn)
+        self._drawn, self._assignments = drawn, assignments
+
+    def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
+        """As `Batches.go_on_from`: the stream of positions goes on wherever the replicas before stopped.
+
+        Raises:
+            CheckpointError: as `load_state_dict`; and for contiguous sharding, where what a replica has left is a
+                stretch of its own that nobody else can go on with. The sampler stays where it was.
+        """
+        state = cursor_of(0)
+        drawn = self._check_origin(state, num_replicas=before)
+        if self._sharding != "shuffled" or self._num_replicas is None:
+            raise CheckpointError(
+                f"The data was drawn by {before} replicas with sharding={self._sharding!r}, each from a stretch of its "
+                "own; only with sharding='shuffled' can another number of replicas go on with it. The cursor was not "
+                "loaded."
+            )
+        (last,) = self._assignments_of(state["assignments"], drawn)[-1:]
+        self._assignments = [last.following(drawn, tuple(range(self._num_replicas)), self._batch_size)]
+        self._drawn = drawn
+
+    @property
+    def order(self) -> str:
+        """The assignment in force, where it is not the one that the settings say; as `Batches.order`."""
+        if self._num_replicas is None or not self._assignments or self._assignments[0].from_step == 0:
+            return ""
+        return json.dumps(self._assignments[0].to_message())
+
+    def join_at(self, step: int, order: str) -> None:
+        """As `Batches.join_at`; where any replica may come and go, it is assigned something by `assign`."""
+        try:
+            assignments = [json.loads(order)] if order else self.state_dict()["assignments"]
+        except ValueError as error:
+            raise CheckpointError(f"The order {order!r:.200} is not JSON: {error}. The cursor stays.") from error
+        if self._num_replicas is None:
+            assignments = []
+        self.load_state_dict({**self._origin(), "drawn": step, "assignments": assignments})
+
+    def close(self) -> None:
+        """Nothing runs beside the training."""
+
+    def _check_origin(self, state: Cursor, **others: int | None) -> int:
+        """Batches drawn so far by a cursor of this data, drawn this way, but for ``others``."""
         origin = self._origin()
         if set(state) != {*origin, "drawn", "assignments"}:
             raise CheckpointError(
@@ -215,7 +279,7 @@ class Sampler:
             )
         differences = [
             f"{name} is {state[name]!r} in the cursor and {value!r} here"
-            for name, value in origin.items()
+            for name, value in (origin | others).items()
             if state[name] != value
         ]
         if differences:
@@ -229,8 +293,7 @@ class Sampler:
                 f"The data cursor says that {drawn!r} batches were drawn; a whole number from 0 on is needed. "
                 "The cursor was not loaded."
             )
-        assignments = self._assignments_of(state["assignments"], drawn)
-        self._drawn, self._assignments = drawn, assignments
+        return drawn
 
     def _assignments_of(self, messages: Any, drawn: int) -> list[Assignment]:
         """What a cursor says is assigned from the step ``drawn`` on."""
@@ -269,58 +332,7 @@ class Sampler:
         }
 
 
-def heldout_batches(
-    tokens: Tokens, sequence_length: int, batch_size: int, max_sequences: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
-
-    Args:
-        tokens: (n,) integers, the packed held-out tokens.
-        sequence_length: tokens per sequence.
-        batch_size: sequences per batch; the last batch may be smaller.
-        max_sequences: how many windows to use at most; 0: all.
-
-    Returns:
-        An iterator of inputs and targets, each ``(batch, sequence_length)`` int64 on the CPU.
-
-    Raises:
-        DataError: there are too few tokens for one sequence. Raised at once, not at the first batch.
-
-    >>> [inputs[:, 0].tolist() for inputs, _ in heldout_batches(np.arange(21), 2, batch_size=2, max_sequences=3)]
-    [[0, 6], [12]]
-    """
-    if batch_size < 1 or max_sequences < 0:
-        raise ConfigurationError(
-            f"batch_size={batch_size} with max_sequences={max_sequences} was given; at least 1 and at least 0 are "
-            "needed. Nothing was evaluated."
-        )
-    windows = num_windows(tokens, sequence_length)
-    if windows < 1:
-        raise DataError(
-            f"{len(tokens)} held-out tokens were given; one sequence of {sequence_length} needs {sequence_length + 1}. "
-            "More text, a larger data.heldout_fraction or shorter sequences would work. Nothing was evaluated."
-        )
-    count = min(max_sequences or windows, windows)
-    chosen = np.arange(count) * windows // count
-    return (
-        _gather(tokens, chosen[begin : begin + batch_size], sequence_length) for begin in range(0, count, batch_size)
-    )
-
-
-def num_windows(tokens: Tokens, sequence_length: int) -> int:
-    """Windows of ``sequence_length + 1`` tokens at stride ``sequence_length``."""
-    return max(len(tokens) - 1, 0) // sequence_length
-
-
 def _in_force(assignments: list[Assignment], step: int) -> list[Assignment]:
     """Those that still say something about the steps from this one on; in the order of their first steps."""
     ended = sum(each.from_step <= step for each in assignments[1:])
     return assignments[ended:]
-
-
-def _gather(tokens: Tokens, windows: NDArray[np.int64], sequence_length: int) -> tuple[Tensor, Tensor]:
-    begins = windows[:, None] * sequence_length
-    # Two gathers, because slices of one would not be contiguous.
-    offsets = np.arange(sequence_length)
-    inputs, targets = tokens[begins + offsets], tokens[begins + offsets + 1]
-    return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))

@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco.errors import ConfigurationError, DataError, nearest
 
-__all__ = ["FOLDER_SUFFIXES", "read_documents", "read_standard_library"]
+__all__ = ["FOLDER_SUFFIXES", "checked_text", "missing_field", "read_documents", "read_standard_library"]
 
 # fmt: off
 FOLDER_SUFFIXES = frozenset({
@@ -25,6 +25,8 @@ FOLDER_SUFFIXES = frozenset({
     ".jsonl", ".parquet",
 })
 """Which files of a folder count. A file that is named itself counts whatever its suffix."""
+
+_CHUNK_BYTES = 1 << 20
 
 STANDARD_LIBRARY_LEFT_OUT = frozenset({
     "site-packages", "dist-packages",  # installed, no part of it
@@ -130,8 +132,9 @@ def _read_file(path: Path, text_field: str, document_separator: str | None) -> I
             return _read_jsonl(path, text_field)
         case ".parquet":
             return _read_parquet(path, text_field)
-    text = _decode(_read_bytes(path), path, 0)
-    return [text] if document_separator is None else text.split(document_separator)
+    if document_separator is None:
+        return [_decode(_read_bytes(path), path, 0)]
+    return _read_pieces(path, document_separator)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -139,6 +142,33 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. The text was not read.") from error
+
+
+def _read_pieces(path: Path, separator: str) -> Iterator[str]:
+    """A text file cut at ``separator``, without holding all of it."""
+    offset = 0
+    for piece in _pieces(path, separator.encode()):
+        yield _decode(piece, path, offset)
+        offset += len(piece) + len(separator.encode())
+
+
+def _pieces(path: Path, separator: bytes) -> Iterator[bytes]:
+    """The content of a file between separators."""
+    held = bytearray()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                # The separator may lie across two chunks.
+                searched = max(0, len(held) - len(separator) + 1)
+                held += chunk
+                begin = 0
+                while (end := held.find(separator, max(begin, searched))) >= 0:
+                    yield bytes(held[begin:end])
+                    begin = end + len(separator)
+                del held[:begin]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. The text was not read.") from error
+    yield bytes(held)
 
 
 def _decode(content: bytes, path: Path, offset: int) -> str:
@@ -155,7 +185,7 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
 def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
     offset = 0
     # Cut at line feeds only: splitlines would also cut at a carriage return, which JSON allows between its tokens.
-    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
+    for number, line in enumerate(_pieces(path, b"\n"), start=1):
         text = _decode(line, path, offset)
         offset += len(line) + 1
         if not text.strip():
@@ -170,8 +200,8 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
                 "is needed. The text was not read."
             )
         if text_field not in record:
-            raise _missing_field(f"{path}:{number}", text_field, record)
-        yield _checked(record[text_field], f"{path}:{number}", text_field)
+            raise missing_field(f"{path}:{number}", text_field, record)
+        yield checked_text(record[text_field], f"{path}:{number}", text_field)
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
@@ -185,22 +215,23 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
-                raise _missing_field(str(path), text_field, file.schema_arrow.names)
+                raise missing_field(str(path), text_field, file.schema_arrow.names)
             row = 0
             for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
                 for value in batch.column(0).to_pylist():
-                    yield _checked(value, f"{path}, row {row}", text_field)
+                    yield checked_text(value, f"{path}, row {row}", text_field)
                     row += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}. The text was not read.") from error
 
 
-def _missing_field(place: str, text_field: str, known: Iterable[str]) -> DataError:
+def missing_field(place: str, text_field: str, known: Iterable[str]) -> DataError:
+    """The error for a record or file without the field that shall hold the text."""
     hint = nearest(text_field, known)
     return DataError(f"{place} has no field {text_field!r} (data.text_field); {hint} The text was not read.")
 
 
-def _checked(value: Any, place: str, text_field: str) -> str:
+def checked_text(value: Any, place: str, text_field: str) -> str:
     """``value`` if it can be a document: text, and text that UTF-8 can encode."""
     if not isinstance(value, str):
         raise DataError(

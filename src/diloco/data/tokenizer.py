@@ -55,6 +55,10 @@ class Tokenizer(ABC):
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, from which `load_tokenizer` reads."""
 
+    @abstractmethod
+    def to_json(self) -> str:
+        """The text of its ``tokenizer.json``."""
+
     def decode(self, ids: ArrayLike) -> str:
         """The text that ``ids`` stand for, whatever their shape.
 

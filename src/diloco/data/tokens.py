@@ -2,40 +2,128 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from diloco.data.bpe import BPETokenizer, train_bpe
 from diloco.data.settings import DataSettings
+from diloco.data.source_settings import HUB_PREFIX
 from diloco.data.tokenizer import EOS, ByteTokenizer, Tokenizer
 from diloco.errors import ConfigurationError, DataError, nearest
 
-__all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "load_tokenizer", "make_tokenizer"]
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "Tokenizer",
+    "given_tokenizer",
+    "load_hub_tokenizer",
+    "load_tokenizer",
+    "make_tokenizer",
+    "vocabulary_size",
+]
 
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 
 
-def make_tokenizer(settings: DataSettings, documents: Sequence[str]) -> Tokenizer:
+def make_tokenizer(settings: DataSettings, documents: Iterable[str]) -> Tokenizer:
     """The tokenizer that ``settings.tokenizer`` names; a BPE is trained on ``documents``, the training documents.
 
     Raises:
-        ConfigurationError: neither ``"bytes"`` nor ``"bpe"`` nor a path that exists.
-        DataError: as `train_bpe` and `load_tokenizer`.
+        ConfigurationError: neither ``"bytes"`` nor ``"bpe"`` nor a path that exists nor an ``hf:`` name.
+        DataError: as `train_bpe`, `load_tokenizer` and `load_hub_tokenizer`.
     """
+    if settings.tokenizer == "bpe":
+        return train_bpe(islice(documents, settings.bpe_documents), settings.bpe_vocab_size)
+    return given_tokenizer(settings)
+
+
+def given_tokenizer(settings: DataSettings) -> Tokenizer:
+    """As `make_tokenizer`, for one that needs no training."""
     if settings.tokenizer == "bytes":
         return ByteTokenizer()
-    if settings.tokenizer == "bpe":
-        return train_bpe(documents, settings.bpe_vocab_size)
+    if settings.tokenizer.startswith(HUB_PREFIX):
+        return load_hub_tokenizer(settings.tokenizer)
     path = Path(settings.tokenizer).expanduser()
     if not path.exists():
         raise ConfigurationError(
             f"data.tokenizer={settings.tokenizer!r} is neither a kind of tokenizer nor a path that exists; "
-            f"{nearest(settings.tokenizer, ['bytes', 'bpe'])} The path of a tokenizer.json would also work. "
-            "No tokenizer was made."
+            f"{nearest(settings.tokenizer, ['bytes', 'bpe'])} The path of a tokenizer.json would also work, or "
+            "hf:NAME for one of the Hugging Face hub. No tokenizer was made."
         )
     return load_tokenizer(path)
+
+
+def load_hub_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of ``hf:NAME``: of a model on the hub, or of a local folder with a model or a tokenizer.
+
+    One without a ``tokenizer.json`` is converted by transformers.
+
+    Raises:
+        DataError: there is none, the hub cannot be reached, or as `load_tokenizer`.
+        ConfigurationError: transformers is needed and not installed.
+    """
+    place = name.removeprefix(HUB_PREFIX)
+    local = Path(place).expanduser()
+    if local.exists():
+        if local.is_file() or (local / "tokenizer.json").is_file():
+            return load_tokenizer(local)
+        return _converted(str(local), name)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        file = Path(hf_hub_download(place, "tokenizer.json"))
+        # beside it, where `load_tokenizer` looks for the token that ends a document
+        with contextlib.suppress(EntryNotFoundError):
+            hf_hub_download(place, "tokenizer_config.json")
+    except LocalEntryNotFoundError as error:
+        raise _unreachable(name, error) from error
+    except EntryNotFoundError:
+        return _converted(place, name)
+    except Exception as error:  # of several kinds: no such repository, no access, no connection, no proper name
+        raise _unreachable(name, error) from error
+    return load_tokenizer(file)
+
+
+def _converted(place: str, name: str) -> Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigurationError(
+            f"data.tokenizer={name!r} has no tokenizer.json and needs transformers, which is not installed: "
+            "pip install 'diloco[hf]'. No tokenizer was made."
+        ) from error
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(place)
+        content, eos = loaded.backend_tokenizer.to_str(), loaded.eos_token
+    except Exception as error:  # of many kinds
+        raise _unreachable(name, error) from error
+    if eos is None:
+        raise DataError(f"{name} has no token to end a document with. No tokenizer was made.")
+    return BPETokenizer(content, eos=str(eos), source=name)
+
+
+def _unreachable(name: str, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())
+    return DataError(
+        f"data.tokenizer={name!r} cannot be read: {reason} The folder of a model or a tokenizer.json on this machine "
+        "would work (HF_HUB_OFFLINE=1 forbids the way to the hub). No tokenizer was made."
+    )
+
+
+def vocabulary_size(settings: DataSettings) -> int:
+    """Ids of the tokenizer that ``settings`` name, before any text is read.
+
+    Raises:
+        ConfigurationError, DataError: as `make_tokenizer`.
+    """
+    if settings.tokenizer == "bpe":
+        return settings.bpe_vocab_size
+    return given_tokenizer(settings).vocab_size
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -6,11 +6,18 @@ initial values: `diloco.model.transformer.Transformer.initialise` draws all of t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diloco.model.attention import attend
+from diloco.model.precision import product_dtype
 from diloco.model.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["Embedding", "KeyValueCache", "Layer", "Linear", "RMSNorm", "rotary_table"]
 
@@ -53,7 +60,7 @@ class Layer(nn.Module):
         self.feed_forward = SwiGLU(settings) if settings.ffn == "swiglu" else GELU(settings)
 
     def forward(
-        self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | None
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | BlockMask | None
     ) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), cosine, sine, cache, mask)
         output: Tensor = hidden + self.feed_forward(self.feed_forward_norm(hidden))
@@ -77,7 +84,7 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(self.head_width, settings.norm_epsilon) if settings.qk_norm else None
 
     def forward(
-        self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | None
+        self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | BlockMask | None
     ) -> Tensor:
         query = self._heads(self.query(hidden))
         key = self._heads(self.key(hidden))
@@ -91,11 +98,7 @@ class Attention(nn.Module):
             key, value = cache.extend(self.index, key, value)
             if before and new > 1:
                 mask = torch.ones(new, before + new, dtype=torch.bool, device=query.device).tril(before)
-        # is_causal aligns queries and keys at the first token, so it serves only where nothing came before.
-        causal = mask is None and new == key.shape[2]
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped
-        )
+        attended = attend(query, key, value, mask, grouped=self.grouped)
         output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return output
 
@@ -133,7 +136,10 @@ class GELU(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """``weight * x / sqrt(mean(x^2) + epsilon)`` over the last dimension, in float32, returned in x's dtype."""
+    """``weight * x / sqrt(mean(x^2) + epsilon)`` over the last dimension, in float32.
+
+    It is returned in the dtype of the products it goes into: cast once, rather than by each of them.
+    """
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -142,7 +148,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight.float(), self.epsilon)
-        return normed.to(hidden.dtype)
+        return normed.to(product_dtype(hidden))
 
 
 class Linear(nn.Linear):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["Cache", "LanguageModel", "LossParts", "document_numbers"]
+__all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "document_numbers"]
 
 
 class LossParts(NamedTuple):
@@ -17,6 +18,27 @@ class LossParts(NamedTuple):
     """To differentiate: mean cross-entropy plus whatever the model adds to it, such as z-loss."""
     cross_entropy: Tensor
     """To report: the mean cross-entropy alone; it has no gradient."""
+
+
+@dataclass(frozen=True)
+class LossChunks:
+    """Whether a loss is computed together with the output projection, and how; see `projected_cross_entropy`.
+
+    Attributes:
+        tokens: at most so many have logits at once. 0: all of a batch, as an array of their own.
+        compiled: with torch.compile.
+    """
+
+    tokens: int = 0
+    compiled: bool = False
+
+    def serve(self, tokens: int) -> bool:
+        """Whether a batch of ``tokens`` is computed so: when it is larger than a chunk, or compiled.
+
+        >>> LossChunks(4096).serve(4096), LossChunks(4096).serve(4097), LossChunks(4096, compiled=True).serve(8)
+        (False, True, True)
+        """
+        return self.tokens > 0 and (self.compiled or tokens > self.tokens)
 
 
 class Cache(Protocol):
@@ -35,11 +57,17 @@ class LanguageModel(nn.Module, abc.ABC):
         vocab_size: number of logits; every token id is below it.
         max_sequence_length: of the longest sequence that it serves, tokens.
         num_layers: blocks, as fragments are made of.
+        loss_chunks: how `loss` is computed, for a model that can do it in chunks; set by who trains it.
+        whole_graphs: whether torch.compile traces its blocks without a break.
+        loss_calls_model: whether `loss` goes through ``self(tokens)``, and so through the hooks that are on it.
     """
 
     vocab_size: int
     max_sequence_length: int
     num_layers: int
+    loss_chunks: LossChunks = LossChunks()
+    whole_graphs: bool = True
+    loss_calls_model: bool = True
 
     @abc.abstractmethod
     def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
@@ -79,6 +107,13 @@ class LanguageModel(nn.Module, abc.ABC):
         Args:
             sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
+
+    def definition(self) -> dict[str, Any]:
+        """What its settings alone don't say of it, as JSON, so that it can be built where its source is gone.
+
+        Given back to `diloco.model.build.build_language_model`. Empty where the settings say all.
+        """
+        return {}
 
     def num_parameters(self) -> int:
         """Trainable and frozen parameters, tied ones once."""

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.errors import ConfigurationError
+from diloco.model.attention import within_documents
 from diloco.model.blocks import Embedding, KeyValueCache, Layer, Linear, RMSNorm, rotary_table
 from diloco.model.language_model import Cache, LanguageModel, LossParts
 from diloco.model.loss import cross_entropy_with_z_loss
+from diloco.model.projected_loss import projected_cross_entropy
 from diloco.model.settings import ModelSettings
 
 __all__ = ["Transformer", "build_model"]
@@ -40,6 +42,7 @@ class Transformer(LanguageModel):
     ((4, 10, 257), 4776)
     """
 
+    loss_calls_model = False
     rotary_cosine: Tensor
     rotary_sine: Tensor
 
@@ -96,6 +99,27 @@ class Transformer(LanguageModel):
         self.rotary_sine.copy_(sine)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+        return F.linear(self._hidden(tokens, cache, documents), self._projection)
+
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        """The training loss, in float32 under autocast too; see `cross_entropy_with_z_loss`."""
+        how, z_loss, targets = self.loss_chunks, self.settings.z_loss, targets.flatten()
+        hidden, weight = self._hidden(tokens, None, documents).flatten(0, 1), self._projection
+        if how.serve(len(targets)):
+            parts = projected_cross_entropy(
+                hidden, weight, targets, z_loss, chunk_tokens=how.tokens, compiled=how.compiled
+            )
+        else:
+            parts = cross_entropy_with_z_loss(F.linear(hidden, weight).float(), targets, z_loss)
+        return LossParts(*parts)
+
+    @property
+    def _projection(self) -> Tensor:
+        """``(vocab, width)``: from hidden states to logits."""
+        return (self.embedding if self.head is None else self.head).weight
+
+    def _hidden(self, tokens: Tensor, cache: Cache | None, documents: Tensor | None) -> Tensor:
+        """``(batch, sequence, width)``: what the output projection takes, in the dtype of its product."""
         assert cache is None or isinstance(cache, KeyValueCache), "made by new_cache"
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
@@ -106,19 +130,13 @@ class Transformer(LanguageModel):
             )
         cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]
         hidden = self.embedding(tokens)
-        mask = None if documents is None else _within_documents(documents)
+        mask = None if documents is None else within_documents(documents)
         for layer in self.layers:
             hidden = layer(hidden, cosine, sine, cache, mask)
         if cache is not None:
             cache.length = end
         hidden = self.norm(hidden)
-        logits: Tensor = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
-        return logits
-
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        """The training loss, in float32 under autocast too; see `cross_entropy_with_z_loss`."""
-        logits = self(tokens, documents=documents).flatten(0, 1).float()
-        return LossParts(*cross_entropy_with_z_loss(logits, targets.flatten(), self.settings.z_loss))
+        return hidden
 
     def new_cache(self) -> KeyValueCache:
         return KeyValueCache(self.settings)
@@ -140,12 +158,6 @@ class Transformer(LanguageModel):
         matrices = sum(weight.numel() for weight in self.layers.parameters() if weight.ndim == 2)
         matrices += self.embedding.weight.numel()  # the output projection has the same size
         return 6.0 * matrices + 6.0 * settings.layers * settings.width * (length + 1)
-
-
-def _within_documents(documents: Tensor) -> Tensor:
-    """``(batch, 1, sequence, sequence)`` bool: which tokens each one sees, from ``(batch, sequence)`` numbers."""
-    same = documents.unsqueeze(1).unsqueeze(3) == documents.unsqueeze(1).unsqueeze(2)
-    return same.tril()
 
 
 def build_model(settings: ModelSettings, *, seed: int, device: torch.device | str = "cpu") -> Transformer:

@@ -84,7 +84,8 @@ class PlainConsole:
         self._write(f"{_done(event.step, self._progress):>{width}}  {text}")
 
     def _header(self) -> None:
-        heads = f"{'loss':>7} {'perplexity':>10} {'tokens/s':>8} {'sent':>8} {'compute':>7} {'time left':>9}"
+        used = f" {'MFU':>6}" if self._progress.peak_known else ""
+        heads = f"{'loss':>7} {'perplexity':>10} {'tokens/s':>8}{used} {'sent':>8} {'compute':>7} {'time left':>9}"
         self._write(f"{'step':>{_width(self._progress)}}  {heads}")
 
     def _row(self) -> None:
@@ -97,9 +98,10 @@ class PlainConsole:
             self._header()
         self._rows += 1
         exp_loss = format_perplexity(perplexity(progress.loss))
+        used = f" {_utilization(progress):>6}" if progress.peak_known else ""
         self._write(
             f"{_done(last.step, progress):>{_width(progress)}}  {progress.loss:7.4f} {exp_loss:>10} "
-            f"{_speed(progress):>8} {format_bytes(last.sent_bytes):>8} {100 * last.compute_utilization:5.1f} % "
+            f"{_speed(progress):>8}{used} {format_bytes(last.sent_bytes):>8} {100 * last.compute_utilization:5.1f} % "
             f"{_time_left(progress):>9}"
         )
 
@@ -235,7 +237,9 @@ def _readings(progress: Progress) -> list[tuple[str, str]]:
     rounds = progress.rounds
     return [
         ("loss", "-" if loss is None else f"{loss:.4f} (perplexity {format_perplexity(perplexity(loss))})"),
-        ("speed", f"{_speed(progress)} tokens/s"),
+        ("tokens/s, MFU", f"{_speed(progress)}, {_utilization(progress)}")
+        if progress.peak_known
+        else ("speed", f"{_speed(progress)} tokens/s"),
         (
             "held-out loss",
             "-" if heldout is None else f"{heldout:.4f}" + (f" (best {best:.4f})" if best is not None else ""),
@@ -260,6 +264,10 @@ def _width(progress: Progress) -> int:
 def _speed(progress: Progress) -> str:
     rate = progress.speed.tokens_per_s
     return "-" if rate is None else format_count(rate)
+
+
+def _utilization(progress: Progress) -> str:
+    return "-" if progress.utilization is None else f"{100 * progress.utilization:.1f} %"
 
 
 def _time_left(progress: Progress) -> str:

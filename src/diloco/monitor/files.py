@@ -7,9 +7,10 @@ machine's clock), and the fields of its event:
 ==================  ===================================================================================================
 event               fields
 ==================  ===================================================================================================
-RunStarted          total_steps, algorithm, num_replicas, parameters, tokens_per_step, resumed_from, facts
+RunStarted          total_steps, algorithm, num_replicas, parameters, tokens_per_step, resumed_from, flops_per_token,
+                    peak_flops_per_s, facts
 StepFinished        loss, learning_rate, gradient_norm, tokens, step_s, sent_bytes, received_bytes, compute_utilization,
-                    skipped_replicas, trained, pace
+                    skipped_replicas, trained, pace, model_flops_utilization
 RoundSent           replica, fragment, outer_step, payload_bytes, saturated, digest, weight
 RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, received_bytes, wait_s, clipped,
                     note
@@ -113,7 +114,9 @@ class TensorBoardSink:
     Every ``every_steps`` steps, and at the last one, a point of: ``loss/train(nats)`` and ``time/step(s)``, means over
     the steps since the point before; ``transport/wait(s)``, the mean over the rounds committed since then of one
     replica's wait for one round; ``transport/sent(bytes)`` by one replica so far; ``time/compute_utilization(%)``,
-    ``optimizer/learning_rate`` and ``optimizer/gradient_norm`` as they are. ``loss/heldout(nats)`` at each evaluation.
+    ``optimizer/learning_rate`` and ``optimizer/gradient_norm`` as they are. ``time/throughput(tokens per s)`` of all
+    replicas, and where the device's peak is known ``time/model_flops_utilization(%)``, over the steps since the point
+    before. ``loss/heldout(nats)`` at each evaluation.
 
     `RunStarted` must come first. A resumed run adds a file of its own, which tells TensorBoard to hide what came after
     the step it resumed from.
@@ -141,6 +144,9 @@ class TensorBoardSink:
         self._last: events.StepFinished | None = None
         self._losses: list[float] = []
         self._step_s: list[float] = []
+        self._utilizations: list[tuple[float, float]] = []  # (fraction, seconds)
+        self._tokens: list[int] = []  # seen at the last point, and at the steps since then
+        self._tokens_per_step = 0
         self._wait_s: list[float] = []
 
     def handle(self, event: events.Event) -> None:
@@ -148,10 +154,14 @@ class TensorBoardSink:
         match event:
             case events.RunStarted():
                 self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
+                self._tokens_per_step = event.tokens_per_step
             case events.StepFinished():
                 self._last = event
                 self._losses.append(event.loss)
                 self._step_s.append(event.step_s)
+                self._tokens = [*(self._tokens or [event.tokens - self._tokens_per_step]), event.tokens]
+                if event.model_flops_utilization is not None:
+                    self._utilizations.append((event.model_flops_utilization, event.step_s))
                 if event.step % self._every_steps == 0:
                     self._point()
             case events.RoundCommitted():
@@ -177,6 +187,7 @@ class TensorBoardSink:
         values = {
             "loss/train(nats)": _mean(self._losses),
             "time/step(s)": _mean(self._step_s),
+            "time/throughput(tokens per s)": (self._tokens[-1] - self._tokens[0]) / max(1e-9, sum(self._step_s)),
             "time/compute_utilization(%)": 100 * last.compute_utilization,
             "transport/sent(bytes)": last.sent_bytes,
             "optimizer/learning_rate": last.learning_rate,
@@ -184,9 +195,14 @@ class TensorBoardSink:
         }
         if self._wait_s:
             values["transport/wait(s)"] = _mean(self._wait_s)
+        if self._utilizations:
+            useful_s = sum(fraction * step_s for fraction, step_s in self._utilizations)
+            spent_s = sum(step_s for _, step_s in self._utilizations)
+            values["time/model_flops_utilization(%)"] = 100 * useful_s / spent_s
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, last.step)
-        self._losses, self._step_s, self._wait_s = [], [], []
+        self._losses, self._step_s, self._wait_s, self._utilizations = [], [], [], []
+        self._tokens = self._tokens[-1:]
 
 
 def _mean(values: list[float]) -> float:

@@ -64,11 +64,13 @@ class Progress:
 
     Attributes:
         step, total_steps: inner steps done and to do.
+        peak_known: whether the run says how much of its device it makes use of.
         last: the last finished step, or None.
         loss: smoothed training loss in nats per token; not finite when the last one was not, None before the first.
         heldout_loss, best_heldout_loss, best_step: the last and the lowest held-out loss since this process began,
             and the step of the lowest.
         speed: throughput, evaluations and checkpoints not counted.
+        utilization: smoothed fraction of the device's peak that the model makes use of; None where it is not known.
         rounds: committed, void and in flight since this process began.
     """
 
@@ -81,8 +83,11 @@ class Progress:
         self.best_heldout_loss: float | None = None
         self.best_step = 0
         self.speed = Throughput(window_s)
+        self.peak_known = False
+        self.utilization: float | None = None
         self.rounds = Rounds()
         self._smooth = Ema(loss_decay)
+        self._smooth_utilization = Ema(loss_decay)
         self._void_reason = ""
         self._round_note = ""
         self._saturated: set[int] = set()
@@ -98,10 +103,13 @@ class Progress:
         match event:
             case events.RunStarted():
                 self.total_steps = event.total_steps
+                self.peak_known = event.peak_flops_per_s is not None
             case events.StepFinished():
                 self.last = event
                 self.loss = self._smooth.update(event.loss)
                 self.speed.update(now_s, steps=event.step, tokens=event.tokens)
+                if event.model_flops_utilization is not None:
+                    self.utilization = self._smooth_utilization.update(event.model_flops_utilization)
                 news, self._skipped = event.skipped_replicas > 0 and not self._skipped, event.skipped_replicas > 0
                 return news
             case events.RoundSent():

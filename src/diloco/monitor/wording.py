@@ -146,6 +146,10 @@ def summary(values: Mapping[str, Any]) -> Rows:
         rows["trained"] = f"{given['steps']} steps, {format_count(given['tokens'])} tokens"
         if "wall_s" in given:
             rows["trained"] += f", in {format_duration(given['wall_s'])}"
+    if "tokens_per_s" in given:
+        used = given.get("model_flops_utilization")
+        rows["speed"] = f"{format_count(given['tokens_per_s'])} tokens/s"
+        rows["speed"] += f", {100 * used:.1f} % of the device's peak (MFU)" if used is not None else ""
     sent, baseline = given.get("sent_bytes_per_replica"), given.get("data_parallel_bytes_per_replica", 0)
     if sent is not None:
         rows["sent"] = _against_data_parallel(sent, baseline)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
-from diloco.data.sampler import heldout_batches
+from diloco.data.packed import Tokens
 from diloco.data.tokens import Tokenizer
-from diloco.model.language_model import LanguageModel
+from diloco.data.windows import heldout_batches
+from diloco.model.language_model import LanguageModel, document_numbers
+from diloco.train.feed import to_device
 
 __all__ = ["Evaluation", "evaluate", "mean_evaluation"]
+
+LOGITS_BYTES = 1 << 30
+"""The most that the logits of one forward pass take, in float32, unless one sequence's take more."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,12 @@ class Evaluation:
 def evaluate(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    tokens: np.ndarray,
+    tokens: Tokens,
     *,
     sequence_length: int,
     batch_size: int,
     sequences: int = 0,
+    document_masks: bool = False,
 ) -> Evaluation:
     """Evaluate ``model`` on held-out ``tokens``; its mode is put back afterwards.
 
@@ -52,9 +57,11 @@ def evaluate(
         tokenizer: tells how many bytes each token stands for.
         tokens: ``(n,)`` packed held-out tokens.
         sequence_length: tokens per sequence.
-        batch_size: sequences per forward pass.
+        batch_size: sequences per forward pass; fewer where their logits would take more than `LOGITS_BYTES`.
         sequences: how many, always the same ones, spread evenly; 0: all.
+        document_masks: whether no token is to see those of other documents in its sequence.
     """
+    batch_size = max(1, min(batch_size, LOGITS_BYTES // (4 * sequence_length * model.vocab_size)))
     device = next(model.parameters()).device
     was_training = model.training
     nats, count, num_bytes = 0.0, 0, 0
@@ -62,8 +69,11 @@ def evaluate(
     try:
         with torch.no_grad():
             for inputs, targets in heldout_batches(tokens, sequence_length, batch_size, sequences):
-                logits = model(inputs.to(device)).float()
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
+                shown = to_device(inputs, device)
+                documents = document_numbers(shown, tokenizer.eos_id) if document_masks else None
+                logits = model(shown, documents=documents).float()
+                wanted = to_device(targets, device).flatten()
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted, reduction="sum")
                 nats += float(loss)
                 count += targets.numel()
                 num_bytes += tokenizer.num_bytes(targets)

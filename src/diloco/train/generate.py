@@ -79,8 +79,10 @@ def generate(
                 if cache.length + len(unread) > window:
                     unread = tokens[-max(1, window // 2) :]
                     cache = model.new_cache()
-                # Not through `__call__`: a compiled model would compile anew for every length of the cache.
-                logits = model.forward(torch.tensor([unread], device=device), cache)[0, -1].float()
+                # Not through `__call__`: a compiled model would compile anew for every length of the cache. Nor by
+                # `forward` alone: the hooks of a sharded one gather its parameters.
+                called = model._call_impl(torch.tensor([unread], device=device), cache)  # type: ignore[no-untyped-call]  # torch's
+                logits = called[0, -1].float()
                 token = _sample(logits, generator, temperature, top_k, top_p)
                 if token == stop_token:
                     break

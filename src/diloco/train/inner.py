@@ -19,7 +19,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from diloco.algorithm.fragments import local_shard
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
-from diloco.model.language_model import LanguageModel
+from diloco.model.language_model import LanguageModel, document_numbers
+from diloco.train.feed import to_device
 from diloco.train.parallel import ParallelModel, WholeModel
 from diloco.train.settings import InnerSettings
 
@@ -148,6 +149,11 @@ class InnerLoop:
         clip_norm: largest global gradient norm, or None.
         precision: autocast type of the forward pass; float16 scales the loss, for the inner optimizer only.
         accumulation: pieces a batch is computed in, as even as its size allows; fewer where a rank has fewer sequences.
+        end_of_document: the token that ends a document, where those of a sequence are not to see each other.
+
+    Attributes:
+        masked: whether the device itself leaves out a step whose gradients are not finite, so that the step need not
+            wait until the host has seen them: on CUDA, where the optimizer's kernel is fused.
     """
 
     def __init__(
@@ -159,6 +165,7 @@ class InnerLoop:
         clip_norm: float | None = 1.0,
         precision: Literal["float32", "bfloat16", "float16"] = "float32",
         accumulation: int = 1,
+        end_of_document: int | None = None,
     ) -> None:
         self.parallel = model if isinstance(model, ParallelModel) else WholeModel(model)
         self.model = self.parallel.model
@@ -166,9 +173,12 @@ class InnerLoop:
         self.learning_rate = learning_rate
         self.clip_norm = clip_norm
         self.accumulation = accumulation
+        self.end_of_document = end_of_document
         self.device = next(self.model.parameters()).device
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
+        self._norm = torch.zeros((), device=self.device)
+        self.masked = self.device.type == "cuda" and self._can_mask()
 
     def accumulate_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Add the gradients of the replica's batch, ``(batch, sequence)`` int64 each, to ``.grad``.
@@ -187,16 +197,15 @@ class InnerLoop:
         group, batch_size = self.parallel.group, len(tokens)
         rows = group.rows(batch_size)
         pieces = self.parallel.pieces(batch_size, self.accumulation)
-        shares = zip(tokens[rows].tensor_split(pieces), targets[rows].tensor_split(pieces), strict=True)
-        for number, (piece_tokens, piece_targets) in enumerate(shares, 1):
+        shares = [to_device(share[rows], self.device).tensor_split(pieces) for share in (tokens, targets)]
+        for number, (piece_tokens, piece_targets) in enumerate(zip(*shares, strict=True), 1):
             # ranks take the mean of their gradients, whatever rows they are of
             divisor = batch_size / (len(piece_tokens) * group.size)
+            end = self.end_of_document
+            documents = None if end is None else document_numbers(piece_tokens, end)
             with group.watched(), self.parallel.piece(last=number == pieces):
                 with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
-                    loss, cross_entropy = self.parallel.loss(
-                        piece_tokens.to(self.device, non_blocking=True),
-                        piece_targets.to(self.device, non_blocking=True),
-                    )
+                    loss, cross_entropy = self.parallel.loss(piece_tokens, piece_targets, documents)
                 torch.autograd.backward(self.scaler.scale(loss / divisor))
             total += cross_entropy.detach() / divisor
         return group.gather(total).mean()
@@ -209,6 +218,8 @@ class InnerLoop:
     def apply(self, step: int, *, skip: bool = False) -> InnerStep:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
 
+        `begin` and `end` in one, for who has one replica: it waits for the device once.
+
         Args:
             step: inner steps finished before this one.
             skip: skip the step on this replica because another one had to, lowering the loss scale alike.
@@ -216,12 +227,31 @@ class InnerLoop:
         Raises:
             NonFiniteError: if the gradients are not finite and no scaler is there to skip the step.
         """
+        return self.end(step, float(self.begin(step, skip=skip)), skip=skip)
+
+    def begin(self, step: int, *, skip: bool = False) -> Tensor:
+        """The first half of `apply`: everything that can be handed to the device without waiting for it.
+
+        Returns:
+            The global gradient norm before clipping, ``()`` float32 on the device; `end` takes its value.
+        """
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         gradients = [local_shard(p.grad) for p in self.model.parameters() if p.grad is not None]
-        total_norm = self.parallel.total_norm(get_total_norm(gradients))
-        norm = float(total_norm)
+        self._norm = self.parallel.total_norm(get_total_norm(gradients))
+        if self.masked and not skip:
+            self._clip()
+            # As `GradScaler.step` tells a fused kernel that it is to leave everything as it is.
+            self.optimizer.found_inf = (~torch.isfinite(self._norm)).float()  # type: ignore[attr-defined]  # torch's own way
+            try:
+                self.optimizer.step()
+            finally:
+                del self.optimizer.found_inf  # type: ignore[attr-defined]  # see above
+        return self._norm
+
+    def end(self, step: int, norm: float, *, skip: bool = False) -> InnerStep:
+        """The second half of `apply`, with the value of what `begin` returned; the rest as there."""
         finite = math.isfinite(norm)
         if not finite and not self.scaler.is_enabled():
             raise NonFiniteError(
@@ -229,16 +259,25 @@ class InnerLoop:
                 "rate, inner.clip_norm or a wider train.precision would work, going on from the last checkpoint."
             )
         if finite and not skip:
-            if self.clip_norm is not None:
-                clip_grads_with_norm_(self.model.parameters(), self.clip_norm, total_norm)
-            # Not `scaler.step`, which would skip on its own where the replicas' mean is finite and only this replica's
-            # gradients were not: the others would move and this one stay.
-            self.optimizer.step()
+            if not self.masked:
+                self._clip()
+                # Not `scaler.step`, which would skip on its own where the replicas' mean is finite and only this
+                # replica's gradients were not: the others would move and this one stay.
+                self.optimizer.step()
             self.scaler.update()
         else:
             self._lower_scale()
         self.optimizer.zero_grad(set_to_none=True)
-        return InnerStep(learning_rate, norm, skipped=skip or not finite)
+        return InnerStep(self.learning_rate(step), norm, skipped=skip or not finite)
+
+    def _clip(self) -> None:
+        if self.clip_norm is not None:
+            clip_grads_with_norm_(self.model.parameters(), self.clip_norm, self._norm)
+
+    def _can_mask(self) -> bool:
+        """Whether the optimizer's kernel takes the word of the device; a scaler has its own way, and shards none."""
+        fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        return fused and not self.scaler.is_enabled() and self.parallel.num_shards == 1
 
     def _lower_scale(self) -> None:
         """As `GradScaler.update` after an infinite gradient, whether or not it was this replica's."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
+from diloco.data.batches import Batches
 from diloco.data.corpus import Corpus
+from diloco.data.prefetch import Prefetcher
 from diloco.data.sampler import Sampler
+from diloco.data.stream_corpus import StreamedCorpus
 from diloco.events import Event
+from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
-from diloco.model.transformer import build_model
 from diloco.train.components import (
     make_clipping,
     make_configured_codec,
@@ -26,13 +30,17 @@ from diloco.train.data_parallel import GradientAverager
 from diloco.train.fleet import Fleet
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
+from diloco.train.prepare import prepare_model
 from diloco.train.random_state import RandomState
 from diloco.train.replica import DiLoCo
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.train.trained import load_parameters
 
-__all__ = ["Replica", "make_diloco", "make_gradients", "make_replica"]
+__all__ = ["Replica", "make_batches", "make_diloco", "make_gradients", "make_replica"]
+
+AHEAD = 4
+"""Batches made ahead of the training where files are read meanwhile, and nothing else was said."""
 
 
 @dataclass(eq=False)
@@ -42,7 +50,7 @@ class Replica:
     number: int
     model: LanguageModel
     inner: InnerLoop
-    sampler: Sampler
+    sampler: Batches
     random_state: RandomState
     gradients: GradientAverager
     diloco: DiLoCo | None = None
@@ -60,6 +68,7 @@ def make_replica(
     device: torch.device,
     number: int,
     initial: Mapping[str, Tensor] | None,
+    definition: Mapping[str, Any] | None = None,
 ) -> Replica:
     """Replica ``number`` at its beginning, without an outer loop.
 
@@ -70,15 +79,17 @@ def make_replica(
         device: to train on.
         number: of the replica.
         initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
+        definition: of the model, as `diloco.model.build.build_language_model` takes it.
     """
     group = fleet.group
     strategy: Strategy = settings.train.parallelism if group.size > 1 else "none"
-    model = build_model(settings.model, seed=settings.seed, device="cpu" if strategy == "fsdp" else device)
+    model = build_language_model(
+        settings.model, seed=settings.seed, device="cpu" if strategy == "fsdp" else device, definition=definition
+    )
     if initial is not None:
         load_parameters(model, initial)
+    prepare_model(model, settings.train)
     parallel = parallelise(model, strategy, group, device)
-    if settings.train.compile:
-        model.compile()
     inner = InnerLoop(
         parallel,
         make_inner_optimizer(settings.inner, model),
@@ -86,18 +97,30 @@ def make_replica(
         clip_norm=settings.inner.clip_norm,
         precision=settings.train.precision,
         accumulation=settings.train.gradient_accumulation,
+        end_of_document=corpus.tokenizer.eos_id if settings.train.document_masks else None,
     )
-    sampler = Sampler(
-        corpus.train,
-        sequence_length=settings.train.sequence_length,
-        batch_size=settings.train.batch_size,
-        replica=number,
-        num_replicas=None if fleet.elastic else settings.transport.replicas,
-        seed=settings.seed,
-        sharding=settings.data.sharding,
-    )
+    batches = make_batches(settings, corpus, number, elastic=fleet.elastic)
     gradients = make_gradients(settings, model, fleet, number)
-    return Replica(number, model, inner, sampler, RandomState.seeded(settings.seed, number), gradients)
+    return Replica(number, model, inner, batches, RandomState.seeded(settings.seed, number), gradients)
+
+
+def make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
+    """What replica ``number`` trains on, made ahead in a thread where the settings say so."""
+    train, replicas, ahead = settings.train, settings.transport.replicas, settings.data.prefetch_batches
+    shape = {"sequence_length": train.sequence_length, "batch_size": train.batch_size, "seed": settings.seed}
+    batches: Batches
+    if isinstance(corpus, StreamedCorpus):
+        batches = corpus.batches(**shape, replica=number, num_replicas=replicas)
+    else:
+        batches = Sampler(
+            corpus.train,
+            **shape,
+            replica=number,
+            num_replicas=None if elastic else replicas,
+            sharding=settings.data.sharding,
+        )
+    ahead = (AHEAD if corpus.mapped else 0) if ahead is None else ahead
+    return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
 
 
 def make_gradients(settings: RunSettings, model: LanguageModel, fleet: Fleet, number: int) -> GradientAverager:

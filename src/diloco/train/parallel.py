@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigurationError
 from diloco.model.language_model import LanguageModel, LossParts
+from diloco.train.prepare import blocks_of
 from diloco.transport.replica_group import ReplicaGroup
 
 __all__ = ["ParallelModel", "ShardedModel", "Strategy", "WholeModel", "parallelise"]
@@ -44,7 +45,7 @@ class ParallelModel(abc.ABC):
         self.group = group
 
     @abc.abstractmethod
-    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
         """`LanguageModel.loss` of this rank's rows; its backward pass adds to ``.grad`` the mean over ranks."""
 
     @contextmanager
@@ -72,8 +73,8 @@ class WholeModel(ParallelModel):
                 "their own; ddp or fsdp, or one rank, would work. Nothing was started."
             )
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
-        return self.model.loss(tokens, targets)
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        return self.model.loss(tokens, targets, documents)
 
 
 class ReplicatedModel(ParallelModel):
@@ -89,8 +90,8 @@ class ReplicatedModel(ParallelModel):
             watched, process_group=group.required_process_group(), gradient_as_bucket_view=True
         )
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
-        parts: LossParts = self._wrapped(tokens, targets)
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        parts: LossParts = self._wrapped(tokens, targets, documents)
         return parts
 
     @contextmanager
@@ -108,18 +109,21 @@ class ShardedModel(ParallelModel):
     """
 
     def __init__(self, model: LanguageModel, group: ReplicaGroup, device: torch.device) -> None:
-        from torch.distributed.fsdp import fully_shard  # most of a second, for those who need it
+        # most of a second, for those who need it
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         super().__init__(model, group)
         self.num_shards = group.size
         mesh = group.mesh(device)
         # the root, too, is dropped after its forward pass: what evaluation left gathered would miss the next merge
-        for layer in _blocks(model):
+        for layer in blocks_of(model):
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         self._sharded = fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        if not model.loss_calls_model:
+            register_fsdp_forward_method(model, "loss")
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> LossParts:
-        return self.model.loss(tokens, targets)  # it calls the model, whose hooks gather and drop
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        return self.model.loss(tokens, targets, documents)  # hooks of the model, or of this method, gather and drop
 
     @contextmanager
     def piece(self, *, last: bool) -> Iterator[None]:
@@ -158,12 +162,5 @@ class _Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> LossParts:
-        return self.model.loss(tokens, targets)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers: the members of the list of modules that holds the most values, the outermost of equals."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    largest = max(lists, key=lambda module: sum(p.numel() for p in module.parameters()), default=nn.ModuleList())
-    return list(largest)
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        return self.model.loss(tokens, targets, documents)

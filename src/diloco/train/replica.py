@@ -171,6 +171,14 @@ class DiLoCo:
         taken: Callable[[int], None] = (lambda index: None) if keep_work else self._trained.forget
         self._taking_over.all_from(donors, keep_work=keep_work, taken=taken)
 
+    def begin_from_global(self) -> None:
+        """Begin as a replica that has done nothing yet: the local parameters become the global ones."""
+        for fragment, codec in zip(self.fragments, self._codecs, strict=True):
+            self._trained.forget(fragment.index)
+            self.outer_loop.merge(fragment.index, AlphaMerge(), None)
+            if isinstance(codec, ErrorFeedback):
+                codec.load_state_dict({"residual": torch.zeros_like(codec.residual)})
+
     def drain(self) -> None:
         """Merge every fragment in flight at once, in the order sent; for the end of a run."""
         for fragment in list(self._in_flight):
@@ -181,6 +189,15 @@ class DiLoCo:
     def in_flight(self) -> tuple[RoundId, ...]:
         """Rounds sent and not yet merged, in the order sent."""
         return tuple(entry.contribution.round for entry in self._in_flight.values())
+
+    @property
+    def data_order(self) -> str:
+        """How the replicas share the data out, as those who join are told it; "" where they know."""
+        return self._shared.data_order
+
+    @data_order.setter
+    def data_order(self, order: str) -> None:
+        self._shared.data_order = order
 
     def global_model(self) -> AbstractContextManager[nn.Module]:
         """Inside, the model holds the global parameters (for evaluation or export); afterwards its local ones again."""

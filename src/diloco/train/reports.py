@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +9,49 @@ import torch
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import data_parallel_bytes
+from diloco.data.corpus import Corpus
+from diloco.data.mixture import CYCLE, Mixture
+from diloco.data.stream_corpus import StreamedCorpus
 from diloco.train.describe import describe
 from diloco.train.evaluate import Evaluation
+from diloco.train.handshake import model_fingerprint
 from diloco.train.session import Session
-from diloco.units import format_bytes
+from diloco.units import format_bytes, format_count
 
 __all__ = ["checkpoint_about", "run_facts", "run_summary"]
 
 
 def run_facts(session: Session, folder: Path) -> dict[str, str]:
     """What is shown when a run begins in ``folder``: name -> words."""
-    corpus, model = session.corpus, session.replicas[0].model
+    model = session.replicas[0].model
     return {
-        "data": (
-            f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, "
-            f"{len(corpus.train):,} tokens; held out: {corpus.heldout_documents:,} documents, "
-            f"{format_bytes(corpus.heldout_bytes)}"
-        ),
-        "device": f"{session.device}, {torch.get_num_threads()} threads",
+        "data": data_facts(session.corpus),
+        "device": _device(session),
         **describe(session.settings, model),
         **session.fleet.facts(),
         "codec kernels": make_codec("fp4").implementation,
         "run folder": str(folder),
     }
+
+
+def _device(session: Session) -> str:
+    peak = session.speed.peak_flops_per_s
+    of = f", {format_count(peak)} operations/s at most" if peak is not None else ""
+    return f"{session.device}, {torch.get_num_threads()} threads{of}"
+
+
+def data_facts(corpus: Corpus) -> str:
+    """How much there is to train and to evaluate on, and in which shares."""
+    heldout = f"held out: {corpus.heldout_documents:,} documents, {format_bytes(corpus.heldout_bytes)}"
+    if isinstance(corpus, StreamedCorpus):
+        weights = {about.name: about.weight for about, _ in corpus.sources}
+        shares = ", ".join(f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items() if name)
+        return f"read while training{f' ({shares})' if shares else ''}; {heldout}"
+    count = f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, {len(corpus.train):,} tokens"
+    if isinstance(corpus.train, Mixture):
+        pairs = zip(corpus.train.parts, corpus.train.shares, strict=True)
+        count += f" ({', '.join(f'{part.name} {share / CYCLE:.1%}' for part, share in pairs)})"
+    return f"{count}{', in files' if corpus.mapped else ''}; {heldout}"
 
 
 def checkpoint_about(session: Session) -> dict[str, Any]:
@@ -44,7 +63,10 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
         "num_replicas": settings.transport.replicas,
         "parameters": session.num_parameters,
         "sequence_length": settings.train.sequence_length,
-        "model": dataclasses.asdict(settings.model),
+        "seed": settings.seed,
+        "model": settings.model.described(),
+        "model_fingerprint": model_fingerprint(session.replicas[0].model),
+        "definition": session.replicas[0].model.definition(),
         "corpus": session.corpus.fingerprint,
         "global_params_digest": session.global_digest(),
         "fragments": [
@@ -69,6 +91,7 @@ def run_summary(
     replicas, steps = session.settings.transport.replicas, session.totals.steps
     sent_bytes, received_bytes = session.traffic()
     first = session.replicas[0].diloco
+    spent_s = session.totals.compute_s + session.totals.exchange_s
     return {
         "heldout_loss": evaluation.loss if evaluation else None,
         "perplexity": evaluation.perplexity if evaluation else None,
@@ -85,9 +108,12 @@ def run_summary(
         "shared_start_sent_bytes_per_replica": session.totals.shared_start_sent_bytes if first else sent_bytes,
         "compute_utilization": session.compute_utilization(),
         "wall_s": session.totals.wall_s,
+        "tokens_per_s": session.tokens / spent_s if spent_s else None,
+        "model_flops_utilization": session.speed.utilization(spent_s, steps) if session.pace is None else None,
         "rounds_committed": first.rounds_committed if first else 0,
         "rounds_void": first.rounds_void if first else 0,
         "global_params_digest": session.global_digest(),
+        "epochs": dict(session.replicas[0].sampler.epochs),
         "interrupted": signal_name,
         "out": str(folder),
     }

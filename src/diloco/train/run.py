@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from diloco.data.corpus import Corpus, build_corpus
+from diloco.data.stream_corpus import open_stream
 from diloco.errors import CheckpointError
 from diloco.events import (
     CheckpointSaved,
@@ -25,17 +26,19 @@ from diloco.events import (
     Sink,
     StepFinished,
 )
-from diloco.model.transformer import build_model
+from diloco.model.build import build_language_model, check_vocabulary, with_vocabulary
 from diloco.train.checkpoint import open_checkpoint
 from diloco.train.components import choose_device, make_transport
+from diloco.train.definition import stored_definition
 from diloco.train.environment import describe_environment
 from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
 from diloco.train.fleet import InProcessFleet, TorchFleet
 from diloco.train.follow import follow_views
 from diloco.train.generate import generate
-from diloco.train.handshake import handshake_facts
+from diloco.train.handshake import handshake_facts, model_fingerprint
 from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.reports import checkpoint_about, run_facts, run_summary
+from diloco.train.resize import checkpoint_home
 from diloco.train.session import Session
 from diloco.train.session_state import load_session, save_session
 from diloco.train.settings import RunSettings
@@ -79,20 +82,24 @@ def run_training(
     """
     if settings.train.threads is not None:
         torch.set_num_threads(settings.train.threads)
+    torch.set_float32_matmul_precision(settings.train.matmul_precision)
     device = choose_device(settings.train)
-    corpus = build_corpus(settings.data)
-    vocab_size = settings.model.vocab_size or corpus.tokenizer.vocab_size
-    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab_size=vocab_size))
+    corpus = open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
+    settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
+    definition = stored_definition(settings)
+    outline = build_language_model(settings.model, seed=settings.seed, device="meta", definition=definition)
+    check_vocabulary(outline, corpus.tokenizer.vocab_size)
     initial = read_weights(settings.train.init_from) if settings.train.init_from else None
     resume = settings.checkpoint.resume
     fleet: InProcessFleet | TorchFleet | LeaderFleet | SwarmFleet
     if meet is None:
         fleet = InProcessFleet(make_transport(settings.transport))
     else:
-        facts = handshake_facts(settings, build_model(settings.model, seed=0, device="meta"), corpus.fingerprint)
+        facts = handshake_facts(settings, outline, corpus.fingerprint)
         fleet = meet(facts, folder)
+    session: Session | None = None
     try:
-        session = Session(settings, corpus, fleet, device, sink.handle, initial)
+        session = Session(settings, corpus, fleet, device, sink.handle, initial, definition)
         run = _Run(settings, folder, sink, session, corpus, device)
         if not isinstance(fleet, InProcessFleet):
             run.find_place(fleet)
@@ -106,6 +113,8 @@ def run_training(
         (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
         return run.train(notes)
     finally:
+        if session is not None:
+            session.close()
         fleet.close()
 
 
@@ -122,6 +131,7 @@ class _Run:
         self.session = session
         self.corpus = corpus
         self.device = device
+        self.speed = session.speed
         self.resumed_from: str | None = None
 
     @property
@@ -142,10 +152,15 @@ class _Run:
                 f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
                 f"{self.corpus.fingerprint}; the same files and tokeniser would work. Nothing was started."
             )
-        for void in load_session(self.session, checkpoint):
-            self._emit(
-                Note(step=self.step, text=f"{void} was in flight between another number of ranks, and counts as void.")
+        fingerprint = checkpoint.about.get("model_fingerprint")
+        mine = model_fingerprint(self.session.replicas[0].model)
+        if fingerprint not in (None, mine):
+            raise CheckpointError(
+                f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}; the model that the run "
+                "began with, from the same source, would work. Nothing was started."
             )
+        for words in load_session(self.session, checkpoint, self.home):
+            self._emit(Note(step=self.step, text=words))
         self.resumed_from = str(checkpoint.path)
 
     def find_place(self, fleet: TorchFleet | LeaderFleet | SwarmFleet) -> None:
@@ -166,7 +181,8 @@ class _Run:
                 f"--resume was given, and rank {lacking} has no checkpoint in its folder; its checkpoints in place, or "
                 "a new run with --init-from the global parameters of another one, would work. Nothing was started."
             )
-        self.resume(self.home / "checkpoints" / f"step-{min(held.values()):08d}")
+        home = checkpoint_home(self.home, self.session.replicas[0].number, self.settings.checkpoint.resume)
+        self.resume(home / "checkpoints" / f"step-{min(held.values()):08d}")
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         settings, totals = self.settings, self.session.totals
@@ -180,6 +196,8 @@ class _Run:
                 parameters=self.session.num_parameters,
                 tokens_per_step=self.session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
+                flops_per_token=self.speed.flops_per_token,
+                peak_flops_per_s=self.speed.peak_flops_per_s,
                 facts=run_facts(self.session, self.folder),
             )
         )
@@ -234,6 +252,7 @@ class _Run:
 
     def _train_step(self) -> None:
         started_s = time.perf_counter()
+        epochs = self._epochs()
         result = self.session.step()
         sent_bytes, received_bytes = self.session.traffic()
         inner, step_s = result.inner, time.perf_counter() - started_s
@@ -254,8 +273,18 @@ class _Run:
                 skipped_replicas=sum(step.skipped for step in inner) if result.trained else 0,
                 trained=result.trained,
                 pace=result.pace,
+                model_flops_utilization=self.speed.utilization(step_s) if result.trained else None,
             )
         )
+
+        for name, epoch in self._epochs().items():
+            if epoch > epochs.get(name, epoch) and self.session.fleet.leads:
+                source = f"source {name!r}" if name else "the data"
+                self._emit(Note(step=self.step, text=f"All of {source} has been read; its epoch {epoch + 1} begins."))
+
+    def _epochs(self) -> dict[str, int]:
+        """Source -> how often all of it has been read."""
+        return {name: int(number) for name, number in self.session.replicas[0].sampler.epochs.items()}
 
     def _evaluate(self, *, final: bool) -> Evaluation:
         settings = self.settings
@@ -269,6 +298,7 @@ class _Run:
                         sequence_length=settings.train.sequence_length,
                         batch_size=settings.train.batch_size * 8,
                         sequences=settings.evaluation.sequences,
+                        document_masks=settings.train.document_masks,
                     )
                     for model in models
                 ]

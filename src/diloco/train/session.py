@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from diloco.train.local_replica import Replica, make_diloco, make_gradients, mak
 from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
 from diloco.train.sharded_checkpoint import Whole
+from diloco.train.speed import Speed, known_peak_flops_per_s
 from diloco.train.swarm_fleet import SwarmFleet
 
 __all__ = ["Session", "StepResult", "Totals"]
@@ -69,7 +71,8 @@ class Session:
         fleet: the replicas of this process and their ways to the others.
         device: to train on.
         on_event: called with the replicas' events.
-        initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
+        initial: parameter name -> value to begin from; None: the weights of the model's source, or fresh ones.
+        definition: of a model whose source may be gone, as `diloco.model.build.build_language_model` takes it.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Session:
         device: torch.device,
         on_event: Callable[[Event], None],
         initial: Mapping[str, Tensor] | None = None,
+        definition: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings
         self.corpus = corpus
@@ -88,7 +92,9 @@ class Session:
         self.on_event = on_event
         self.totals = Totals()
         self.schedule = make_schedule(settings)
-        self.replicas = [make_replica(settings, corpus, fleet, device, number, initial) for number in fleet.local]
+        self.replicas = [
+            make_replica(settings, corpus, fleet, device, number, initial, definition) for number in fleet.local
+        ]
         self.pace: DynamicSteps | None = None
         if isinstance(fleet, SwarmFleet) and settings.swarm.dynamic_steps:
             self.pace = DynamicSteps(fleet.transport.replica, settings.schedule.inner_steps, fleet)
@@ -155,6 +161,17 @@ class Session:
         return self.totals.sequences * self.settings.train.sequence_length
 
     @property
+    def speed(self) -> Speed:
+        """What a step computes on this process's device, and what that could do."""
+        train = self.settings.train
+        peak = train.peak_flops_per_s
+        if peak is None and self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+            peak = known_peak_flops_per_s(name, train.precision, train.matmul_precision)
+        tokens = len(self.replicas) * train.batch_size * train.sequence_length // self.fleet.group.size
+        return Speed(self.replicas[0].model.flops_per_token(train.sequence_length), tokens, peak)
+
+    @property
     def num_parameters(self) -> int:
         """Of the model."""
         return self.replicas[0].model.num_parameters()
@@ -169,6 +186,11 @@ class Session:
         if has_diloco and replica.diloco is None:
             replica.diloco = self._diloco_for(replica)
             self.fleet.close_to_joiners("")
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        for replica in self.replicas:
+            replica.sampler.close()
 
     def drain(self) -> None:
         """Merge whatever is in flight; at the end of a run."""
@@ -275,8 +297,7 @@ class Session:
         self.totals.sequences += (self.totals.steps - before) * self.sequences_per_step  # of the others, about
         if replica.diloco is not None:
             replica.diloco.steps = self.totals.steps - self.settings.train.data_parallel_steps
-        cursor = {**replica.sampler.state_dict(), "drawn": self.totals.steps}
-        replica.sampler.load_state_dict(cursor | ({"assignments": []} if fleet.elastic else {}))
+        replica.sampler.join_at(self.totals.steps, replica.diloco.data_order if replica.diloco else "")
 
     def _draw_as_assigned(self, fleet: SwarmFleet) -> None:
         for assignment in fleet.take_assignments():
@@ -285,11 +306,16 @@ class Session:
     def _train(self, step: int) -> tuple[StepResult, float]:
         """Inner step ``step`` of every replica; the seconds in which gradients were averaged, which are no compute."""
         losses = torch.stack([self._accumulate(replica) for replica in self.replicas])
+        if self.averages_gradients and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or the averaging would count what it waits for as its own
         computed_s = time.perf_counter()
         keep = self._average_gradients(step) if self.averages_gradients else True
         averaging_s = time.perf_counter() - computed_s
-        inner = tuple(replica.inner.apply(step, skip=not keep) for replica in self.replicas)
-        return StepResult(float(losses.mean()), inner), averaging_s
+        # All replicas' work is handed to the device before any of it is waited for: once a step, whatever their number.
+        norms = [replica.inner.begin(step, skip=not keep) for replica in self.replicas]
+        loss, *read = torch.stack([losses.mean(), *norms]).tolist()
+        both = zip(self.replicas, read, strict=True)
+        return StepResult(loss, tuple(r.inner.end(step, norm, skip=not keep) for r, norm in both)), averaging_s
 
     def _sequences_of(self, step: int, pace: DynamicSteps | None) -> int:
         """That all replicas train in a step, as far as is known here."""
@@ -318,7 +344,9 @@ class Session:
                 replica.diloco = self._diloco_for(replica)
 
     def _diloco_for(self, replica: Replica) -> DiLoCo:
-        return make_diloco(self.settings, self.schedule, replica, self.fleet, self._emit)
+        diloco = make_diloco(self.settings, self.schedule, replica, self.fleet, self._emit)
+        diloco.data_order = replica.sampler.order
+        return diloco
 
     def _emit(self, event: Event) -> None:
         self.on_event(replace(event, step=self.totals.steps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,20 @@ class TrainSettings:
     threads: int | None = None
     """CPU threads of torch. Default: torch's own choice."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model's blocks, and the loss between its matrix products, with torch.compile."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute a block's activations again in the backward pass instead of keeping them: all (full), or all but those
+    of matrix products and attention (selective). The bits stay the same."""
+    loss_chunk_tokens: int = 8192
+    """The loss of a batch of more tokens is computed in chunks of so many, whose logits alone are held; 0: of all at
+    once."""
+    document_masks: bool = False
+    """Let no token see those of other documents in its sequence, neither in training nor in evaluation."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """torch.set_float32_matmul_precision, for products that are left in float32: high allows TF32 on a GPU."""
+    peak_flops_per_s: float | None = None
+    """Of the device in train.precision, what its utilisation (MFU) is a fraction of. Default: that of a device which is
+    known, else none is told."""
     data_parallel_steps: Annotated[int, arg(aliases=["--data-parallel-steps"])] = 0
     """Begin with this many shared data-parallel steps (the DiLoCo paper's pretraining phase)."""
     init_from: Annotated[Path | None, arg(aliases=["--init-from"])] = None
@@ -62,6 +76,16 @@ class TrainSettings:
             raise ConfigurationError(
                 f"train.gradient_accumulation={self.gradient_accumulation} must divide "
                 f"train.batch_size={self.batch_size}. Nothing was started."
+            )
+        if self.loss_chunk_tokens < 0:
+            raise ConfigurationError(
+                f"train.loss_chunk_tokens={self.loss_chunk_tokens} was given; 1 or more, or 0 for none, is needed. "
+                "Nothing was started."
+            )
+        if self.peak_flops_per_s is not None and not 0 < self.peak_flops_per_s < math.inf:
+            raise ConfigurationError(
+                f"train.peak_flops_per_s={self.peak_flops_per_s} was given; a positive number such as 1e15 would work. "
+                "Nothing was started."
             )
         if not 0 <= self.data_parallel_steps <= self.steps:
             raise ConfigurationError(

@@ -17,11 +17,13 @@ class SharedState:
 
     Attributes:
         finished_rounds: by fragment: its rounds that this replica is through with, committed or void.
+        data_order: how the replicas share the data out, where a joiner can't know (see `Batches.order`).
     """
 
     def __init__(self, outer_loop: OuterLoop) -> None:
         self.outer_loop = outer_loop
         self.finished_rounds = [0] * len(outer_loop.fragments)
+        self.data_order = ""
         self._changes = [0] * len(outer_loop.fragments)
         self._lock = threading.Lock()
 
@@ -45,4 +47,5 @@ class SharedState:
                 "outer_step": state["outer_step"],
                 "slots": {name: values.clone() for name, values in state["slots"].items()},
                 "finished_rounds": self.finished_rounds[fragment],
+                **({"data_order": self.data_order} if self.data_order else {}),
             }

@@ -72,6 +72,7 @@ class TakingOver:
             with self._shared.changing(index), carrying:
                 self._loop.load_fragment_state(index, state)
                 self._shared.finished_rounds[index] = int(state.get("finished_rounds", 0))
+                self._shared.data_order = str(state.get("data_order", ""))
                 taken(index)
                 if not keep_work:
                     self._loop.merge(index, AlphaMerge(), None)

@@ -1,0 +1,1 @@
+"""Speed of the data path: ``python -m benchmarks.data``."""

@@ -1,0 +1,263 @@
+"""What can be wrong only on a GPU, looked at there: each check says yes, no with the difference, or why it can't be."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import FileStore
+
+from benchmarks.gpu.sizes import Sizes
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.digest import digest_tensors
+from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.errors import NonFiniteError
+from diloco.model.attention import attend, block_mask, boolean_mask
+from diloco.model.language_model import LossChunks, document_numbers
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import Transformer, build_model
+from diloco.train.feed import to_device
+from diloco.train.inner import InnerLoop, make_inner_optimizer
+from diloco.train.parallel import Strategy, parallelise
+from diloco.train.prepare import prepare_blocks
+from diloco.train.resolve import CODEC_NAMES
+from diloco.train.settings import InnerSettings
+from diloco.transport.replica_group import open_replica_group
+
+__all__ = ["CHECKS", "run_checks"]
+
+MODEL = ModelSettings(
+    layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512, max_sequence_length=256
+)
+
+
+class NotHereError(Exception):
+    """This device or torch can't do what is checked."""
+
+
+def run_checks(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each check: ``ok`` is true, false, or None where it could not be done, and ``detail`` says more."""
+    rows = []
+    for name, check in CHECKS.items():
+        try:
+            row = {"name": name, "ok": True, "detail": check(sizes, device)}
+        except NotHereError as reason:
+            row = {"name": name, "ok": None, "detail": str(reason)}
+        except Exception as error:  # whatever it is, it is what was looked for
+            row = {"name": name, "ok": False, "detail": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        rows.append(row)
+        print(f"  {row}", flush=True)
+    return rows
+
+
+def _batch(device: torch.device, rows: int = 4) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(MODEL.vocab_size or 0, (rows, 257), generator=torch.Generator().manual_seed(0)).to(device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _model(device: torch.device, **changes: Any) -> Transformer:
+    return build_model(replace(MODEL, **changes), seed=0, device=device)
+
+
+def _gradients(model: Transformer, precision: torch.dtype | None, *, documents: bool = False) -> list[Tensor]:
+    tokens, targets = _batch(model.embedding.weight.device)
+    model.zero_grad()
+    with torch.autocast(tokens.device.type, precision, enabled=precision is not None):
+        loss = model.loss(tokens, targets, document_numbers(tokens, 7) if documents else None).loss
+    torch.autograd.backward(loss)
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def _largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Of the norms of differences, relative to the norms."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - other).norm() / other.norm().clamp_min(1e-12)) for one, other in pairs)
+
+
+def _below(error: float, limit: float) -> str:
+    if not error < limit:
+        raise AssertionError(f"relative difference {error:.2e}, at most {limit:.0e} expected")
+    return f"relative difference {error:.1e}"
+
+
+def _loop(model: Transformer, precision: Any, strategy: Strategy = "none", group: Any = None) -> InnerLoop:
+    device = model.embedding.weight.device
+    parallel = parallelise(model, strategy, group, device) if group is not None else model
+    optimizer = make_inner_optimizer(InnerSettings(), model)
+    return InnerLoop(parallel, optimizer, learning_rate=ValueSchedule(peak=1e-3), precision=precision)
+
+
+def _train(loop: InnerLoop, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        losses.append(float(loop.accumulate_gradients(*_batch(torch.device("cpu")))))
+        loop.unscale()
+        loop.apply(step)
+    return losses
+
+
+def _of_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise NotHereError("no CUDA device")
+
+
+def copies(sizes: Sizes, device: torch.device) -> str:
+    values = torch.arange(1 << 20)
+    for number in range(20):  # each may overwrite the pinned memory of one before
+        copied = to_device(values + number, device)
+        assert torch.equal(copied.cpu(), values + number), "a copy arrived changed"
+    return "20 copies of 8 MB"
+
+
+def flash(sizes: Sizes, device: torch.device) -> str:
+    _of_cuda(device)
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where queries, keys and values don't fit it
+        _gradients(_model(device), torch.bfloat16)
+    return "queries, keys and values under bfloat16 autocast are what the flash kernel takes"
+
+
+def chunks(sizes: Sizes, device: torch.device) -> str:
+    at_once, chunked = _model(device, z_loss=1e-4), _model(device, z_loss=1e-4)
+    chunked.loss_chunks = LossChunks(100, compiled=sizes.backend is not None)
+    exact = _below(_largest_error(_gradients(chunked, None), _gradients(at_once, None)), 1e-4)
+    half = _below(_largest_error(_gradients(chunked, torch.bfloat16), _gradients(at_once, torch.bfloat16)), 2e-2)
+    return f"float32: {exact}; bfloat16: {half}"
+
+
+def documents(sizes: Sizes, device: torch.device) -> str:
+    tokens, _ = _batch(device)
+    numbers = document_numbers(tokens, 7)
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = ((4, 4, 256, 32), (4, 2, 256, 32), (4, 2, 256, 32))
+    heads = [torch.randn(shape, device=device, generator=generator).requires_grad_() for shape in shapes]
+    results = []
+    for mask in (boolean_mask(numbers), block_mask(numbers)):
+        attended = attend(heads[0], heads[1], heads[2], mask, grouped=True)
+        results.append([attended.detach(), *torch.autograd.grad(attended.square().sum(), heads)])
+    return _below(_largest_error(results[1], results[0]), 1e-3)
+
+
+def compiled(sizes: Sizes, device: torch.device) -> str:
+    words = []
+    for checkpointing in ("none", "full", "selective"):
+        for apart in (False, True) if device.type == "cuda" else (False,):
+            plain, model = _model(device), _model(device)
+            prepare_blocks(
+                model,
+                checkpointing=checkpointing,
+                compiled=True,
+                backend=sizes.backend or "eager",
+            )
+            found = _gradients(model, torch.bfloat16, documents=apart)
+            expected = _gradients(plain, torch.bfloat16, documents=apart)
+            words.append(f"{checkpointing}: {_below(_largest_error(found, expected), 3e-2)}")
+    torch._dynamo.reset()
+    return "; ".join(words)
+
+
+def masked_step(sizes: Sizes, device: torch.device) -> str:
+    loop = _loop(_model(device), "bfloat16")
+    assert loop.masked == (device.type == "cuda"), "the fused kernel was not taken"
+    _train(loop, 2)
+    held = [p.detach().clone() for p in loop.model.parameters()]
+    loop.accumulate_gradients(*_batch(device))
+    gradient = loop.model.get_parameter("layers.0.attention.query.weight").grad
+    assert gradient is not None
+    gradient[0, 0] = math.nan
+    try:
+        loop.apply(2)
+    except NonFiniteError:
+        unchanged = all(torch.equal(p, before) for p, before in zip(loop.model.parameters(), held, strict=True))
+        assert unchanged, "something was applied"
+        return "refused, and nothing was applied"
+    raise AssertionError("a gradient that is no number was applied")
+
+
+def scaler(sizes: Sizes, device: torch.device) -> str:
+    loop = _loop(_model(device), "float16")
+    losses = _train(loop, 8)
+    assert losses[-1] < losses[0], f"the loss went from {losses[0]} to {losses[-1]}"
+    before = loop.scaler.get_scale()
+    loop.accumulate_gradients(*_batch(device))
+    next(p.grad for p in loop.model.parameters() if p.grad is not None).fill_(math.inf)
+    loop.unscale()
+    assert loop.apply(8).skipped, "an infinite gradient was applied"
+    assert loop.scaler.get_scale() == before / 2, "the scale stayed"
+    return f"loss {losses[0]:.3f} to {losses[-1]:.3f} in 8 steps; the scale was halved once"
+
+
+def codecs(sizes: Sizes, device: torch.device) -> str:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1_000_003, generator=generator) * torch.rand(1_000_003, generator=generator).pow(8)
+    values[:3] = torch.tensor([0.0, -0.0, 1e-30])
+    for name in CODEC_NAMES:
+        codec = make_codec(name)
+        here, there = codec.encode(values), codec.encode(values.to(device)).cpu()
+        assert torch.equal(here, there), f"{name} encodes {int((here != there).sum())} bytes otherwise"
+        decoded = codec.decode(here, len(values)), codec.decode(here.to(device), len(values)).cpu()
+        assert torch.equal(decoded[0].view(torch.int32), decoded[1].view(torch.int32)), f"{name} decodes otherwise"
+    return f"{', '.join(CODEC_NAMES)}: the same bits as on the CPU"
+
+
+def digests(sizes: Sizes, device: torch.device) -> str:
+    values = torch.randn(20_000_001, generator=torch.Generator().manual_seed(0))
+    assert digest_tensors({"x": values}) == digest_tensors({"x": values.to(device)}), "another digest"
+    return "that of 80 MB is the one that the CPU gives"
+
+
+def sharded(sizes: Sizes, device: torch.device) -> str:
+    if dist.is_initialized():
+        raise NotHereError("torch.distributed is in use")
+    expected = _train(_loop(_model(device), "bfloat16"), 3)
+    with tempfile.TemporaryDirectory() as folder:
+        store = FileStore(str(Path(folder) / "store"), 1)
+        group = open_replica_group(store, replica=0, position=0, size=1, device=device, timeout_s=60.0)
+        try:
+            for strategy in ("ddp", "fsdp"):
+                for chunk_tokens in (0, 100):
+                    model = build_model(MODEL, seed=0, device=device)
+                    model.loss_chunks = LossChunks(chunk_tokens)
+                    prepare_blocks(model, checkpointing="selective")
+                    found = _train(_loop(model, "bfloat16", strategy, group), 3)
+                    difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+                    assert difference < 1e-2, f"{strategy}: losses {found} instead of {expected}"
+        finally:
+            group.close()
+    return "ddp and fsdp on one rank, over NCCL on a GPU, have the losses of one alone"
+
+
+def ranks(sizes: Sizes, device: torch.device) -> str:
+    _of_cuda(device)
+    if torch.cuda.device_count() < 2:
+        raise NotHereError("one GPU: ranks of a replica on several were not tried")
+    from benchmarks.gpu.ranks import train_on_ranks
+
+    losses = train_on_ranks(2)
+    expected = _train(_loop(_model(device), "bfloat16"), 3)
+    for found in losses:
+        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 2e-2, f"{found} instead of {expected}"
+    return "fsdp on two GPUs over NCCL has the losses of one"
+
+
+CHECKS: dict[str, Callable[[Sizes, torch.device], str]] = {
+    "pinned copies arrive": copies,
+    "flash attention is taken": flash,
+    "the loss in chunks": chunks,
+    "documents by FlexAttention": documents,
+    "compiled blocks": compiled,
+    "bad gradients are never applied": masked_step,
+    "the float16 scaler": scaler,
+    "codecs give the CPU's bits": codecs,
+    "digests": digests,
+    "ddp and fsdp on one rank": sharded,
+    "NCCL inside a replica": ranks,
+}

@@ -1,0 +1,43 @@
+"""A replica of several GPUs, a process each."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.distributed.distributed_c10d import FileStore
+
+from diloco.transport.replica_group import open_replica_group
+
+__all__ = ["train_on_ranks"]
+
+
+def train_on_ranks(size: int) -> list[list[float]]:
+    """The losses that each rank of a sharded replica has."""
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        processes = [context.Process(target=_rank, args=(p, size, store, results), daemon=True) for p in range(size)]
+        for process in processes:
+            process.start()
+        losses = [results.get(timeout=200) for _ in processes]
+        for process in processes:
+            process.join()
+    return losses
+
+
+def _rank(position: int, size: int, store: str, results: Any) -> None:
+    from benchmarks.gpu.checks import MODEL, _loop, _train
+    from diloco.model.transformer import build_model
+
+    device = torch.device("cuda", position)
+    torch.cuda.set_device(device)
+    group = open_replica_group(
+        FileStore(store, size), replica=0, position=position, size=size, device=device, timeout_s=100.0
+    )
+    results.put(_train(_loop(build_model(MODEL, seed=0, device=device), "bfloat16", "fsdp", group), 3))
+    group.close()

@@ -1,0 +1,88 @@
+"""What a round costs the device: of the whole model, as a share of the inner steps between two of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.sessions import free, make_session, settle, time_session
+from benchmarks.gpu.sizes import Job, Sizes
+from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.fragments import partition
+from diloco.algorithm.merge import AlphaMerge
+from diloco.algorithm.outer_loop import OuterLoop
+from diloco.algorithm.outer_optimizer import Nesterov
+from diloco.model.transformer import build_model
+
+__all__ = ["measure_rounds"]
+
+
+def measure_rounds(job: Job, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each place of the global parameters: the seconds of each part, and their share of H inner steps.
+
+    A replica that exchanges its whole payload decodes those of all; what the network takes is not in it.
+    """
+    compiled = sizes.backend is not None
+    session = make_session(job, device, sizes.precision, train={"compile": compiled})
+    step_s = time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps).step_s
+    del session
+    free()
+    rows = []
+    for place in ("beside the model", "in host memory"):
+        parts = _parts(job, sizes, device, device if place == "beside the model" else torch.device("cpu"))
+        total_s = sum(parts.values())
+        rows.append(
+            {
+                "global_params": place,
+                "step_s": step_s,
+                "parts_s": parts,
+                "round_s": total_s,
+                "share": total_s / (sizes.inner_steps * step_s),
+                "inner_steps": sizes.inner_steps,
+                "contributors": sizes.contributors,
+            }
+        )
+        print(f"  {rows[-1]}", flush=True)
+        free()
+    return rows
+
+
+def _parts(job: Job, sizes: Sizes, device: torch.device, home: torch.device) -> dict[str, float]:
+    model = build_model(job.model, seed=0, device=device)
+    loop = OuterLoop(model, partition(model, num_fragments=1), Nesterov(learning_rate=0.4), home)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+    codec = make_codec("fp4")
+    delta, _, _ = loop.pseudo_gradient(0, keep_local=False)
+    payload = codec.encode(delta)
+    numel = delta.numel()
+    contributions = [
+        Contribution(round=RoundId(0, 0), replica=m, codec=codec, numel=numel, payload=payload)
+        for m in range(sizes.contributors)
+    ]
+    mean = weighted_mean(contributions).values
+    return {
+        "pseudo-gradient": _time(lambda: loop.pseudo_gradient(0, keep_local=False), device),
+        "fp4 encode": _time(lambda: codec.encode(delta), device),
+        "digest": _time(lambda: loop.digest(0), device),
+        f"fp4 decode and mean of {sizes.contributors}": _time(lambda: weighted_mean(contributions), device),
+        "outer step": _time(lambda: loop.outer_step(0, mean), device),
+        "merge": _time(lambda: loop.merge(0, AlphaMerge(), None), device),
+    }
+
+
+def _time(act: Callable[[], Any], device: torch.device, times: int = 5) -> float:
+    taken_s = []
+    for _ in range(times + 1):
+        settle(device)
+        started_s = time.perf_counter()
+        act()
+        settle(device)
+        taken_s.append(time.perf_counter() - started_s)
+    return statistics.median(taken_s[1:])

@@ -1,0 +1,115 @@
+"""The package's own training, as ``diloco train`` does it, on random tokens."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.sizes import Job
+from diloco.algorithm.settings import ScheduleSettings
+from diloco.data.corpus import Corpus
+from diloco.data.tokenizer import ByteTokenizer
+from diloco.train.components import make_transport
+from diloco.train.fleet import InProcessFleet
+from diloco.train.resolve import resolve
+from diloco.train.session import Session
+from diloco.train.settings import InnerSettings, RunSettings, TrainSettings
+from diloco.transport.settings import TransportSettings
+
+__all__ = ["Measured", "free", "make_session", "random_corpus", "settle", "time_session"]
+
+NO_ROUNDS = 10**6
+"""Inner steps between rounds where none is to come."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steps that were timed.
+
+    Attributes:
+        step_s: the median.
+        fastest_s: the shortest.
+        slowest_s: the longest.
+        peak_bytes: of the device's memory; None on the CPU.
+        loss: of the last step.
+    """
+
+    step_s: float
+    fastest_s: float
+    slowest_s: float
+    peak_bytes: int | None
+    loss: float
+
+    @classmethod
+    def of(cls, taken_s: list[float], device: torch.device, loss: float) -> Measured:
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return cls(statistics.median(taken_s), min(taken_s), max(taken_s), peak, loss)
+
+
+def random_corpus(job: Job, batches: int) -> Corpus:
+    """Random tokens for so many batches; they take as long as others."""
+    vocab_size = job.model.vocab_size
+    assert vocab_size is not None, "a preset with its vocabulary"
+    count = batches * job.batch_size * job.sequence_length + 1
+    tokens = np.random.default_rng(0).integers(vocab_size, size=count, dtype=np.uint16)
+    return Corpus(tokens, tokens, ByteTokenizer(), 1, 1, count, count, "random")
+
+
+def make_session(
+    job: Job, device: torch.device, precision: str, replicas: int = 1, train: Mapping[str, Any] | None = None
+) -> Session:
+    """Replicas of ``job``'s model that never exchange anything; ``train`` has further settings of that name."""
+    settings = RunSettings(
+        train=TrainSettings(
+            steps=NO_ROUNDS,
+            batch_size=job.batch_size,
+            sequence_length=job.sequence_length,
+            precision=precision,  # type: ignore[arg-type]  # one of them
+            **(train or {}),
+        ),
+        inner=InnerSettings(warmup_steps=0),
+        schedule=ScheduleSettings(inner_steps=NO_ROUNDS),
+        transport=TransportSettings(replicas=replicas),
+        model=job.model,
+    )
+    settings = resolve(settings, num_layers=job.model.layers)
+    fleet = InProcessFleet(make_transport(settings.transport))
+    return Session(settings, random_corpus(job, 8 * replicas), fleet, device, lambda event: None)
+
+
+def time_session(session: Session, *, warmup_steps: int, steps: int) -> Measured:
+    """Time steps; each ends with the device having done its work, since its loss is read."""
+    device = session.device
+    for _ in range(warmup_steps):
+        session.step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    taken_s: list[float] = []
+    loss = 0.0
+    for _ in range(steps):
+        started_s = time.perf_counter()
+        loss = session.step().loss
+        settle(device)
+        taken_s.append(time.perf_counter() - started_s)
+    return Measured.of(taken_s, device, loss)
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what the device still has to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free() -> None:
+    """Give back what is not used any more, what was compiled included."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

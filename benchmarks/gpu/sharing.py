@@ -1,0 +1,61 @@
+"""Several replicas on one device: in one process, in turns, and in a process each."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from benchmarks.gpu.sessions import free, make_session, settle, time_session
+from benchmarks.gpu.sizes import Job, Sizes
+
+__all__ = ["measure_sharing"]
+
+
+def measure_sharing(job: Job, sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
+    """Rows of tokens per second, all replicas together; no side exchanges anything."""
+    rows = []
+    for compiled in (False, True) if sizes.backend is not None else (False,):
+        train = {"compile": compiled}
+        session = make_session(job, device, sizes.precision, sizes.replicas, train)
+        measured = time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps)
+        del session
+        free()
+        tokens = sizes.replicas * job.batch_size * job.sequence_length
+        words = ", compiled" if compiled else ""
+        rows.append({"name": f"one process{words}", "tokens_per_s": tokens / measured.step_s})
+        rows.append(
+            {"name": f"{sizes.replicas} processes{words}", "tokens_per_s": _processes(job, sizes, device, train)}
+        )
+        print(f"  {rows[-2:]}", flush=True)
+    return rows
+
+
+def _processes(job: Job, sizes: Sizes, device: torch.device, train: dict[str, Any]) -> float:
+    """Tokens per second of all, from when the last was ready to when the last was done."""
+    context = torch.multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(sizes.replicas), context.Queue()
+    arguments = (job, sizes, str(device), train, barrier, results)
+    processes = [context.Process(target=_one, args=arguments, daemon=True) for _ in range(sizes.replicas)]
+    for process in processes:
+        process.start()
+    taken_s = [results.get(timeout=500) for _ in processes]
+    for process in processes:
+        process.join()
+    return sizes.replicas * sizes.steps * job.batch_size * job.sequence_length / max(taken_s)
+
+
+def _one(job: Job, sizes: Sizes, device_name: str, train: dict[str, Any], barrier: Any, results: Any) -> None:
+    device = torch.device(device_name)
+    session = make_session(job, device, sizes.precision, 1, train)
+    for _ in range(sizes.warmup_steps):
+        session.step()
+    settle(device)
+    barrier.wait()
+    started_s = time.perf_counter()
+    for _ in range(sizes.steps):
+        session.step()
+    settle(device)
+    results.put(time.perf_counter() - started_s)

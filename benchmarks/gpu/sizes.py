@@ -1,0 +1,85 @@
+"""What is measured, at full size and small enough for a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from diloco.model.presets import get_preset
+from diloco.model.settings import ModelSettings
+
+__all__ = ["FULL", "TINY", "Job", "Sizes"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model and the batch it is trained with.
+
+    Attributes:
+        model: its sizes.
+        batch_size: sequences of one replica and step.
+        sequence_length: tokens per sequence.
+        goal: fraction of the device's peak that is aimed at; None: none.
+    """
+
+    model: ModelSettings
+    batch_size: int
+    sequence_length: int
+    goal: float | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All of a run of the benchmark.
+
+    Attributes:
+        jobs: by name; each is a part of its own.
+        small: the model of the replicas that share a device.
+        replicas: how many.
+        warmup_steps: before steps are timed.
+        steps: that are timed.
+        contributors: payloads in a round.
+        inner_steps: H, over which the cost of a round is spread.
+        precision: of training.
+        backend: of torch.compile, where a check compiles something itself; None: nothing is compiled at all.
+    """
+
+    jobs: Mapping[str, Job]
+    small: Job
+    replicas: int
+    warmup_steps: int
+    steps: int
+    contributors: int
+    inner_steps: int
+    precision: str = "bfloat16"
+    backend: str | None = "inductor"
+
+
+def _preset(name: str, batch_size: int, goal: float | None = None) -> Job:
+    preset = get_preset(name)
+    return Job(preset.model, batch_size, preset.sequence_length, goal)
+
+
+FULL = Sizes(
+    jobs={"150m": _preset("150m", 64, 0.45), "1b": _preset("1b", 16, 0.50)},
+    small=_preset("35m", 16),
+    replicas=8,
+    warmup_steps=5,
+    steps=20,
+    contributors=8,
+    inner_steps=100,
+)
+
+_SMALL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=64, max_sequence_length=32)
+
+TINY = Sizes(
+    jobs={"150m": Job(_SMALL, 2, 8, 0.45), "1b": Job(replace(_SMALL, kv_heads=1), 2, 8, 0.50)},
+    small=Job(replace(_SMALL, qk_norm=True, tie_embeddings=True, z_loss=1e-4), 2, 8),
+    replicas=2,
+    warmup_steps=1,
+    steps=2,
+    contributors=2,
+    inner_steps=4,
+    backend=None,
+)
+"""For tests: the same code in seconds, with figures that mean nothing."""

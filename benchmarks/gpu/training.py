@@ -1,0 +1,89 @@
+"""Use of the device's peak: the package in several settings, and its rival beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.rival import time_rival
+from benchmarks.gpu.sessions import Measured, free, make_session, time_session
+from benchmarks.gpu.sizes import Job, Sizes
+from diloco.model.transformer import build_model
+from diloco.train.speed import Speed, known_peak_flops_per_s
+
+__all__ = ["measure_training"]
+
+COMPILED: dict[str, Any] = {"compile": True}
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "diloco": {},
+    "diloco, loss of all logits at once": {"loss_chunk_tokens": 0},
+    "diloco, compiled": COMPILED,
+    "diloco, compiled, selective checkpointing": COMPILED | {"activation_checkpointing": "selective"},
+    "diloco, compiled, full checkpointing": COMPILED | {"activation_checkpointing": "full"},
+    "diloco, compiled, documents apart": COMPILED | {"document_masks": True},
+}
+"""Name -> what of ``[train]`` differs from its defaults."""
+
+RIVALS = {"transformers Trainer": False, "transformers Trainer, compiled": True}
+
+
+def measure_training(
+    job: Job, sizes: Sizes, device: torch.device, peak_flops_per_s: float | None, only: str
+) -> list[dict[str, Any]]:
+    """A row for each way of training ``job``; one that fails says why.
+
+    Args:
+        job: the model and its batch.
+        sizes: how many steps.
+        device: to train on.
+        peak_flops_per_s: of the device; None: what is known of it.
+        only: leave out those whose names don't hold this.
+    """
+    ways: dict[str, Callable[[], Measured]] = {}
+    for name, changes in VARIANTS.items():
+        if sizes.backend is not None or not changes.get("compile"):
+            ways[name] = lambda changes=changes: _ours(job, sizes, device, changes)  # type: ignore[misc]  # bound now
+    for name, compiled in RIVALS.items():
+        if sizes.backend is not None or not compiled:
+            ways[name] = lambda compiled=compiled: time_rival(  # type: ignore[misc]  # bound now
+                job,
+                device,
+                sizes.precision,
+                warmup_steps=sizes.warmup_steps,
+                steps=sizes.steps,
+                compiled=compiled,
+            )
+    speed = _speed(job, sizes.precision, device, peak_flops_per_s)
+    rows = []
+    for name, measure in ways.items():
+        if only not in name:
+            continue
+        row: dict[str, Any] = {"name": name}
+        try:
+            measured = measure()
+            row |= asdict(measured)
+            row["tokens_per_s"] = speed.tokens_per_step / measured.step_s
+            row["model_flops_utilization"] = speed.utilization(measured.step_s)
+        except (ImportError, torch.OutOfMemoryError) as error:
+            row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        rows.append(row)
+        print(f"  {row}", flush=True)
+        free()
+    return rows
+
+
+def _ours(job: Job, sizes: Sizes, device: torch.device, changes: Mapping[str, Any]) -> Measured:
+    session = make_session(job, device, sizes.precision, train=changes)
+    return time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps)
+
+
+def _speed(job: Job, precision: str, device: torch.device, peak_flops_per_s: float | None) -> Speed:
+    """Both sides by one count of operations, and one peak."""
+    if peak_flops_per_s is None and device.type == "cuda":
+        peak_flops_per_s = known_peak_flops_per_s(torch.cuda.get_device_name(device), precision)
+    flops = build_model(job.model, seed=0, device="meta").flops_per_token(job.sequence_length)
+    return Speed(flops, job.batch_size * job.sequence_length, peak_flops_per_s)

@@ -1,0 +1,97 @@
+"""``diloco tokenize``: text into a folder of packed tokens, which training maps into memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from diloco.config.flags import parse_flags
+from diloco.config.keys import build, flatten
+from diloco.config.toml import read_toml
+from diloco.data.settings import DataSettings
+from diloco.errors import ConfigurationError
+from diloco.units import format_bytes
+
+__all__ = ["TokenizeSettings", "run"]
+
+DESCRIPTION = """Turn text into a folder of packed tokens, for `diloco train --data FOLDER`.
+
+Examples:
+  diloco tokenize --data books/ --out books-tokens
+  diloco tokenize --data hf:allenai/c4/en --data.tokenizer hf:gpt2 --out c4-tokens
+  diloco tokenize data.toml --out tokens     a [data] table, as for `diloco train`
+
+Documents are read one after the other, so they may be more than fits in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeSettings:
+    """What follows `diloco tokenize`."""
+
+    out: Annotated[Path | None, arg(aliases=["-o"])] = None
+    """Folder to make."""
+    shard_tokens: int = 1 << 28
+    """A file of tokens ends with the document that makes it so long."""
+    data: DataSettings = field(default_factory=DataSettings)
+
+    def __post_init__(self) -> None:
+        if self.shard_tokens < 1:
+            raise ConfigurationError(f"--shard-tokens {self.shard_tokens} was given; at least 1 is needed.")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Tokenise, and say what came of it."""
+    line = parse_flags(
+        arguments,
+        TokenizeSettings,
+        shown=flatten(TokenizeSettings()),
+        program="diloco tokenize",
+        description=DESCRIPTION,
+    )
+    from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
+    settings = build(TokenizeSettings, from_file | line.values)
+    if settings.out is None:
+        raise ConfigurationError("--out FOLDER, where the tokens shall be, would work. Nothing was written.")
+
+    from diloco.data.tokenize import tokenize
+
+    started_s = time.monotonic()
+    shown = _Progress(sys.stderr.isatty())
+    folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=shown)
+    shown.end()
+    elapsed_s = time.monotonic() - started_s
+    for name, side in folder.sides.items():
+        print(
+            f"{name:8} {side.documents:,} documents, {format_bytes(side.bytes)}, {side.tokens:,} tokens "
+            f"in {len(side.shards)} files"
+        )
+    size = sum(side.bytes for side in folder.sides.values())
+    print(f"{settings.out}: {folder.vocab_size:,} ids, {elapsed_s:.1f} s, {size / 1e6 / elapsed_s:.1f} MB of text/s")
+    return 0
+
+
+class _Progress:
+    """One line, written over about once a second, where somebody is looking."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._started_s = self._next_s = time.monotonic()
+
+    def __call__(self, documents: int, size_bytes: int) -> None:
+        now_s = time.monotonic()
+        if not self._shown or now_s < self._next_s:
+            return
+        self._next_s = now_s + 1
+        rate = size_bytes / 1e6 / max(1e-9, now_s - self._started_s)
+        words = f"{documents:,} documents, {format_bytes(size_bytes)}, {rate:.1f} MB/s"
+        print(f"\r{words:<60}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._shown:
+            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)

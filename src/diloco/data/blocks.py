@@ -1,0 +1,104 @@
+"""Blocks of documents of one source: what a replica that reads a stream is dealt, and how it gets there.
+
+The records of a source are counted from 0 in its own order, and `BlockReader.size` of them in a row are a block. Epoch
+follows epoch without a gap: where an epoch has n blocks, block g is block ``g % n`` of epoch ``g // n``. How many there
+are is found out when the end is reached for the first time. Within a block the records are shuffled, in each epoch
+anew; blocks follow one another in the order of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from diloco.data.packed import TokenArray
+from diloco.data.permutation import permute
+from diloco.data.sources import DocumentSource
+from diloco.data.split import is_heldout
+from diloco.data.tokenizer import Tokenizer
+from diloco.errors import DataError
+
+__all__ = ["BlockReader"]
+
+
+class BlockReader:
+    """Reads blocks of a source and tokenises their training documents.
+
+    Args:
+        source: of the records.
+        name: of the source, for messages and the shuffle.
+        size: records of a block.
+        tokenizer: of the documents.
+        heldout_fraction: documents below it by their hash are none to train on.
+        seed: of the shuffle.
+
+    Attributes:
+        blocks: of an epoch, once that is known.
+    """
+
+    def __init__(
+        self, source: DocumentSource, *, name: str, size: int, tokenizer: Tokenizer, heldout_fraction: float, seed: int
+    ) -> None:
+        self.name = name
+        self.size = size
+        self.blocks: int | None = None if source.size is None else -(-source.size // size)
+        self._source = source
+        self._tokenizer = tokenizer
+        self._heldout_fraction = heldout_fraction
+        self._seed = seed
+        self._records: Iterator[str] | None = None
+        self._next = 0
+        self._check_blocks(source.size)
+
+    def read(self, block: int) -> list[TokenArray]:
+        """The block's records in the order in which they are drawn, each as its tokens and the one that ends it.
+
+        Records that are no training documents have no tokens.
+
+        Raises:
+            DataError: the source cannot be read, or has no records.
+        """
+        records = self._records_of(block)
+        order = permute(np.arange(len(records)), len(records), f"seed {self._seed}, {self.name}, block {block}")
+        texts = [records[place] for place in order.tolist()]
+        wanted = [bool(text) and not is_heldout(text, self._heldout_fraction) for text in texts]
+        packed = self._tokenizer.encode_documents([text for text, use in zip(texts, wanted, strict=True) if use])
+        ends = (np.flatnonzero(packed == self._tokenizer.eos_id) + 1).tolist()
+        documents = iter(np.split(packed, ends[:-1]))
+        nothing = packed[:0]
+        return [next(documents) if use else nothing for use in wanted]
+
+    def _records_of(self, block: int) -> list[str]:
+        for _ in range(2):
+            in_epoch = block % self.blocks if self.blocks else block
+            records = self._take(in_epoch * self.size)
+            if records:
+                return records
+            # The end was met for the first time, so now it is known which block this is.
+        raise DataError(f"{self._called()} had {self.blocks} blocks and ends before that now. Nothing was trained.")
+
+    def _take(self, first: int) -> list[str]:
+        """A block's records from number ``first`` on; none where the source ends before."""
+        anywhere = self._source.size is not None
+        if self._records is None or self._next > first or (anywhere and self._next != first):
+            self._next = first if anywhere else 0
+            self._records = self._source.records(self._next)
+        for _ in islice(self._records, first - self._next):
+            self._next += 1
+        records = list(islice(self._records, self.size)) if self._next == first else []
+        self._next += len(records)
+        if len(records) < self.size:
+            self._records = None
+            if self.blocks is None:
+                self.blocks = -(-self._next // self.size)
+                self._check_blocks(self._next)
+        return records
+
+    def _check_blocks(self, records: int | None) -> None:
+        if records == 0:
+            raise DataError(f"{self._called()} has no documents. A source with text would work. Nothing was trained.")
+
+    def _called(self) -> str:
+        return f"The source {self.name!r}" if self.name else "The source"

@@ -1,0 +1,303 @@
+"""Batches made of documents that are read, tokenised and packed while training.
+
+Each source is dealt out in blocks of documents (see `diloco.data.blocks`): block g goes to replica ``g % M``. A replica
+goes through its blocks one after the other, packs their documents end to end, each with the token that ends it, and
+cuts that into sequences, so that every token is a target once. Replicas need not be equally far.
+
+With several sources, the next document is from the one whose tokens so far are least for its weight, so weights count
+tokens, whatever the lengths of documents.
+
+What is left to read is a few numbers: the next block, blocks begun and given back, documents begun. When another number
+of replicas goes on, these are put together and dealt out anew: what was read is not read again, to the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from diloco.data.assignment import Assignment
+from diloco.data.batches import Batch, Cursor
+from diloco.data.blocks import BlockReader
+from diloco.errors import CheckpointError, ConfigurationError, DataError
+
+__all__ = ["DocumentStream"]
+
+
+@dataclass
+class _Place:
+    """Where a replica is in one source."""
+
+    next: int
+    """Block that it begins after those given back."""
+    stride: int
+    """To the block after that."""
+    returned: list[tuple[int, int]] = field(default_factory=list)
+    """(block, record): blocks begun, from this record on; they come first."""
+    tokens: int = 0
+    """Drawn from this source so far."""
+    blocks: int | None = None
+    """Of an epoch, once known."""
+
+    def to_message(self) -> dict[str, Any]:
+        return {**vars(self), "returned": [list(each) for each in self.returned]}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> _Place:
+        numbers = {name: message[name] for name in ("next", "stride", "tokens")}
+        blocks, returned = message["blocks"], [(block, record) for block, record in message["returned"]]
+        whole = [*numbers.values(), *(0 if blocks is None else blocks,), *(n for pair in returned for n in pair)]
+        if not all(type(number) is int and number >= 0 for number in whole) or numbers["stride"] < 1:
+            raise ValueError(f"{dict(message)!r:.200}")
+        return cls(**numbers, returned=returned, blocks=blocks)
+
+
+_Begun = tuple[int, int, int, int]
+"""Source, block, record and token: a document of which the tokens from there on are still to be drawn."""
+
+
+class DocumentStream:
+    """The batches of one replica, as `Batches`.
+
+    Args:
+        readers: of the sources.
+        weights: of the sources.
+        data: tells sources, tokenizer and settings apart; in the cursor.
+        eos_id: the token that ends a document, which also stands before the first.
+        sequence_length: tokens per sequence (L).
+        batch_size: sequences per batch of this replica (B).
+        replica: which replica this is (m).
+        num_replicas: M.
+    """
+
+    def __init__(
+        self,
+        readers: Sequence[BlockReader],
+        weights: Sequence[float],
+        *,
+        data: str,
+        eos_id: int,
+        sequence_length: int,
+        batch_size: int,
+        replica: int,
+        num_replicas: int,
+    ) -> None:
+        self._readers = tuple(readers)
+        self._weights = tuple(weights)
+        self._origin = {"stream": data, "sequence_length": sequence_length, "batch_size": batch_size}
+        self._shape = batch_size, sequence_length
+        self._eos_id = eos_id
+        self._replica = replica
+        self._num_replicas = num_replicas
+        self._drawn = 0
+        self._begun: list[_Begun] = []
+        self._places = [_Place(next=replica, stride=num_replicas) for _ in self._readers]
+        # Of the blocks that are read, by source; what is in there can be read again.
+        self._read: dict[tuple[int, int], list[NDArray[Any]]] = {}
+
+    @property
+    def epochs(self) -> Mapping[str, float]:
+        """Source -> how often all of it was read, by all replicas together; 0 until its end was met."""
+        return {
+            reader.name: place.next / reader.blocks if reader.blocks else 0.0
+            for reader, place in zip(self._readers, self._places, strict=True)
+        }
+
+    @property
+    def order(self) -> str:
+        return ""
+
+    def next_batch(self) -> Batch:
+        """The next batch; where it cannot be read, the cursor stays."""
+        batch_size, length = self._shape
+        before = self._snapshot()
+        try:
+            pieces, missing = [np.array([self._last_token()], dtype=np.int64)], batch_size * length
+            while missing:
+                tokens = self._draw(missing)
+                pieces.append(tokens)
+                missing -= len(tokens)
+        except BaseException:
+            self._begun, self._places = before
+            raise
+        stream = np.concatenate(pieces).astype(np.int64, copy=False)
+        self._drawn += 1
+        inputs, targets = stream[:-1].reshape(self._shape), stream[1:].reshape(self._shape)
+        return torch.from_numpy(inputs.copy()), torch.from_numpy(targets.copy())
+
+    def skip_batch(self) -> None:
+        """Draw a batch and leave it."""
+        self.next_batch()
+
+    def assign(self, assignment: Assignment) -> None:
+        """Replicas that come and go can't share a stream."""
+        raise ConfigurationError(
+            f"An assignment from step {assignment.from_step} on was given to a stream, whose replicas know each for "
+            "itself what they have read; tokens made by `diloco tokenize` would work. Nothing was assigned."
+        )
+
+    def join_at(self, step: int, order: str) -> None:
+        """Nobody can join: what this replica has read is known to its checkpoint alone."""
+        raise ConfigurationError(
+            f"Replica {self._replica} came to a run that is going on at step {step} and streams its data; what it has "
+            "read is known to nobody there. Resuming all replicas from their checkpoints, or tokens made by `diloco "
+            "tokenize`, would work. Nothing was started."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, fit for JSON."""
+        for place, reader in zip(self._places, self._readers, strict=True):
+            place.blocks = reader.blocks
+        return {
+            **self._origin,
+            "drawn": self._drawn,
+            "begun": [list(each) for each in self._begun],
+            "sources": [place.to_message() for place in self._places],
+        }
+
+    def load_state_dict(self, state: Cursor) -> None:
+        """Go on after the batch that ``state`` was taken after, with as many replicas.
+
+        Raises:
+            CheckpointError: it is malformed, or of other data or another number of replicas. The cursor stays.
+        """
+        drawn, begun, places = self._parsed(state)
+        if any(place.stride != self._num_replicas for place in places):
+            raise CheckpointError(
+                f"The data cursor is of {places[0].stride} replicas, and {self._num_replicas} go on; it was not loaded."
+            )
+        self._go_on(drawn, begun, places)
+
+    def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
+        """As `Batches.go_on_from`: what all of them have left is dealt out anew, a block or a document at a time."""
+        parsed = [self._parsed(cursor_of(replica)) for replica in range(before)]
+        drawn = [each[0] for each in parsed]
+        if len(set(drawn)) > 1:
+            raise CheckpointError(
+                f"The replicas had drawn {drawn} batches; those of one step would work. The cursor was not loaded."
+            )
+        begun = sorted(document for _, documents, _ in parsed for document in documents)
+        places = []
+        for source in range(len(self._readers)):
+            each = [place[source] for _, _, place in parsed]
+            start = max(place.next for place in each)
+            left = [entry for place in each for entry in place.returned]
+            left += [(block, 0) for place in each for block in range(place.next, start, place.stride)]
+            places.append(
+                _Place(
+                    next=start + self._replica,
+                    stride=self._num_replicas,
+                    returned=self._mine(sorted(left)),
+                    tokens=sum(place.tokens for place in each) // self._num_replicas,
+                    blocks=next((place.blocks for place in each if place.blocks is not None), None),
+                )
+            )
+        self._go_on(drawn[0], self._mine(begun), places)
+
+    def close(self) -> None:
+        """Nothing runs beside the training."""
+
+    def _mine(self, entries: list[Any]) -> list[Any]:
+        return entries[self._replica :: self._num_replicas]
+
+    def _go_on(self, drawn: int, begun: list[_Begun], places: list[_Place]) -> None:
+        self._drawn, self._begun, self._places = drawn, begun, places
+        self._read.clear()
+        for place, reader in zip(places, self._readers, strict=True):
+            reader.blocks = reader.blocks if place.blocks is None else place.blocks
+
+    def _parsed(self, state: Cursor) -> tuple[int, list[_Begun], list[_Place]]:
+        differences = [
+            f"{name} is {state.get(name)!r} in the cursor and {value!r} here"
+            for name, value in self._origin.items()
+            if state.get(name) != value
+        ]
+        if differences:
+            raise CheckpointError(
+                f"The data cursor belongs to other batches: {'; '.join(differences)}. It can be used only with the "
+                "data and settings it was saved with. The cursor was not loaded."
+            )
+        try:
+            begun = [(source, block, record, token) for source, block, record, token in state["begun"]]
+            places = [_Place.from_message(message) for message in state["sources"]]
+            numbers = [state["drawn"], *(number for document in begun for number in document)]
+            if len(places) != len(self._readers) or not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError(f"{numbers!r:.200}")
+            if any(document[0] >= len(places) for document in begun):
+                raise ValueError(f"{begun!r:.200}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"The data cursor is malformed: {error!r:.300}. It was not loaded.") from error
+        return state["drawn"], begun, places
+
+    def _snapshot(self) -> tuple[list[_Begun], list[_Place]]:
+        places = [_Place.from_message(place.to_message()) for place in self._places]
+        return list(self._begun), places
+
+    def _last_token(self) -> int:
+        """What stands before the next token to draw."""
+        if not self._begun or self._begun[0][3] == 0:
+            return self._eos_id
+        source, block, record, token = self._begun[0]
+        return int(self._document(source, block, record)[token - 1])
+
+    def _draw(self, most: int) -> NDArray[Any]:
+        """At most so many of the tokens that come next, all of one document."""
+        if not self._begun:
+            self._begun.append(self._next_document())
+        source, block, record, token = self._begun[0]
+        document = self._document(source, block, record)
+        tokens = document[token : token + most]
+        if token + len(tokens) < len(document):
+            self._begun[0] = source, block, record, token + len(tokens)
+        else:
+            del self._begun[0]
+        self._places[source].tokens += len(tokens)
+        return tokens
+
+    def _next_document(self) -> _Begun:
+        """A document that nobody has begun, of the source that is furthest behind its weight."""
+        drawn = [place.tokens / weight for place, weight in zip(self._places, self._weights, strict=True)]
+        source = drawn.index(min(drawn))
+        place, reader, passed = self._places[source], self._readers[source], 0
+        while True:
+            if not place.returned:
+                place.returned.append((place.next, 0))
+                place.next += place.stride
+            block, first = place.returned[0]
+            documents = self._block(source, block)
+            for record in range(first, len(documents)):
+                if len(documents[record]):
+                    place.returned[0] = (block, record + 1)
+                    return source, block, record, 0
+            del place.returned[0]
+            self._read.pop((source, block), None)
+            passed += 1
+            if reader.blocks is not None and passed > 2 * reader.blocks + 1:
+                raise DataError(
+                    f"The source {reader.name!r} has no documents to train on: all are empty or held out. More text, "
+                    "or a smaller data.heldout_fraction, would work. Nothing was trained."
+                )
+
+    def _document(self, source: int, block: int, record: int) -> NDArray[Any]:
+        documents = self._block(source, block)
+        if record >= len(documents) or not len(documents[record]):
+            raise DataError(
+                f"The source {self._readers[source].name!r} has no document at the place that was saved "
+                f"(block {block}, record {record}); the same text as then would work. Nothing was trained."
+            )
+        return documents[record]
+
+    def _block(self, source: int, block: int) -> list[NDArray[Any]]:
+        key = source, block
+        if key not in self._read:
+            needed = {(each[0], each[1]) for each in self._begun}
+            needed |= {(s, place.returned[0][0]) for s, place in enumerate(self._places) if place.returned}
+            for old in self._read.keys() - needed:
+                del self._read[old]
+            self._read[key] = self._readers[source].read(block)
+        return self._read[key]

@@ -1,0 +1,127 @@
+"""Batches of every kind over a few documents, and what was drawn in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha512
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from diloco.data.batches import Batch, Batches
+from diloco.data.blocks import BlockReader
+from diloco.data.mixture import Mixture, Part
+from diloco.data.packed import PackedTokens
+from diloco.data.prefetch import Prefetcher
+from diloco.data.sampler import Sampler
+from diloco.data.split import is_heldout
+from diloco.data.stream import DocumentStream
+from diloco.data.tokenizer import ByteTokenizer
+
+LENGTH, SIZE = 8, 2
+"""Tokens of a sequence, and sequences of a batch."""
+
+HELDOUT = 0.2
+
+
+def numbered(count: int, *, prefix: str = "", longest: int = 30) -> list[str]:
+    """Documents of many lengths, all different; some of them fall on the held-out side."""
+    return [f"{prefix}<{n}:{sha512(bytes([n % 256])).hexdigest() * 2:.{n * 7 % longest}}>" for n in range(count)]
+
+
+class Records:
+    """A source in memory, of which the size is known, or not."""
+
+    def __init__(self, records: Sequence[str], *, sized: bool) -> None:
+        self.size = len(records) if sized else None
+        self._records = records
+
+    def records(self, start: int = 0) -> Iterator[str]:
+        return islice(iter(self._records), start, None)
+
+
+def stream(
+    sources: Sequence[Sequence[str]],
+    replica: int,
+    replicas: int,
+    *,
+    weights: Sequence[float] | None = None,
+    sized: bool = False,
+    block: int = 3,
+    seed: int = 0,
+) -> DocumentStream:
+    tokenizer = ByteTokenizer()
+    readers = [
+        BlockReader(
+            Records(records, sized=sized),
+            name=str(number),
+            size=block,
+            tokenizer=tokenizer,
+            heldout_fraction=HELDOUT,
+            seed=seed,
+        )
+        for number, records in enumerate(sources)
+    ]
+    return DocumentStream(
+        readers,
+        weights or [1.0] * len(readers),
+        data="test",
+        eos_id=tokenizer.eos_id,
+        sequence_length=LENGTH,
+        batch_size=SIZE,
+        replica=replica,
+        num_replicas=replicas,
+    )
+
+
+def packed(documents: Sequence[str]) -> np.ndarray:
+    return ByteTokenizer().encode_documents(documents)
+
+
+def trained(records: Sequence[str]) -> list[str]:
+    """Those that are trained on."""
+    return [record for record in records if record and not is_heldout(record, HELDOUT)]
+
+
+def _sampler(tokens: Any) -> Callable[[int, int], Batches]:
+    return lambda replica, replicas: Sampler(
+        tokens, sequence_length=LENGTH, batch_size=SIZE, replica=replica, num_replicas=replicas, seed=0
+    )
+
+
+DOCUMENTS = numbered(60)
+_TOKENS = packed(DOCUMENTS)
+_HALVES = [PackedTokens(np.array_split(_TOKENS, 5)), packed(numbered(20, prefix="other"))]
+
+KINDS: dict[str, Callable[[int, int], Batches]] = {
+    "array": _sampler(_TOKENS),
+    "pieces": _sampler(_HALVES[0]),
+    "mixture": _sampler(Mixture([Part("a", _HALVES[0], 3.0), Part("b", _HALVES[1], 1.0)])),
+    "stream": lambda replica, replicas: stream([DOCUMENTS], replica, replicas),
+    "streams": lambda replica, replicas: stream(
+        [DOCUMENTS, numbered(40, prefix="other")], replica, replicas, weights=[2.0, 1.0], sized=True
+    ),
+}
+KINDS |= {
+    f"{name}, made ahead": lambda replica, replicas, make=make: Prefetcher(make(replica, replicas), 3)  # type: ignore[misc]
+    for name, make in list(KINDS.items())
+}
+
+
+def lists(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
+    inputs, targets = batch
+    return inputs.tolist(), targets.tolist()
+
+
+def texts(drawn: Sequence[int]) -> list[str]:
+    """The documents that end in the tokens drawn, as text."""
+    eos = ByteTokenizer().eos_id
+    found, document = [], bytearray()
+    for token in drawn:
+        if token == eos:
+            found.append(document.decode())
+            document.clear()
+        else:
+            document.append(token)
+    return found

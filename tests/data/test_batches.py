@@ -1,0 +1,102 @@
+"""What every kind of batches promises: its order, its cursor, and another number of replicas."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from diloco.data.batches import Batches
+from diloco.errors import CheckpointError
+from tests.data.streams import KINDS, LENGTH, SIZE, lists
+
+
+@pytest.fixture
+def made() -> Iterator[list[Batches]]:
+    everything: list[Batches] = []
+    yield everything
+    for batches in everything:
+        batches.close()
+
+
+def make(kind: str, made: list[Batches], replicas: int) -> list[Batches]:
+    new = [KINDS[kind](replica, replicas) for replica in range(replicas)]
+    made.extend(new)
+    return new
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_have_their_shape_and_targets_are_the_next_tokens(kind: str, made: list[Batches]) -> None:
+    (batches,) = make(kind, made, 1)
+    for _ in range(40):
+        inputs, targets = batches.next_batch()
+        assert inputs.shape == targets.shape == (SIZE, LENGTH)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous()
+        assert targets.is_contiguous()
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert all(epoch >= 0 for epoch in batches.epochs.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cursor_goes_on_anywhere_and_is_that_of_the_last_batch_given(kind: str, made: list[Batches]) -> None:
+    """Through epochs, over JSON; a batch that was made ahead does not count."""
+    whole, again = make(kind, made, 2)[0], make(kind, made, 2)[0]
+    rng = random.Random(kind)
+    for _ in range(60):
+        if rng.random() < 0.2:
+            cursor = json.loads(json.dumps(again.state_dict()))
+            again = make(kind, made, 2)[0]
+            again.load_state_dict(cursor)
+            assert again.state_dict() == cursor
+        assert lists(whole.next_batch()) == lists(again.next_batch())
+        assert whole.state_dict() == again.state_dict()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "ahead" not in kind])
+def test_batches_made_ahead_are_the_same(kind: str, made: list[Batches]) -> None:
+    plain, ahead = make(kind, made, 2)[1], make(f"{kind}, made ahead", made, 2)[1]
+    for step in range(30):
+        if step % 7 == 3:
+            plain.skip_batch()
+            ahead.skip_batch()
+        assert lists(plain.next_batch()) == lists(ahead.next_batch())
+        assert plain.state_dict() == ahead.state_dict()
+        assert plain.epochs == ahead.epochs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cursor_of_other_data_or_none_at_all_is_refused(kind: str, made: list[Batches]) -> None:
+    (batches,) = make(kind, made, 1)
+    good = batches.state_dict()
+    other = next(name for name in KINDS if name.split(",")[0] not in (kind.split(",")[0], "pieces", "array"))
+    (another,) = make(other, made, 1)
+    wrong = [{}, another.state_dict() if "stream" not in kind + other else {}, {**good, "sequence_length": 99}]
+    for cursor in wrong:
+        with pytest.raises(CheckpointError, match="not loaded"):
+            batches.load_state_dict(cursor)
+        with pytest.raises(CheckpointError, match="not loaded"):
+            batches.go_on_from(lambda _, cursor=cursor: cursor, 1)  # type: ignore[misc]
+    assert batches.state_dict() == good
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_replicas_goes_on_alike_wherever_it_is_asked(kind: str, made: list[Batches]) -> None:
+    """Each of the new replicas works out its own part alone; no two of them draw the same sequence next."""
+    before = make(kind, made, 3)
+    for batches in before:
+        for _ in range(4):
+            batches.next_batch()
+    cursors = [json.loads(json.dumps(batches.state_dict())) for batches in before]
+    drawn = []
+    for _ in range(2):
+        after = make(kind, made, 2)
+        for batches in after:
+            batches.go_on_from(cursors.__getitem__, 3)
+        drawn.append([lists(batches.next_batch()) for batches in after for _ in range(3)])
+    assert drawn[0] == drawn[1]
+    rows = [tuple(row) for inputs, _ in drawn[0] for row in inputs]
+    assert len(set(rows)) == len(rows)

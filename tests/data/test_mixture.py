@@ -1,0 +1,112 @@
+"""Several sources by weight: exact shares of tokens, every window once in each epoch of its source."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.data.mixture import CYCLE, Mixture, Part, shares_of
+from diloco.data.packed import PackedTokens, tokens_digest
+from diloco.data.sampler import Sampler
+from diloco.errors import ConfigurationError, DataError
+
+LENGTH = 4
+
+
+def part(name: str, windows: int, weight: float, first: int = 0) -> Part:
+    return Part(name, np.arange(first, first + windows * LENGTH + 1, dtype=np.uint32), weight)
+
+
+@settings(deadline=None)
+@given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
+def test_shares_add_up_and_are_as_close_as_they_can_be(weights: list[float]) -> None:
+    named = {str(n): weight for n, weight in enumerate(weights)}
+    try:
+        shares = shares_of(named)
+    except ConfigurationError:
+        assert min(weights) / sum(weights) < 1 / CYCLE
+        return
+    assert sum(shares) == CYCLE
+    for weight, share in zip(weights, shares, strict=True):
+        assert abs(share - weight / sum(weights) * CYCLE) < 1
+
+
+@pytest.mark.parametrize("weights", [{"a": 0.0}, {"a": -1.0, "b": 2.0}, {"a": 1.0, "b": 1e9}, {"a": float("nan")}])
+def test_weights_that_give_no_share_are_refused(weights: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match="weight"):
+        shares_of(weights)
+
+
+def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_exact() -> None:
+    """Two cycles, drawn by three replicas together: counted in plain Python."""
+    mixture = Mixture([part("a", 50, 3.0), part("b", 700, 1.0, first=100_000)])
+    replicas = [
+        Sampler(mixture, sequence_length=LENGTH, batch_size=300, replica=m, num_replicas=3, seed=5) for m in range(3)
+    ]
+    order = [
+        int(row[0]) for _ in range(2 * CYCLE // 900 + 1) for sampler in replicas for row in sampler.next_batch()[0]
+    ]
+    for cycle in range(2):
+        some = order[cycle * CYCLE : (cycle + 1) * CYCLE]
+        assert sum(begin < 100_000 for begin in some) == CYCLE * 3 // 4
+    for first in (True, False):
+        own = [begin for begin in order if (begin < 100_000) == first]
+        size = 50 if first else 700
+        epochs = [own[n : n + size] for n in range(0, len(own) - size, size)]
+        assert all(len(set(epoch)) == size for epoch in epochs), "an epoch ends before the next begins"
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each in another order"
+    drawn = Counter(order[: 2 * CYCLE])
+    a, b = ([n for begin, n in drawn.items() if (begin < 100_000) == first] for first in (True, False))
+    assert (len(a), set(a)) == (50, {15_000 // 50})
+    assert (len(b), set(b)) == (700, {5000 // 700, 5000 // 700 + 1})
+    assert replicas[0].epochs == pytest.approx({"a": len(order) * 0.75 / 50, "b": len(order) * 0.25 / 700}, rel=1e-3)
+
+
+def test_no_replica_meets_a_pattern() -> None:
+    """Equal weights and two replicas of one sequence: each sees about half of both."""
+    mixture = Mixture([part("a", 500, 1.0), part("b", 500, 1.0, first=100_000)])
+    for replica in (0, 1):
+        sampler = Sampler(mixture, sequence_length=LENGTH, batch_size=1, replica=replica, num_replicas=2, seed=0)
+        begins = [int(sampler.next_batch()[0][0, 0]) for _ in range(200)]
+        assert 60 < sum(begin < 100_000 for begin in begins) < 140
+
+
+def test_a_mixture_is_told_from_others() -> None:
+    digests = {
+        mixture.digest
+        for mixture in (
+            Mixture([part("a", 5, 1.0), part("b", 5, 1.0)]),
+            Mixture([part("a", 5, 1.0), part("b", 5, 2.0)]),
+            Mixture([part("b", 5, 1.0), part("a", 5, 1.0)]),
+            Mixture([part("a", 5, 1.0), part("b", 6, 1.0)]),
+        )
+    }
+    assert len(digests) == 4
+
+
+def test_what_a_mixture_cannot_do_is_told() -> None:
+    with pytest.raises(DataError, match="'b' has 3 training tokens; one sequence of 4 needs 5"):
+        Sampler(
+            Mixture([part("a", 9, 1.0), Part("b", np.arange(3), 1.0)]),
+            sequence_length=LENGTH, batch_size=1, replica=0, num_replicas=1, seed=0,
+        )  # fmt: skip
+    with pytest.raises(ConfigurationError, match="contiguous"):
+        Sampler(
+            Mixture([part("a", 9, 1.0)]),
+            sequence_length=LENGTH, batch_size=1, replica=0, num_replicas=1, seed=0, sharding="contiguous",
+        )  # fmt: skip
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 5), max_size=6), data=st.data())
+def test_pieces_read_like_one_array(sizes: list[int], data: st.DataObject) -> None:
+    whole = np.arange(sum(sizes), dtype=np.uint16)
+    pieces = PackedTokens(np.split(whole, np.cumsum(sizes[:-1])) if sizes else [])
+    begin, end = (data.draw(st.integers(0, len(whole) + 2)) for _ in range(2))
+    assert len(pieces) == len(whole)
+    assert pieces[begin:end].tolist() == whole[begin:end].tolist()
+    assert tokens_digest(pieces) == tokens_digest(whole)

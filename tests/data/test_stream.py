@@ -1,0 +1,210 @@
+"""Documents packed while training, against plain Python; and none of them twice or left out, whoever reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.data.permutation import permute
+from diloco.data.stream import DocumentStream
+from diloco.data.tokenizer import ByteTokenizer
+from diloco.errors import CheckpointError, ConfigurationError, DataError
+from tests.data.streams import LENGTH, SIZE, lists, numbered, packed, stream, texts, trained
+
+EOS = ByteTokenizer().eos_id
+
+
+def drawn(reader: DocumentStream, batches: int) -> list[int]:
+    """The tokens that were targets."""
+    return [token for _ in range(batches) for row in reader.next_batch()[1].tolist() for token in row]
+
+
+def in_order(records: list[str], epochs: int, *, replica: int = 0, replicas: int = 1, block: int = 3) -> list[str]:
+    """What a replica reads, by the words of the module: its blocks, each shuffled."""
+    blocks = -(-len(records) // block)
+    found = []
+    for number in range(replica, blocks * epochs, replicas):
+        begin = number % blocks * block
+        some = records[begin : begin + block]
+        order = permute(np.arange(len(some)), len(some), f"seed 0, 0, block {number}")
+        found += trained([some[place] for place in order])
+    return found
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_each_replica_packs_its_own_blocks_end_to_end(replicas: int, sized: bool) -> None:
+    records = numbered(20)
+    for replica in range(replicas):
+        expected = packed(in_order(records, 6, replica=replica, replicas=replicas)).tolist()
+        batches = len(expected) // (SIZE * LENGTH)
+        reader = stream([records], replica, replicas, sized=sized)
+        assert drawn(reader, batches) == expected[: batches * SIZE * LENGTH]
+
+
+def test_rows_follow_one_another_and_begin_with_an_end() -> None:
+    inputs, targets = lists(stream([numbered(20)], 0, 1).next_batch())
+    assert inputs[0][0] == EOS, "so that the first token of all is predicted, too"
+    assert inputs[1][0] == targets[0][-1]
+
+
+CHANGES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    changes=CHANGES,
+    count=st.integers(9, 40),
+    block=st.integers(1, 6),
+    sized=st.booleans(),
+    longest=st.sampled_from([2, 30, 90]),
+)
+def test_no_document_is_read_twice_or_left_out_whatever_replicas_come_and_go(
+    changes: list[tuple[int, int]], count: int, block: int, sized: bool, longest: int
+) -> None:
+    """Of every token drawn by anybody: together with what is left, it is each epoch once, and nothing else."""
+    records = [chr(33 + n) * (1 + n * 7 % longest) for n in range(count)]  # each of a letter of its own
+    once = Counter(packed(trained(records)).tolist())
+    if not once:
+        return
+    counted: Counter[int] = Counter()
+    readers: list[DocumentStream] = []
+    for replicas, steps in changes:
+        cursors = [reader.state_dict() for reader in readers]
+        readers = [stream([records], m, replicas, sized=sized, block=block) for m in range(replicas)]
+        for reader in readers:
+            if cursors:
+                reader.go_on_from(cursors.__getitem__, len(cursors))
+            try:
+                counted.update(drawn(reader, steps))
+            except DataError:  # a replica whose every block is held out
+                return
+    # One replica draws what is left of the epochs that were begun, by the definition of its cursor.
+    blocks = -(-count // block)
+    left = left_of(readers, records, block=block, sized=sized)
+    total = counted + left
+    epochs = -(-max(reader.state_dict()["sources"][0]["next"] for reader in readers) // blocks)
+    assert total == Counter({token: number * epochs for token, number in once.items()})
+
+
+def left_of(readers: list[DocumentStream], records: list[str], *, block: int, sized: bool) -> Counter[int]:
+    """The tokens that cursors say are still to be drawn, to the end of the epochs that were begun, in plain Python."""
+    blocks = -(-len(records) // block)
+    states = [reader.state_dict() for reader in readers]
+    places = [state["sources"][0] for state in states]
+    end = -(-max(place["next"] for place in places) // blocks) * blocks
+
+    def documents(number: int) -> list[str]:
+        begin = number % blocks * block
+        some = records[begin : begin + block]
+        order = permute(np.arange(len(some)), len(some), f"seed 0, 0, block {number}")
+        return [some[place] if trained([some[place]]) else "" for place in order]
+
+    left: Counter[int] = Counter()
+    for state, place in zip(states, places, strict=True):
+        for _, number, record, token in state["begun"]:
+            left.update(packed([documents(number)[record]]).tolist()[token:])
+        fresh = [(number, 0) for number in range(place["next"], end, place["stride"])]
+        for number, first in [*map(tuple, place["returned"]), *fresh]:
+            left.update(packed([text for text in documents(number)[first:] if text]).tolist())
+    return left
+
+
+def test_what_was_begun_goes_on_at_its_next_token() -> None:
+    """As many replicas, dealt out anew, are those that never stopped."""
+    records = numbered(40, longest=60)
+    whole, again = stream([records], 0, 1), stream([records], 0, 1)
+    for _ in range(20):
+        cursor = again.state_dict()
+        again = stream([records], 0, 1)
+        again.go_on_from([cursor].__getitem__, 1)
+        assert lists(whole.next_batch()) == lists(again.next_batch())
+
+
+def test_weights_count_tokens_not_documents() -> None:
+    """Long documents of one source and short ones of the other, in equal shares, within a document's length."""
+    long = [f"<{n}>" + "a" * 90 for n in range(40)]
+    short = [f"({n})" for n in range(200)]
+    reader = stream([long, short], 0, 1, weights=[1.0, 3.0], sized=True)
+    for _ in range(5):
+        found = Counter("a" if "<" in text else "b" for text in texts(drawn(reader, 40)))
+        places = reader.state_dict()["sources"]
+        assert places[1]["tokens"] == pytest.approx(3 * places[0]["tokens"], abs=3 * 100)
+        assert found["b"] > 10 * found["a"]
+    assert reader.epochs["1"] > reader.epochs["0"] > 0, "each source has epochs of its own"
+
+
+def test_the_order_is_the_seeds() -> None:
+    records = numbered(40)
+    ways = [drawn(stream([records], 0, 1, seed=seed), 8) for seed in (0, 0, 1)]
+    assert ways[0] == ways[1] != ways[2]
+
+
+def test_an_error_leaves_the_cursor_where_it_was() -> None:
+    class Breaks:
+        size = None
+
+        def __init__(self) -> None:
+            self.broken = True
+
+        def records(self, start: int = 0):  # type: ignore[no-untyped-def]
+            yield from numbered(20)
+            if self.broken:
+                raise DataError("the network is gone")
+
+    source = Breaks()
+    reader, whole = stream([numbered(20)], 0, 1), stream([numbered(20)], 0, 1)
+    reader._readers[0]._source = source
+    before = reader.state_dict()
+
+    def go_on() -> None:
+        nonlocal before
+        for _ in range(30):
+            before = reader.state_dict()
+            assert lists(reader.next_batch()) == lists(whole.next_batch())
+
+    with pytest.raises(DataError, match="the network is gone"):
+        go_on()
+    assert reader.state_dict() == before
+    source.broken = False
+    assert lists(reader.next_batch()) == lists(whole.next_batch())
+
+
+def test_sources_without_documents_are_told() -> None:
+    with pytest.raises(DataError, match="has no documents"):
+        stream([[]], 0, 1).next_batch()
+    with pytest.raises(DataError, match="no documents to train on"):
+        stream([["", ""]], 0, 1).next_batch()
+
+
+def test_nobody_joins_a_stream() -> None:
+    reader = stream([numbered(9)], 0, 1)
+    with pytest.raises(ConfigurationError, match="streams its data"):
+        reader.join_at(4, "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"begun": [[0, 0, 0]]},
+        {"begun": [[9, 0, 0, 0]]},
+        {"begun": [[0, -1, 0, 0]]},
+        {"sources": []},
+        {"sources": [{"next": 0, "stride": 0, "tokens": 0, "blocks": None, "returned": []}]},
+        {"sources": [{"next": 0, "stride": 1, "tokens": 0, "blocks": None, "returned": [[1]]}]},
+        {"drawn": True},
+    ],
+)
+def test_a_malformed_cursor_is_refused(change: dict[str, object]) -> None:
+    reader = stream([numbered(9)], 0, 1)
+    with pytest.raises(CheckpointError, match="malformed"):
+        reader.load_state_dict({**reader.state_dict(), **change})
+
+
+def test_a_cursor_of_another_number_of_replicas_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="of 2 replicas, and 1 go on"):
+        stream([numbered(9)], 0, 1).load_state_dict(stream([numbered(9)], 0, 2).state_dict())

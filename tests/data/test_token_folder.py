@@ -1,0 +1,209 @@
+"""Folders of tokens: the same corpus as from text, whole or refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco.cli import main
+from diloco.data.corpus import build_corpus
+from diloco.data.heldout import heldout_tokens
+from diloco.data.sampler import Sampler
+from diloco.data.settings import DataSettings
+from diloco.data.split import split_documents
+from diloco.data.token_folder import TokenFolder, is_token_folder
+from diloco.data.tokenize import tokenize
+from diloco.errors import ConfigurationError, DataError
+from tests.data.streams import numbered
+from tests.runs import train
+
+TEXTS = [*numbered(300, longest=200), "ünï☃", "<|endoftext|> is text"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def of(text: Path, **settings: object) -> DataSettings:
+    return DataSettings(paths=(text,), heldout_fraction=0.2, **settings)  # type: ignore[arg-type]  # varied by name
+
+
+@pytest.fixture(scope="module")
+def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokenize(of(text), place, shard_tokens=1000)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("more", "shard_tokens"),
+    [({}, 1), ({}, 1000), ({"tokenizer": "bpe", "bpe_vocab_size": 270}, 1 << 20), ({"max_documents": 50}, 333)],
+)
+def test_a_folder_is_the_corpus_that_it_was_made_of(
+    text: Path, tmp_path: Path, more: dict[str, object], shard_tokens: int
+) -> None:
+    expected = build_corpus(of(text, **more))
+    made = tokenize(of(text, **more), tmp_path / "tokens", shard_tokens=shard_tokens)
+    corpus = build_corpus(DataSettings(paths=(tmp_path / "tokens",)))
+    assert corpus.train[:].tolist() == expected.train[:].tolist()
+    assert corpus.heldout[:].tolist() == expected.heldout[:].tolist()
+    assert corpus.train.dtype == expected.train.dtype == np.uint16
+    for name in ("train_documents", "heldout_documents", "train_bytes", "heldout_bytes", "fingerprint"):
+        assert getattr(corpus, name) == getattr(expected, name), name
+    assert corpus.tokenizer.to_json() == expected.tokenizer.to_json()
+    assert len(made.sides["train"].shards) > 1 or shard_tokens == 1 << 20
+    ends = made.ends("train")
+    documents = [corpus.tokenizer.decode(corpus.train[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    kept = split_documents(TEXTS, 0.2, more.get("max_documents"))  # type: ignore[arg-type]  # varied by name
+    assert documents == kept[0]
+    assert heldout_tokens(of(text, **more), expected.tokenizer)[:].tolist() == expected.heldout[:].tolist()
+    assert (
+        heldout_tokens(DataSettings(paths=(made.path,)), expected.tokenizer)[:].tolist() == corpus.heldout[:].tolist()
+    )
+
+
+def test_a_mapped_folder_gives_the_batches_and_the_cursor_of_the_array(text: Path, folder: Path) -> None:
+    samplers = [
+        Sampler(build_corpus(settings).train, sequence_length=16, batch_size=4, replica=1, num_replicas=2, seed=3)
+        for settings in (of(text), DataSettings(paths=(folder,)))
+    ]
+    for _ in range(200):
+        (a, b), (c, d) = (sampler.next_batch() for sampler in samplers)
+        assert (a.tolist(), b.tolist()) == (c.tolist(), d.tolist())
+    assert samplers[0].state_dict() == samplers[1].state_dict()
+
+
+def test_opening_a_folder_reads_none_of_its_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the fingerprint, the digest, or a sampler; only for what is drawn."""
+    import diloco.data.packed as packed
+
+    read: list[int] = []
+    monkeypatch.setattr(packed, "_digest_of", lambda pieces: read.append(1) or "read")
+    corpus = build_corpus(DataSettings(paths=(folder,)))
+    assert all(isinstance(piece.base, np.memmap) for piece in corpus.train.pieces)  # type: ignore[union-attr]
+    Sampler(corpus.train, sequence_length=16, batch_size=4, replica=0, num_replicas=1, seed=0).next_batch()
+    assert not read
+
+
+def test_training_on_a_folder_is_training_on_its_text(text: Path, folder: Path, tmp_path: Path) -> None:
+    whole = train(text, tmp_path / "text", "--data.heldout-fraction 0.2")
+    mapped = train(folder, tmp_path / "tokens", "--stop-after 5")
+    mapped = train(folder, tmp_path / "tokens", f"--resume {tmp_path / 'tokens'}")
+    for name in ("global_params_digest", "heldout_loss", "bits_per_byte", "epochs"):
+        assert mapped[name] == whole[name], name
+
+
+def test_folders_with_weights_and_one_after_the_other(folder: Path, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    (tmp_path / "other.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in numbered(90, prefix="o"))
+    )
+    tokenize(of(tmp_path / "other.jsonl"), other)
+    one, two = (build_corpus(DataSettings(paths=(place,))) for place in (folder, other))
+    both = build_corpus(DataSettings(paths=(folder, other)))
+    assert both.train[:].tolist() == [*one.train[:].tolist(), *two.train[:].tolist()]
+    assert both.fingerprint not in (one.fingerprint, two.fingerprint)
+    sources = {"a": {"data": str(folder), "weight": 3}, "b": {"data": str(tmp_path / "other.jsonl")}}
+    mixed = build_corpus(DataSettings(sources=sources, heldout_fraction=0.2))
+    assert mixed.train.shares == (7500, 2500)  # type: ignore[union-attr]
+    assert mixed.heldout[:].tolist() == [*one.heldout[:].tolist(), *two.heldout[:].tolist()]
+    toml = tmp_path / "run.toml"
+    toml.write_text(f'[data.sources]\na = {{ data = "{folder}", weight = 3 }}\nb = {{ data = "{other}" }}\n')
+    from diloco.config import load_configuration
+
+    assert load_configuration([str(toml)]).data.parsed_sources()[0].weight == 3
+
+
+class Fails(Exception):
+    pass
+
+
+def test_what_fails_leaves_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import diloco.data.tokenize as module
+
+    def breaks(*_: object) -> Iterator[str]:
+        yield from TEXTS
+        raise Fails
+
+    monkeypatch.setattr(module, "read_source", breaks)
+    with pytest.raises(Fails):
+        tokenize(of(text), tmp_path / "new" / "tokens")
+    assert not any((tmp_path / "new").iterdir())
+
+
+def test_a_place_that_is_taken_is_left_alone(text: Path, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is there already"):
+        tokenize(of(text), folder)
+    assert is_token_folder(folder)
+    (tmp_path / "empty").mkdir()
+    assert tokenize(of(text), tmp_path / "empty").sides["train"].documents > 0
+
+
+def damage_manifest(folder: Path, **members: object) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | members))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "train-00001.tokens").unlink(), "train-00001.tokens is missing"),
+        (lambda path: (path / "train-00000.ends").write_bytes(b""), "has 0 bytes, and"),
+        (lambda path: damage_manifest(path, format_version=9), "of version 9; diloco"),
+        (lambda path: damage_manifest(path, train=None), "cannot be read"),
+        (lambda path: damage_manifest(path, dtype="float64"), "cannot be read"),
+    ],
+)
+def test_what_is_not_whole_is_refused(folder: Path, tmp_path: Path, damage, words: str) -> None:  # type: ignore[no-untyped-def]
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    TokenFolder(broken)
+    damage(broken)
+    with pytest.raises(DataError, match=words):
+        build_corpus(DataSettings(paths=(broken,)))
+
+
+def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, tmp_path: Path) -> None:
+    bpe = tmp_path / "bpe"
+    tokenize(of(text, tokenizer="bpe", bpe_vocab_size=270), bpe)
+    for settings, words in (
+        (DataSettings(paths=(folder, text)), "in one source all of it must"),
+        (DataSettings(paths=(folder, bpe)), "of different tokenizers"),
+        (DataSettings(paths=(folder,), tokenizer="bpe"), "of another tokenizer"),
+        (DataSettings(paths=(folder,), tokenizer=str(bpe)), "of another tokenizer"),
+        (DataSettings(paths=(folder,), max_documents=9), "given to `diloco tokenize`"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            build_corpus(settings)
+    assert build_corpus(DataSettings(paths=(bpe,), tokenizer=str(bpe))).tokenizer.vocab_size == 270
+    with pytest.raises(ConfigurationError, match="holds tokens already"):
+        tokenize(DataSettings(paths=(folder,)), tmp_path / "again")
+    two = {"a": {"data": str(text)}, "b": {"data": str(text)}}
+    with pytest.raises(ConfigurationError, match="a folder for each"):
+        tokenize(DataSettings(sources=two), tmp_path / "again")
+
+
+def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "tokens"
+    toml = tmp_path / "data.toml"
+    toml.write_text(f'shard_tokens = 500\n[data]\npaths = ["{text}"]\nheldout_fraction = 0.2\n')
+    assert main(["tokenize", str(toml), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    folder = TokenFolder(out)
+    assert f"train    {folder.sides['train'].documents:,} documents" in shown
+    assert f"in {len(folder.sides['train'].shards)} files" in shown
+    assert len(folder.sides["train"].shards) > 5
+    assert folder.made["data"] == [str(text)]
+    assert main(["tokenize", "--data", str(text)]) == 2
+    assert "--out FOLDER" in capsys.readouterr().err
+    facts = ["train", "--data", str(out), "--print-config"]
+    assert main(facts) == 0
+    assert f'paths = ["{out}"]' in capsys.readouterr().out

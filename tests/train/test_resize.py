@@ -1,0 +1,184 @@
+"""A run goes on with another number of replicas: no document twice or left out, and nothing of the work lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.data.corpus import build_corpus
+from diloco.data.sampler import Sampler
+from diloco.data.settings import DataSettings
+from diloco.errors import CheckpointError
+from diloco.events import Note, RoundCommitted
+from diloco.train.checkpoint import open_checkpoint
+from tests.runs import Listener, train, write_text
+
+DOCUMENTS = 97
+LENGTH = 16
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The documents that the replicas read in each of their batches."""
+    batches: list[list[str]] = []
+    draw = Sampler.next_batch
+
+    def watched(self: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = draw(self)
+        batches.append([bytes(row[:-1].tolist()).decode() for row in inputs])
+        return inputs, targets
+
+    monkeypatch.setattr(Sampler, "next_batch", watched)
+    return batches
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> Path:
+    """Documents of which each is one sequence: 15 bytes and the token that ends them."""
+    path = tmp_path / "numbered.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {n:06}"}) + "\n" for n in range(DOCUMENTS)))
+    return path
+
+
+# Two sequences a batch: 2 replicas to step 5, 4 to step 9, 1 to step 15, 3 to the end.
+CHANGES = [(2, 5), (4, 9), (1, 15), (3, 20)]
+
+
+def test_no_document_is_read_twice_or_left_out(read: list[list[str]], numbered: Path, tmp_path: Path) -> None:
+    """Through a shared start that ends after the first change."""
+    fixed = "--steps 20 --data.heldout-fraction 0.05 --data-parallel-steps 7"
+    for replicas, stop in CHANGES:
+        arguments = f"{fixed} --replicas {replicas} --stop-after {stop}"
+        train(numbered, tmp_path / "run", arguments + (f" --resume {tmp_path / 'run'}" if stop > 5 else ""))
+    counted = Counter(document for batch in read for document in batch)
+    drawn = sum(counted.values())
+    assert drawn == 2 * (5 * 2 + 4 * 4 + 6 * 1 + 5 * 3)
+    windows = len(counted)
+    assert set(counted.values()) == {1, 2}
+    assert list(counted.values()).count(2) == drawn - windows, "the second epoch begins when the first is through"
+    order = [document for batch in read for document in batch]
+    whole = (windows // 2) * 2
+    assert len(set(order[:whole])) == whole
+    read.clear()
+    corpus = build_corpus(DataSettings(paths=(numbered,), heldout_fraction=0.05))
+    one = Sampler(corpus.train, sequence_length=LENGTH, batch_size=2, replica=0, num_replicas=1, seed=0)
+    for _ in range(drawn // 2):
+        one.next_batch()
+    assert [document for batch in read for document in batch] == order, "the order of one replica, shared out"
+
+
+@pytest.mark.parametrize(("codec", "now"), [("fp4", 1), ("int8 --codec.error-feedback", 3)])
+def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int) -> None:
+    """Rounds are in flight at step 6; replicas that stay keep their own, and new ones get what all agree on."""
+    data = write_text(tmp_path)
+    run, arguments = tmp_path / "run", f"--steps 24 --codec {codec}"
+    train(data, run, f"{arguments} --stop-after 5")
+    before = open_checkpoint(run)
+    assert before.about["rounds_in_flight"] == ["fragment 0, outer step 0", "fragment 1, outer step 0"]
+    listener = Listener()
+    train(data, run, f"{arguments} --resume {run} --replicas {now} --checkpoint.every-steps 1 --checkpoint.keep 99 "
+          "--stop-after 12", sink=listener)  # fmt: skip
+    texts = [event.text for event in listener.of(Note)]
+    assert texts[0].startswith(f"{now} replicas go on where 2 stopped: ")
+    assert ("fresh inner optimizer" in texts[0]) == (now > 2)
+    assert ("is lost, and no more" in texts[0]) == (now < 2)
+    assert texts[1:] == [
+        f"fragment {p}, outer step 0 was in flight between others, and counts as void." for p in (0, 1)
+    ]
+    committed = listener.of(RoundCommitted)
+    assert {event.contributors for event in committed} == {tuple(range(now))}
+    after = open_checkpoint(run)
+    assert after.about["num_replicas"] == now
+    steps = [after.load(f"replica-{m}")["inner"]["optimizer"]["state"][0]["step"] for m in range(now)]
+    assert steps == [12.0] * min(now, 2) + [7.0] * max(0, now - 2), "moments of new replicas begin anew"
+    again = train(data, run, f"{arguments} --resume {run} --replicas {now}")
+    assert again["heldout_loss"] < 5.5
+
+
+def test_new_replicas_begin_from_the_global_parameters(tmp_path: Path) -> None:
+    """At a learning rate of nothing, what is saved a step later is what they began with."""
+    data, run = write_text(tmp_path), tmp_path / "run"
+    train(data, run, "--steps 24 --stop-after 5")
+    agreed = open_checkpoint(run).load("global")
+    local = [open_checkpoint(run).load(f"replica-{m}")["model"] for m in (0, 1)]
+    from diloco.train import session_state
+
+    found = {}
+
+    def watch(replica: object, before: object) -> None:
+        begin(replica, before)  # type: ignore[arg-type]  # passed on
+        found[replica.number] = {k: v.clone() for k, v in replica.model.state_dict().items()}  # type: ignore[attr-defined]
+
+    begin = session_state._begin_where_new
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session_state, "_begin_where_new", watch)
+        train(data, run, f"--steps 24 --stop-after 6 --resume {run} --replicas 3")
+    for replica, expected in enumerate([*local, agreed]):
+        assert all(torch.equal(found[replica][name], value) for name, value in expected.items())
+    assert any(not torch.equal(local[0][name], agreed[name]) for name in agreed)
+
+
+def test_the_loss_goes_on(tmp_path: Path) -> None:
+    data, losses = write_text(tmp_path, documents=200), {}
+    stopped = train(data, tmp_path / "run", "--steps 50 --stop-after 25")["heldout_loss"]
+    for replicas in (1, 3):
+        run = tmp_path / str(replicas)
+        shutil.copytree(tmp_path / "run", run)
+        for stop in (26, 36):
+            summary = train(data, run, f"--steps 50 --resume {run} --replicas {replicas} --stop-after {stop}")
+            losses[replicas, stop] = summary["heldout_loss"]
+    assert all(loss < stopped + 0.05 for loss in losses.values()), (stopped, losses)
+    assert all(losses[replicas, 36] < stopped - 0.1 for replicas in (1, 3)), (stopped, losses)
+
+
+def test_emulated_links_go_on_with_more_and_fewer(tmp_path: Path) -> None:
+    data, run = write_text(tmp_path), tmp_path / "run"
+    links = "--steps 24 --transport.bandwidth-bits-per-s 1e5 --transport.latency-s 0.05 --transport.step-time-s 0.1"
+    train(data, run, f"{links} --stop-after 6")
+    for replicas, stop in ((3, 9), (1, 12)):
+        summary = train(data, run, f"{links} --resume {run} --replicas {replicas} --stop-after {stop}")
+        assert 0 < summary["compute_utilization"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--algorithm none --fragments 1 --overlap-steps 0", "2 independent replicas"),
+        ("--data.sharding contiguous", "each from a stretch of its own"),
+    ],
+)
+def test_what_cannot_be_shared_out_anew_is_refused(tmp_path: Path, arguments: str, words: str) -> None:
+    data, run = write_text(tmp_path), tmp_path / "run"
+    train(data, run, f"{arguments} --stop-after 3")
+    with pytest.raises(CheckpointError, match=words):
+        train(data, run, f"{arguments} --resume {run} --replicas 3")
+    train(data, run, f"{arguments} --resume {run}")
+
+
+def test_who_joins_later_is_told_how_the_data_is_shared_out(tmp_path: Path) -> None:
+    """The order is handed on with the global parameters, from who has it and from who was told."""
+    data, run = write_text(tmp_path), tmp_path / "run"
+    told = []
+
+    def watch(session: object, checkpoint: object, home: object) -> tuple[str, ...]:
+        words = load(session, checkpoint, home)  # type: ignore[arg-type]  # passed on
+        donor, asker = session.replicas[0].diloco, session.replicas[2].diloco  # type: ignore[attr-defined]
+        told.append(donor.data_order)
+        asker.data_order = ""
+        asker.take_over([0])
+        told.append(asker.data_order)
+        return words
+
+    from diloco.train import run as module
+
+    load = module.load_session
+    train(data, run, "--stop-after 3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "load_session", watch)
+        train(data, run, f"--stop-after 4 --resume {run} --replicas 3")
+    assert told == ["[3, [0, 1, 2], 12, []]"] * 2

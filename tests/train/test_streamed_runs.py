@@ -1,0 +1,143 @@
+"""Runs that read, tokenise and pack while they train: the same bits after a stop, and no document twice."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.data.blocks import BlockReader
+from diloco.data.settings import DataSettings
+from diloco.data.split import split_documents
+from diloco.data.stream import DocumentStream
+from diloco.data.stream_corpus import open_stream
+from diloco.data.tokenizer import ByteTokenizer
+from diloco.errors import CheckpointError, ConfigurationError, DataError
+from diloco.events import Note
+from diloco.train.checkpoint import open_checkpoint
+from tests.data.streams import numbered
+from tests.runs import Listener, train
+
+STREAMING = "--data.streaming --data.streaming-block 4 --data.heldout-fraction 0.2"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in numbered(120)))
+    return path
+
+
+def test_stopping_and_resuming_is_never_stopping_with_or_without_a_thread(data: Path, tmp_path: Path) -> None:
+    whole = train(data, tmp_path / "whole", f"{STREAMING} --data.prefetch-batches 0")
+    train(data, tmp_path / "run", f"{STREAMING} --stop-after 5")
+    resumed = train(data, tmp_path / "run", f"{STREAMING} --resume {tmp_path / 'run'} --data.prefetch-batches 2")
+    for name in ("global_params_digest", "heldout_loss", "epochs"):
+        assert resumed[name] == whole[name]
+    assert not [thread for thread in threading.enumerate() if "batches" in thread.name], "all threads have ended"
+
+
+def test_every_document_once_while_replicas_come_and_go(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2, then 4, then 1, then 3 replicas: of every epoch, each token of each document, counted."""
+    targets: list[int] = []
+    draw = DocumentStream.next_batch
+
+    def watched(self: DocumentStream) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = draw(self)
+        targets.extend(batch[1].flatten().tolist())
+        return batch
+
+    monkeypatch.setattr(DocumentStream, "next_batch", watched)
+    fixed, run = f"{STREAMING} --steps 30 --data.prefetch-batches 0", tmp_path / "run"
+    listener = Listener()
+    for replicas, stop in ((2, 6), (4, 13), (1, 17), (3, 30)):
+        more = f" --resume {run}" if stop > 6 else ""
+        summary = train(data, run, f"{fixed} --replicas {replicas} --stop-after {stop}{more}", sink=listener)
+    drawn = 32 * (6 * 2 + 7 * 4 + 4 * 1 + 13 * 3)
+    assert len(targets) == drawn
+    cursors = [open_checkpoint(run).load(f"replica-{m}")["sampler"] for m in range(3)]
+    documents, _ = split_documents(numbered(120), 0.2)
+    once = ByteTokenizer().encode_documents(documents).tolist()
+    # What is left of the epochs that were begun is read by one replica, until every token has been drawn as often.
+    epochs = -(-max(cursor["sources"][0]["next"] for cursor in cursors) // cursors[0]["sources"][0]["blocks"])
+    corpus = open_stream(DataSettings(paths=(data,), streaming=True, streaming_block=4, heldout_fraction=0.2))
+    rest = corpus.batches(seed=0, sequence_length=16, batch_size=2, replica=0, num_replicas=1)
+    rest.go_on_from(cursors.__getitem__, 3)
+    assert epochs >= 2
+    while len(targets) < len(once) * epochs:
+        rest.next_batch()
+    del targets[len(once) * epochs :]
+    assert Counter(targets) == Counter(once * epochs), "no token of any document twice or left out"
+    assert summary["epochs"][""] == pytest.approx(drawn / len(once), abs=0.4)
+    notes = [event.text for event in listener.of(Note)]
+    assert any(text.startswith("4 replicas go on where 2 stopped") for text in notes)
+    assert any("All of the data has been read; its epoch 2 begins" in text for text in notes)
+
+
+def test_sources_by_weight_stream_and_are_told(data: Path, tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(numbered(40, prefix="other ")))
+    toml.write_text(
+        "[data]\nstreaming = true\nheldout_fraction = 0.2\n"
+        f'[data.sources]\na = {{ data = "{data}", weight = 3 }}\n'
+        f'b = {{ data = "{other}", document_separator = "\\n\\n" }}\n'
+    )
+    from diloco.config import load_configuration, to_toml
+    from diloco.train.resolve import resolve
+    from diloco.train.run import run_training
+    from tests.runs import SMALL
+
+    configuration = load_configuration([str(toml), *SMALL.removesuffix(" --data").split()])
+    listener = Listener()
+    summary = run_training(
+        resolve(configuration, num_layers=2), folder=tmp_path / "run", sink=listener, config_toml=to_toml(configuration)
+    )
+    assert summary["epochs"] == {"a": 0.0, "b": 2.0}, "the end of the first was not met"
+    facts = listener.events[0].facts  # type: ignore[attr-defined]  # of RunStarted
+    assert facts["data"].startswith("read while training (a 75.0%, b 25.0%); held out: ")
+
+
+def test_what_goes_wrong_while_reading_stops_the_run_at_its_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = BlockReader.read
+
+    def breaks(self: BlockReader, block: int):  # type: ignore[no-untyped-def]
+        if block >= 8:
+            raise DataError("the disk is gone")
+        return read(self, block)
+
+    monkeypatch.setattr(BlockReader, "read", breaks)
+    arguments = f"{STREAMING} --checkpoint.every-steps 1"
+    with pytest.raises(DataError, match="the disk is gone"):
+        train(data, tmp_path / "run", arguments)
+    monkeypatch.undo()
+    step = open_checkpoint(tmp_path / "run").step
+    assert 1 < step < 12, "every batch that could be made was trained on"
+    resumed = train(data, tmp_path / "run", f"{arguments} --resume {tmp_path / 'run'}")
+    assert resumed["global_params_digest"] == train(data, tmp_path / "whole", STREAMING)["global_params_digest"]
+
+
+def test_a_stream_of_other_documents_is_refused(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "run", f"{STREAMING} --stop-after 2")
+    with pytest.raises(CheckpointError, match="data of fingerprint"):
+        train(data, tmp_path / "run", f"{STREAMING} --data.streaming-block 5 --resume {tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--transport hivemind --run x", "data.streaming=true with transport.name='hivemind'"),
+        ("--transport torch --transport.restarts 1 --on-failure continue", "transport.restarts=1 with data.streaming"),
+    ],
+)
+def test_replicas_that_come_and_go_cannot_stream(data: Path, tmp_path: Path, arguments: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        train(data, tmp_path / "run", f"{STREAMING} {arguments}")
