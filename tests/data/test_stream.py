@@ -55,7 +55,7 @@ def test_rows_follow_one_another_and_begin_with_an_end() -> None:
 CHANGES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     changes=CHANGES,
     count=st.integers(9, 40),

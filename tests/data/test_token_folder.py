@@ -45,7 +45,7 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("more", "shard_tokens"),
-    [({}, 1), ({}, 1000), ({"tokenizer": "bpe", "bpe_vocab_size": 270}, 1 << 20), ({"max_documents": 50}, 333)],
+    [({}, 60), ({}, 1000), ({"tokenizer": "bpe", "bpe_vocab_size": 270}, 1 << 20), ({"max_documents": 50}, 333)],
 )
 def test_a_folder_is_the_corpus_that_it_was_made_of(
     text: Path, tmp_path: Path, more: dict[str, object], shard_tokens: int
