@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
-from torch.distributed.distributed_c10d import FileStore
 
 from diloco.transport.replica_group import open_replica_group
 
@@ -36,8 +36,7 @@ def _rank(position: int, size: int, store: str, results: Any) -> None:
 
     device = torch.device("cuda", position)
     torch.cuda.set_device(device)
-    group = open_replica_group(
-        FileStore(store, size), replica=0, position=position, size=size, device=device, timeout_s=100.0
-    )
+    meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]  # it has
+    group = open_replica_group(meeting, replica=0, position=position, size=size, device=device, timeout_s=100.0)
     results.put(_train(_loop(build_model(MODEL, seed=0, device=device), "bfloat16", "fsdp", group), 3))
     group.close()

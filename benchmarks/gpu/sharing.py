@@ -41,7 +41,7 @@ def _processes(job: Job, sizes: Sizes, device: torch.device, train: dict[str, An
     processes = [context.Process(target=_one, args=arguments, daemon=True) for _ in range(sizes.replicas)]
     for process in processes:
         process.start()
-    taken_s = [results.get(timeout=500) for _ in processes]
+    taken_s: list[float] = [results.get(timeout=240) for _ in processes]
     for process in processes:
         process.join()
     return sizes.replicas * sizes.steps * job.batch_size * job.sequence_length / max(taken_s)
