@@ -18,22 +18,14 @@ __all__ = ["train_on_ranks"]
 
 def train_on_ranks(sizes: Sizes, size: int) -> list[list[float]]:
     """The losses that each rank of a sharded replica has."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        processes = [
-            context.Process(target=_rank, args=(sizes, p, size, store, results), daemon=True) for p in range(size)
-        ]
-        for process in processes:
-            process.start()
-        losses = [results.get(timeout=200) for _ in processes]
-        for process in processes:
-            process.join()
-    return losses
+        torch.multiprocessing.spawn(_rank, (sizes, size, store, results), nprocs=size)  # type: ignore[no-untyped-call]  # torch's
+    return [results.get() for _ in range(size)]
 
 
-def _rank(sizes: Sizes, position: int, size: int, store: str, results: Any) -> None:
+def _rank(position: int, sizes: Sizes, size: int, store: str, results: Any) -> None:
     from benchmarks.gpu.checks import _loop, _model, _train
 
     device = torch.device("cuda", position)

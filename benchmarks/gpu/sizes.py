@@ -81,7 +81,7 @@ _SMALL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=64,
 TINY = Sizes(
     jobs={"150m": Job(_SMALL, 2, 8, 0.45), "1b": Job(replace(_SMALL, kv_heads=1), 2, 8, 0.50)},
     small=Job(replace(_SMALL, qk_norm=True, tie_embeddings=True, z_loss=1e-4), 2, 8),
-    replicas=2,
+    replicas=1,
     warmup_steps=1,
     steps=2,
     contributors=2,
