@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sizes import Sizes
 from diloco.transport.replica_group import open_replica_group
@@ -21,7 +22,7 @@ def train_on_ranks(sizes: Sizes, size: int) -> list[list[float]]:
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(_rank, (sizes, size, store, results), nprocs=size)  # type: ignore[no-untyped-call]  # torch's
+        spawn(_rank, (sizes, size, store, results), nprocs=size)  # type: ignore[no-untyped-call]  # torch's
     return [results.get() for _ in range(size)]
 
 

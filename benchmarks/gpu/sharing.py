@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sessions import free, make_session, settle, time_session
 from benchmarks.gpu.sizes import Job, Sizes
@@ -38,7 +39,7 @@ def _processes(job: Job, sizes: Sizes, device: torch.device, train: dict[str, An
     context = torch.multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(sizes.replicas), context.SimpleQueue()
     arguments = (job, sizes, str(device), train, barrier, results)
-    torch.multiprocessing.spawn(_one, arguments, nprocs=sizes.replicas)  # type: ignore[no-untyped-call]  # torch's
+    spawn(_one, arguments, nprocs=sizes.replicas)  # type: ignore[no-untyped-call]  # torch's
     slowest_s: float = max(results.get() for _ in range(sizes.replicas))
     return sizes.replicas * sizes.steps * job.batch_size * job.sequence_length / slowest_s
 
