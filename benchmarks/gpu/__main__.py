@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's
     measures: dict[str, Callable[[], Any]] = {
         "checks": lambda: run_checks(sizes, device),
         "rounds": lambda: measure_rounds(sizes.jobs["150m"], sizes, device),

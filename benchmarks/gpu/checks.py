@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import FileStore
 
 from benchmarks.gpu.sizes import Sizes
 from diloco.algorithm.codec import make_codec
@@ -20,7 +19,7 @@ from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.errors import NonFiniteError
 from diloco.model.attention import attend, block_mask, boolean_mask
-from diloco.model.language_model import LossChunks, document_numbers
+from diloco.model.language_model import LanguageModel, LossChunks, document_numbers
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.feed import to_device
@@ -30,12 +29,11 @@ from diloco.train.prepare import prepare_blocks
 from diloco.train.resolve import CODEC_NAMES
 from diloco.train.settings import InnerSettings
 from diloco.transport.replica_group import open_replica_group
+from diloco.units import format_bytes
 
 __all__ = ["CHECKS", "run_checks"]
 
-MODEL = ModelSettings(
-    layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512, max_sequence_length=256
-)
+MODEL = ModelSettings(layers=2, width=128, ffn_width=256, heads=4, kv_heads=2, qk_norm=True, vocab_size=512)
 
 
 class NotHereError(Exception):
@@ -57,17 +55,19 @@ def run_checks(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def _batch(device: torch.device, rows: int = 4) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(MODEL.vocab_size or 0, (rows, 257), generator=torch.Generator().manual_seed(0)).to(device)
+def _batch(model: LanguageModel) -> tuple[Tensor, Tensor]:
+    """Four sequences, as long as the model takes."""
+    shape, generator = (4, model.max_sequence_length + 1), torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.vocab_size, shape, generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def _model(device: torch.device, **changes: Any) -> Transformer:
-    return build_model(replace(MODEL, **changes), seed=0, device=device)
+def _model(sizes: Sizes, device: torch.device, **changes: Any) -> Transformer:
+    return build_model(replace(MODEL, max_sequence_length=sizes.check_tokens, **changes), seed=0, device=device)
 
 
 def _gradients(model: Transformer, precision: torch.dtype | None, *, documents: bool = False) -> list[Tensor]:
-    tokens, targets = _batch(model.embedding.weight.device)
+    tokens, targets = (each.to(model.embedding.weight.device) for each in _batch(model))
     model.zero_grad()
     with torch.autocast(tokens.device.type, precision, enabled=precision is not None):
         loss = model.loss(tokens, targets, document_numbers(tokens, 7) if documents else None).loss
@@ -97,7 +97,7 @@ def _loop(model: Transformer, precision: Any, strategy: Strategy = "none", group
 def _train(loop: InnerLoop, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
-        losses.append(float(loop.accumulate_gradients(*_batch(torch.device("cpu")))))
+        losses.append(float(loop.accumulate_gradients(*_batch(loop.model))))
         loop.unscale()
         loop.apply(step)
     return losses
@@ -121,12 +121,12 @@ def flash(sizes: Sizes, device: torch.device) -> str:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises where queries, keys and values don't fit it
-        _gradients(_model(device), torch.bfloat16)
+        _gradients(_model(sizes, device), torch.bfloat16)
     return "queries, keys and values under bfloat16 autocast are what the flash kernel takes"
 
 
 def chunks(sizes: Sizes, device: torch.device) -> str:
-    at_once, chunked = _model(device, z_loss=1e-4), _model(device, z_loss=1e-4)
+    at_once, chunked = _model(sizes, device, z_loss=1e-4), _model(sizes, device, z_loss=1e-4)
     chunked.loss_chunks = LossChunks(100, compiled=sizes.backend is not None)
     exact = _below(_largest_error(_gradients(chunked, None), _gradients(at_once, None)), 1e-4)
     half = _below(_largest_error(_gradients(chunked, torch.bfloat16), _gradients(at_once, torch.bfloat16)), 2e-2)
@@ -134,10 +134,11 @@ def chunks(sizes: Sizes, device: torch.device) -> str:
 
 
 def documents(sizes: Sizes, device: torch.device) -> str:
-    tokens, _ = _batch(device)
-    numbers = document_numbers(tokens, 7)
+    _of_cuda(device)  # torch has no backward pass of FlexAttention elsewhere
+    length = sizes.check_tokens
+    numbers = document_numbers(torch.randint(40, (4, length), generator=torch.Generator().manual_seed(0)), 7).to(device)
     generator = torch.Generator(device).manual_seed(0)
-    shapes = ((4, 4, 256, 32), (4, 2, 256, 32), (4, 2, 256, 32))
+    shapes = ((4, 4, length, 32), (4, 2, length, 32), (4, 2, length, 32))
     heads = [torch.randn(shape, device=device, generator=generator).requires_grad_() for shape in shapes]
     results = []
     for mask in (boolean_mask(numbers), block_mask(numbers)):
@@ -147,15 +148,17 @@ def documents(sizes: Sizes, device: torch.device) -> str:
 
 
 def compiled(sizes: Sizes, device: torch.device) -> str:
+    if sizes.backend is None:
+        raise NotHereError("nothing is compiled in the small run")
     words = []
     for checkpointing in ("none", "full", "selective"):
         for apart in (False, True) if device.type == "cuda" else (False,):
-            plain, model = _model(device), _model(device)
+            plain, model = _model(sizes, device), _model(sizes, device)
             prepare_blocks(
                 model,
                 checkpointing=checkpointing,
                 compiled=True,
-                backend=sizes.backend or "eager",
+                backend=sizes.backend,
             )
             found = _gradients(model, torch.bfloat16, documents=apart)
             expected = _gradients(plain, torch.bfloat16, documents=apart)
@@ -165,11 +168,11 @@ def compiled(sizes: Sizes, device: torch.device) -> str:
 
 
 def masked_step(sizes: Sizes, device: torch.device) -> str:
-    loop = _loop(_model(device), "bfloat16")
+    loop = _loop(_model(sizes, device), "bfloat16")
     assert loop.masked == (device.type == "cuda"), "the fused kernel was not taken"
     _train(loop, 2)
     held = [p.detach().clone() for p in loop.model.parameters()]
-    loop.accumulate_gradients(*_batch(device))
+    loop.accumulate_gradients(*_batch(loop.model))
     gradient = loop.model.get_parameter("layers.0.attention.query.weight").grad
     assert gradient is not None
     gradient[0, 0] = math.nan
@@ -183,11 +186,11 @@ def masked_step(sizes: Sizes, device: torch.device) -> str:
 
 
 def scaler(sizes: Sizes, device: torch.device) -> str:
-    loop = _loop(_model(device), "float16")
+    loop = _loop(_model(sizes, device), "float16")
     losses = _train(loop, 8)
     assert losses[-1] < losses[0], f"the loss went from {losses[0]} to {losses[-1]}"
     before = loop.scaler.get_scale()
-    loop.accumulate_gradients(*_batch(device))
+    loop.accumulate_gradients(*_batch(loop.model))
     next(p.grad for p in loop.model.parameters() if p.grad is not None).fill_(math.inf)
     loop.unscale()
     assert loop.apply(8).skipped, "an infinite gradient was applied"
@@ -197,7 +200,8 @@ def scaler(sizes: Sizes, device: torch.device) -> str:
 
 def codecs(sizes: Sizes, device: torch.device) -> str:
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(1_000_003, generator=generator) * torch.rand(1_000_003, generator=generator).pow(8)
+    count = sizes.check_values + 3  # no whole number of blocks
+    values = torch.randn(count, generator=generator) * torch.rand(count, generator=generator).pow(8)
     values[:3] = torch.tensor([0.0, -0.0, 1e-30])
     for name in CODEC_NAMES:
         codec = make_codec(name)
@@ -209,22 +213,22 @@ def codecs(sizes: Sizes, device: torch.device) -> str:
 
 
 def digests(sizes: Sizes, device: torch.device) -> str:
-    values = torch.randn(20_000_001, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(20 * sizes.check_values, generator=torch.Generator().manual_seed(0))
     assert digest_tensors({"x": values}) == digest_tensors({"x": values.to(device)}), "another digest"
-    return "that of 80 MB is the one that the CPU gives"
+    return f"that of {format_bytes(values.nbytes)} is the one that the CPU gives"
 
 
 def sharded(sizes: Sizes, device: torch.device) -> str:
     if dist.is_initialized():
         raise NotHereError("torch.distributed is in use")
-    expected = _train(_loop(_model(device), "bfloat16"), 3)
+    expected = _train(_loop(_model(sizes, device), "bfloat16"), 3)
     with tempfile.TemporaryDirectory() as folder:
-        store = FileStore(str(Path(folder) / "store"), 1)
+        store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[attr-defined]  # it has
         group = open_replica_group(store, replica=0, position=0, size=1, device=device, timeout_s=60.0)
         try:
             for strategy in ("ddp", "fsdp"):
                 for chunk_tokens in (0, 100):
-                    model = build_model(MODEL, seed=0, device=device)
+                    model = _model(sizes, device)
                     model.loss_chunks = LossChunks(chunk_tokens)
                     prepare_blocks(model, checkpointing="selective")
                     found = _train(_loop(model, "bfloat16", strategy, group), 3)
@@ -241,8 +245,8 @@ def ranks(sizes: Sizes, device: torch.device) -> str:
         raise NotHereError("one GPU: ranks of a replica on several were not tried")
     from benchmarks.gpu.ranks import train_on_ranks
 
-    losses = train_on_ranks(2)
-    expected = _train(_loop(_model(device), "bfloat16"), 3)
+    losses = train_on_ranks(sizes, 2)
+    expected = _train(_loop(_model(sizes, device), "bfloat16"), 3)
     for found in losses:
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 2e-2, f"{found} instead of {expected}"
     return "fsdp on two GPUs over NCCL has the losses of one"

@@ -44,23 +44,23 @@ def time_rival(
     size = job.model
     assert size.ffn == "swiglu"
     assert not size.qk_norm, "no Llama"
-    config = LlamaConfig(
-        vocab_size=size.vocab_size,
-        hidden_size=size.width,
-        intermediate_size=size.ffn_width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads or size.heads,
-        max_position_embeddings=size.max_sequence_length,
-        rms_norm_eps=size.norm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
-        tie_word_embeddings=size.tie_embeddings,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": size.vocab_size,
+        "hidden_size": size.width,
+        "intermediate_size": size.ffn_width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads or size.heads,
+        "max_position_embeddings": size.max_sequence_length,
+        "rms_norm_eps": size.norm_epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": size.rope_theta},
+        "tie_word_embeddings": size.tie_embeddings,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
     ends_s: list[float] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]  # without types where transformers has none
+    class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             settle(device)
             ends_s.append(time.perf_counter())
@@ -89,7 +89,7 @@ def time_rival(
             disable_tqdm=True,
         )
         trainer = Trainer(
-            model=LlamaForCausalLM(config),
+            model=LlamaForCausalLM(LlamaConfig(**sizes)),
             args=arguments,
             train_dataset=_Rows(job, job.batch_size * total),
             callbacks=[Clock()],

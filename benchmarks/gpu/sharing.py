@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu.sessions import free, make_session, settle, time_session
 from benchmarks.gpu.sizes import Job, Sizes
@@ -36,18 +37,16 @@ def measure_sharing(job: Job, sizes: Sizes, device: torch.device) -> list[dict[s
 def _processes(job: Job, sizes: Sizes, device: torch.device, train: dict[str, Any]) -> float:
     """Tokens per second of all, from when the last was ready to when the last was done."""
     context = torch.multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(sizes.replicas), context.Queue()
+    barrier, results = context.Barrier(sizes.replicas), context.SimpleQueue()
     arguments = (job, sizes, str(device), train, barrier, results)
-    processes = [context.Process(target=_one, args=arguments, daemon=True) for _ in range(sizes.replicas)]
-    for process in processes:
-        process.start()
-    taken_s = [results.get(timeout=500) for _ in processes]
-    for process in processes:
-        process.join()
-    return sizes.replicas * sizes.steps * job.batch_size * job.sequence_length / max(taken_s)
+    spawn(_one, arguments, nprocs=sizes.replicas)  # type: ignore[no-untyped-call]  # torch's
+    slowest_s: float = max(results.get() for _ in range(sizes.replicas))
+    return sizes.replicas * sizes.steps * job.batch_size * job.sequence_length / slowest_s
 
 
-def _one(job: Job, sizes: Sizes, device_name: str, train: dict[str, Any], barrier: Any, results: Any) -> None:
+def _one(
+    number: int, job: Job, sizes: Sizes, device_name: str, train: dict[str, Any], barrier: Any, results: Any
+) -> None:
     device = torch.device(device_name)
     session = make_session(job, device, sizes.precision, 1, train)
     for _ in range(sizes.warmup_steps):

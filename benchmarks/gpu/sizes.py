@@ -40,6 +40,8 @@ class Sizes:
         steps: that are timed.
         contributors: payloads in a round.
         inner_steps: H, over which the cost of a round is spread.
+        check_tokens: length of the sequences of checks.
+        check_values: that codecs are checked with.
         precision: of training.
         backend: of torch.compile, where a check compiles something itself; None: nothing is compiled at all.
     """
@@ -51,6 +53,8 @@ class Sizes:
     steps: int
     contributors: int
     inner_steps: int
+    check_tokens: int
+    check_values: int
     precision: str = "bfloat16"
     backend: str | None = "inductor"
 
@@ -68,6 +72,8 @@ FULL = Sizes(
     steps=20,
     contributors=8,
     inner_steps=100,
+    check_tokens=256,
+    check_values=1_000_000,
 )
 
 _SMALL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=64, max_sequence_length=32)
@@ -75,11 +81,13 @@ _SMALL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=64,
 TINY = Sizes(
     jobs={"150m": Job(_SMALL, 2, 8, 0.45), "1b": Job(replace(_SMALL, kv_heads=1), 2, 8, 0.50)},
     small=Job(replace(_SMALL, qk_norm=True, tie_embeddings=True, z_loss=1e-4), 2, 8),
-    replicas=2,
+    replicas=1,
     warmup_steps=1,
     steps=2,
     contributors=2,
     inner_steps=4,
+    check_tokens=32,
+    check_values=5000,
     backend=None,
 )
 """For tests: the same code in seconds, with figures that mean nothing."""

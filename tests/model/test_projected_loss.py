@@ -29,7 +29,7 @@ def draw(tokens: int, width: int, vocab: int, seed: int = 0) -> tuple[Tensor, Te
     return hidden, weight, torch.randint(vocab, (tokens,), generator=generator)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     tokens=st.integers(1, 20),
     width=st.integers(1, 6),

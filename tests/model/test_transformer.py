@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError
+from diloco.model import blocks
 from diloco.model.blocks import KeyValueCache
 from diloco.model.loss import cross_entropy_with_z_loss
 from diloco.model.settings import ModelSettings
@@ -274,6 +275,29 @@ def test_a_cache_gives_the_logits_of_the_full_forward(settings: ModelSettings) -
     torch.testing.assert_close(torch.cat(pieces, 1), full, rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigurationError, match="sequence of 17 tokens"):
         model(tokens[:, :1], cache)
+
+
+def test_under_autocast_attention_is_in_half_precision_and_the_residual_stream_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The flash kernel takes nothing wider; what norms hand on is cast once, not by each product."""
+    dtypes: list[set[torch.dtype]] = []
+    attend = blocks.attend
+
+    def noting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        dtypes.append({query.dtype, key.dtype, value.dtype})
+        return attend(query, key, value, *rest, **more)
+
+    monkeypatch.setattr(blocks, "attend", noting)
+    model = build_model(replace(SMALL, kv_heads=2, qk_norm=True), seed=0)
+    normed: list[torch.dtype] = []
+    streams: list[torch.dtype] = []
+    model.layers[1].attention_norm.register_forward_hook(lambda module, given, made: normed.append(made.dtype))
+    model.layers[1].register_forward_hook(lambda module, given, made: streams.append(made.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(random_tokens(2, 8)).dtype == torch.bfloat16
+    assert dtypes == [{torch.bfloat16}] * 2
+    assert (normed, streams) == ([torch.bfloat16], [torch.float32])
 
 
 def test_no_graph_breaks() -> None:

@@ -22,9 +22,10 @@ from diloco.train.checkpoint import Checkpoint
 from diloco.train.inner import InnerLoop, InnerStep, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
 from diloco.train.pieces import SavedValues
+from diloco.train.prepare import prepare_model
 from diloco.train.replica import DiLoCo
 from diloco.train.replica_state import ReplicaState
-from diloco.train.settings import InnerSettings
+from diloco.train.settings import InnerSettings, TrainSettings
 from diloco.train.sharded_checkpoint import Shards, load_own, save_sharded_checkpoint
 from diloco.transport.base import Transport
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
@@ -52,6 +53,8 @@ class Setup:
     batch_size: int = 5
     copies: int = 1
     """How often the same sequences come one after the other in a batch."""
+    sparing: bool = False
+    """Whether blocks are recomputed and the loss is computed in chunks."""
 
 
 def open_group(setup: Setup, position: int, folder: Path, replica: int = 0) -> ReplicaGroup:
@@ -77,7 +80,10 @@ class Rank:
         self.setup = setup
         self.group = group
         self.replica = replica
-        self.parallel = parallelise(build_model(MODEL, seed=0), setup.strategy, group, CPU)
+        model = build_model(MODEL, seed=0)
+        if setup.sparing:
+            prepare_model(model, TrainSettings(activation_checkpointing="selective", loss_chunk_tokens=7))
+        self.parallel = parallelise(model, setup.strategy, group, CPU)
         self.model = self.parallel.model
         self.inner = InnerLoop(
             self.parallel,

@@ -43,6 +43,7 @@ def ranks_do(position: int, setup: Setup, folder: Path) -> dict[str, Any]:
             (rank_overflows, replace(setup, precision="float16")),
             (rank_averages_gradients, setup),
             (rank_is_refused, setup),
+            (rank_trains_sparingly, replace(setup, sparing=True, **CLIPPED)),
         ]
     ):
         group = open_group(of_job, position, folder, replica=number)
@@ -126,6 +127,24 @@ def test_shards_of_one_rank_are_no_special_case(alone: dict[str, Any], tmp_path:
         rank = processes.results(timeout_s=300)[0]
     assert_train_as_one([rank], alone)
     assert unequal(rank["values"], alone["values"]) == []
+
+
+def rank_trains_sparingly(setup: Setup, group: ReplicaGroup) -> dict[str, Any]:
+    rank = Rank(setup, group)
+    losses, norms = rank.train(12)
+    return {"losses": losses, "norms": norms, "values": rank.values()}
+
+
+def test_recomputed_blocks_and_a_loss_in_chunks_are_no_special_case(
+    ranks: tuple[str, list[dict[str, Any]]],
+) -> None:
+    """Also where the projection's weight is whole only inside the loss."""
+    alone = rank_trains_sparingly(Setup(**CLIPPED), ReplicaGroup())
+    for rank in ranks[1]:
+        done = rank["rank_trains_sparingly"]
+        assert done["losses"] == pytest.approx(alone["losses"], abs=2e-6)
+        assert done["norms"] == pytest.approx(alone["norms"], rel=2e-6)
+        assert largest_difference(done["values"], alone["values"]) < 2e-6
 
 
 class ByShard(Float32):

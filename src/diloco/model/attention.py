@@ -61,17 +61,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask |
         grouped: whether several heads share one of the keys and values.
     """
     if mask is not None and not isinstance(mask, Tensor):
-        attended: Tensor = _flex_attention(query.device.type)(query, key, value, block_mask=mask, enable_gqa=grouped)
+        attended: Tensor = _flex_attention(query)(query, key, value, block_mask=mask, enable_gqa=grouped)
         return attended
     # is_causal aligns queries and keys at the first token, so it serves only where nothing came before.
     causal = mask is None and query.shape[2] == key.shape[2]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
-@cache
-def _flex_attention(kind: str) -> Callable[..., Any]:
-    """Compiled where it runs on a GPU: uncompiled it would hold all scores."""
+def _flex_attention(query: Tensor) -> Callable[..., Any]:
+    """Compiled where it runs on a GPU, by itself or with what it is called from: else it would hold all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     plain: Callable[..., Any] = flex_attention
-    return torch.compile(plain, dynamic=False) if kind == "cuda" else plain
+    if not query.is_cuda or torch.compiler.is_compiling():
+        return plain
+    return _compiled_flex_attention()
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    plain: Callable[..., Any] = flex_attention
+    return torch.compile(plain, dynamic=False)

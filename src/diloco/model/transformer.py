@@ -116,7 +116,8 @@ class Transformer(LanguageModel):
     @property
     def _projection(self) -> Tensor:
         """``(vocab, width)``: from hidden states to logits."""
-        return (self.embedding if self.head is None else self.head).weight
+        weight: Tensor = (self.embedding if self.head is None else self.head).weight
+        return weight
 
     def _hidden(self, tokens: Tensor, cache: Cache | None, documents: Tensor | None) -> Tensor:
         """``(batch, sequence, width)``: what the output projection takes, in the dtype of its product."""
@@ -129,7 +130,7 @@ class Transformer(LanguageModel):
                 "is the longest that this model serves. Shorten the sequence or build the model with a larger one."
             )
         cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]
-        hidden = self.embedding(tokens)
+        hidden: Tensor = self.embedding(tokens)
         mask = None if documents is None else within_documents(documents)
         for layer in self.layers:
             hidden = layer(hidden, cosine, sine, cache, mask)

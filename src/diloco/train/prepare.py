@@ -111,4 +111,5 @@ def _products() -> frozenset[Any]:
         "_scaled_dot_product_fused_attention_overrideable",
     )
     kept = {getattr(aten, name).default for name in names if hasattr(aten, name)}
-    return frozenset({*kept, torch.ops.higher_order.flex_attention})
+    flex = getattr(torch.ops.higher_order, "flex_attention", None)
+    return frozenset(kept if flex is None else {*kept, flex})
