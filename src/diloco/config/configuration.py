@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten
@@ -72,7 +74,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
 
 
 def compose(line: CommandLine) -> Configuration:
-    """Preset, then the TOML file, then the flags of ``line``."""
+    """Preset, then what the weights to begin from are of, then the TOML file, then the flags of ``line``."""
     swallowed = [path for path in line.values.get("data.paths", ()) if path.suffix == ".toml"]
     if line.file is None and swallowed:
         raise ConfigurationError(
@@ -82,7 +84,20 @@ def compose(line: CommandLine) -> Configuration:
     values: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = _overlay(values, line.values)
     preset = preset_values(values.get("preset", DEFAULT_PRESET), steps=_positive(values.get("train.steps")))
-    return build(Configuration, _overlay(preset, values))
+    return build(Configuration, _overlay(preset | _begun_from(values.get("train.init_from")), values))
+
+
+def _begun_from(init_from: Path | None) -> Values:
+    """Sizes and tokeniser of the model to begin from, where its folder says them as ``transformers`` does."""
+    if init_from is None or not (init_from.expanduser() / "config.json").is_file():
+        return {}
+    from diloco.model.architectures import native_settings
+
+    folder = init_from.expanduser()
+    model = dataclasses.asdict(native_settings(folder))
+    del model["z_loss"]  # of the training, not of the model
+    values: Values = {f"model.{name}": value for name, value in model.items()}
+    return values | ({"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {})
 
 
 def _overlay(below: Values, above: Mapping[str, object]) -> Values:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor, nn
+
+from diloco.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Cache", "LanguageModel", "LossParts", "document_numbers"]
 
@@ -79,6 +84,17 @@ class LanguageModel(nn.Module, abc.ABC):
         Args:
             sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
+
+    def to_huggingface(self) -> PreTrainedModel:
+        """The model of ``transformers`` that has the same logits, in evaluation mode; parameters are shared with it.
+
+        Raises:
+            ConfigurationError: there is none, or ``transformers`` is not installed.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} does not say which model of transformers it equals; the native decoder, a model of "
+            "transformers, or a method to_huggingface of its own would work. Nothing was exported."
+        )
 
     def num_parameters(self) -> int:
         """Trainable and frozen parameters, tied ones once."""

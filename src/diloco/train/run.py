@@ -83,7 +83,7 @@ def run_training(
     corpus = build_corpus(settings.data)
     vocab_size = settings.model.vocab_size or corpus.tokenizer.vocab_size
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab_size=vocab_size))
-    initial = read_weights(settings.train.init_from) if settings.train.init_from else None
+    initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     resume = settings.checkpoint.resume
     fleet: InProcessFleet | TorchFleet | LeaderFleet | SwarmFleet
     if meet is None:

@@ -50,7 +50,8 @@ class TrainSettings:
     data_parallel_steps: Annotated[int, arg(aliases=["--data-parallel-steps"])] = 0
     """Begin with this many shared data-parallel steps (the DiLoCo paper's pretraining phase)."""
     init_from: Annotated[Path | None, arg(aliases=["--init-from"])] = None
-    """Begin from the global parameters of this checkpoint, run folder or .safetensors file."""
+    """Begin from the global parameters of this checkpoint, run folder or .safetensors file, or from a folder of
+    transformers (Llama, Qwen3, Arcee, Apertus), which then says model.* and data.tokenizer where nothing else does."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "gradient_accumulation", "sequence_length"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,19 @@ from torch import Tensor
 
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.data.tokens import Tokenizer, load_tokenizer
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.architectures import is_huggingface_folder, native_settings, native_weights
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
 from diloco.train.checkpoint import open_checkpoint
 
 __all__ = ["Trained", "load_parameters", "load_trained", "read_weights"]
+
+_SAME = tuple(
+    field.name for field in dataclasses.fields(ModelSettings) if field.name not in ("z_loss", "max_sequence_length")
+)
+"""The settings of a model that decide what its weights mean."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +36,14 @@ class Trained:
     Attributes:
         model: holds the global parameters, in evaluation mode.
         tokenizer: of the run.
-        step: inner steps of the checkpoint.
-        sequence_length: that it was trained with.
-        path: of the checkpoint.
+        step: inner steps of the checkpoint; None: of a folder of ``transformers``, which does not say.
+        sequence_length: that it was trained with, or that its folder says it serves.
+        path: of the checkpoint or folder.
     """
 
     model: LanguageModel
     tokenizer: Tokenizer
-    step: int
+    step: int | None
     sequence_length: int
     path: Path
 
@@ -44,9 +51,14 @@ class Trained:
 def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
     """The global parameters of a run folder's latest checkpoint, or of the checkpoint at ``path``.
 
+    Also a model in a folder of ``transformers``, such as `diloco.train.export` leaves.
+
     Raises:
         CheckpointError: if there is none, or it is damaged.
+        ConfigurationError: it is of ``transformers``, and the native decoder does not equal it.
     """
+    if is_huggingface_folder(path):
+        return _load_huggingface(path, device)
     checkpoint = open_checkpoint(path)
     settings = ModelSettings(**checkpoint.about["model"])
     model = build_model(settings, seed=0, device=device)
@@ -56,12 +68,34 @@ def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
     return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path)
 
 
-def read_weights(path: Path) -> Mapping[str, Tensor]:
-    """Parameter name -> value, from a ``.safetensors`` file, a checkpoint or a run folder.
+def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
+    settings = native_settings(folder)
+    model = build_model(settings, seed=0, device=device)
+    load_parameters(model, native_weights(folder, settings))
+    return Trained(model.eval(), load_tokenizer(folder), None, settings.max_sequence_length, folder)
+
+
+def read_weights(path: Path, model: ModelSettings) -> Mapping[str, Tensor]:
+    """Parameter name -> value, from a ``.safetensors`` file, a checkpoint, a run folder, or one of ``transformers``.
+
+    Args:
+        path: where they are.
+        model: what they are to be put into.
 
     Raises:
         CheckpointError: if there is nothing of the kind, or it is damaged.
+        ConfigurationError: they are of another model, where ``path`` says of which.
     """
+    if is_huggingface_folder(path):
+        there = native_settings(path)
+        if odd := [name for name in _SAME if getattr(model, name) != getattr(there, name)]:
+            given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
+            works = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
+            raise ConfigurationError(
+                f"{given} was given with train.init_from={path}, which holds a model with {works}; without the former "
+                "it would work. Nothing was started."
+            )
+        return native_weights(path, there)
     if path.suffix != ".safetensors":
         weights: Mapping[str, Tensor] = open_checkpoint(path).load("global")
         return weights
