@@ -1,8 +1,9 @@
-"""Reading back what a run left: its global parameters, as a model ready to use."""
+"""Reading back what a run left, as a model ready to use."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ from diloco.model.architectures import is_huggingface_folder, native_settings, n
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
-from diloco.train.checkpoint import open_checkpoint
+from diloco.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from diloco.train.pieces import SavedValues
 
-__all__ = ["Trained", "load_parameters", "load_trained", "read_weights"]
+__all__ = ["Trained", "checkpoint_at", "load_parameters", "load_trained", "read_weights"]
 
 _SAME = tuple(
     field.name for field in dataclasses.fields(ModelSettings) if field.name not in ("z_loss", "max_sequence_length")
@@ -34,11 +36,12 @@ class Trained:
     """What a run left.
 
     Attributes:
-        model: holds the global parameters, in evaluation mode.
+        model: in evaluation mode.
         tokenizer: of the run.
         step: inner steps of the checkpoint; None: of a folder of ``transformers``, which does not say.
         sequence_length: that it was trained with, or that its folder says it serves.
         path: of the checkpoint or folder.
+        replica: whose local parameters the model holds; None: the global ones.
     """
 
     model: LanguageModel
@@ -46,26 +49,73 @@ class Trained:
     step: int | None
     sequence_length: int
     path: Path
+    replica: int | None = None
 
 
-def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
-    """The global parameters of a run folder's latest checkpoint, or of the checkpoint at ``path``.
+def load_trained(path: Path, device: torch.device | str = "cpu", *, replica: int | None = None) -> Trained:
+    """The model of a run folder's latest checkpoint, or of the checkpoint at ``path``.
 
     Also a model in a folder of ``transformers``, such as `diloco.train.export` leaves.
 
+    Args:
+        path: run folder, checkpoint, or folder of ``transformers``.
+        device: to load it to.
+        replica: whose local parameters to load; None: the global ones.
+
     Raises:
         CheckpointError: if there is none, or it is damaged.
-        ConfigurationError: it is of ``transformers``, and the native decoder does not equal it.
+        ConfigurationError: it is of ``transformers``, and the native decoder does not equal it, or it has no replicas.
     """
     if is_huggingface_folder(path):
+        if replica is not None:
+            raise ConfigurationError(
+                f"replica {replica} was asked for, and {path} is no run; a run or a checkpoint would work. "
+                "Nothing was loaded."
+            )
         return _load_huggingface(path, device)
     checkpoint = open_checkpoint(path)
     settings = ModelSettings(**checkpoint.about["model"])
     model = build_model(settings, seed=0, device=device)
-    load_parameters(model, checkpoint.load("global"))
+    load_parameters(model, checkpoint.load("global") if replica is None else _local(checkpoint, replica, model))
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
     sequence_length = int(checkpoint.about["sequence_length"])
-    return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path)
+    return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path, replica)
+
+
+def checkpoint_at(run: Path, step: int | None) -> Path:
+    """The checkpoint of ``run`` after ``step`` steps; None: ``run`` itself, which means its latest.
+
+    Raises:
+        CheckpointError: there is none; those that are there are named.
+    """
+    if step is None:
+        return run
+    folder = run / "checkpoints"
+    found = [path for path in list_checkpoints(folder) if open_checkpoint(path).step == step]
+    if not found:
+        there = ", ".join(str(open_checkpoint(path).step) for path in list_checkpoints(folder)) or "none"
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are: {there}. Nothing was loaded.")
+    return found[-1]
+
+
+def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mapping[str, Tensor]:
+    """The parameters of ``replica`` itself; where replicas are processes, each has a folder of checkpoints."""
+    part = f"replica-{replica}"
+    beside = checkpoint.path.parent.parent / part / "checkpoints" / checkpoint.path.name
+    if beside.is_dir():
+        checkpoint = open_checkpoint(beside)
+    parameters = trainable_parameters(model)
+    if f"{part}-shard-0" in checkpoint.parts:
+        SavedValues(checkpoint, part).load_into({f"model/{name}": value for name, value in parameters.items()})
+        return parameters
+    if part not in checkpoint.parts:
+        there = sorted(name for name in checkpoint.parts if re.fullmatch(r"replica-\d+", name))
+        raise CheckpointError(
+            f"{checkpoint.path} does not hold {part}; it holds {', '.join(there)}, and the global parameters. "
+            "Nothing was loaded."
+        )
+    values: Mapping[str, Tensor] = checkpoint.load(part)["model"]
+    return {name: values[name] for name in parameters if name in values}
 
 
 def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
@@ -75,12 +125,12 @@ def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
     return Trained(model.eval(), load_tokenizer(folder), None, settings.max_sequence_length, folder)
 
 
-def read_weights(path: Path, model: ModelSettings) -> Mapping[str, Tensor]:
+def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
     """Parameter name -> value, from a ``.safetensors`` file, a checkpoint, a run folder, or one of ``transformers``.
 
     Args:
         path: where they are.
-        model: what they are to be put into.
+        model: what they are to be put into; None: anything.
 
     Raises:
         CheckpointError: if there is nothing of the kind, or it is damaged.
@@ -88,13 +138,8 @@ def read_weights(path: Path, model: ModelSettings) -> Mapping[str, Tensor]:
     """
     if is_huggingface_folder(path):
         there = native_settings(path)
-        if odd := [name for name in _SAME if getattr(model, name) != getattr(there, name)]:
-            given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
-            works = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
-            raise ConfigurationError(
-                f"{given} was given with train.init_from={path}, which holds a model with {works}; without the former "
-                "it would work. Nothing was started."
-            )
+        if model is not None:
+            _check_same(model, there, path)
         return native_weights(path, there)
     if path.suffix != ".safetensors":
         weights: Mapping[str, Tensor] = open_checkpoint(path).load("global")
@@ -103,6 +148,17 @@ def read_weights(path: Path, model: ModelSettings) -> Mapping[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read as safetensors: {error}. Nothing was started.") from error
+
+
+def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
+    one_way = dataclasses.replace(model, kv_heads=None if model.kv_heads == model.heads else model.kv_heads)
+    if odd := [name for name in _SAME if getattr(one_way, name) != getattr(there, name)]:
+        given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
+        works = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
+        raise ConfigurationError(
+            f"{given} was given with train.init_from={path}, which holds a model with {works}; without the former it "
+            "would work. Nothing was started."
+        )
 
 
 def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
