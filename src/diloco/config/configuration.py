@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,20 +83,20 @@ def compose(line: CommandLine) -> Configuration:
     values: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = _overlay(values, line.values)
     preset = preset_values(values.get("preset", DEFAULT_PRESET), steps=_positive(values.get("train.steps")))
-    return build(Configuration, _overlay(preset | _begun_from(values.get("train.init_from")), values))
+    return build(Configuration, _overlay(preset | _begun_from(values), values))
 
 
-def _begun_from(init_from: Path | None) -> Values:
+def _begun_from(values: Values) -> Values:
     """Sizes and tokeniser of the model to begin from, where its folder says them as ``transformers`` does."""
-    if init_from is None or not (init_from.expanduser() / "config.json").is_file():
+    given: Path | None = values.get("train.init_from")
+    folder = None if given is None else given.expanduser()
+    if folder is None or not (folder / "config.json").is_file():
         return {}
-    from diloco.model.architectures import native_settings
+    from diloco.model.architectures import SIZES, native_settings
 
-    folder = init_from.expanduser()
-    model = dataclasses.asdict(native_settings(folder))
-    del model["z_loss"]  # of the training, not of the model
-    values: Values = {f"model.{name}": value for name, value in model.items()}
-    return values | ({"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {})
+    model = native_settings(folder)
+    sizes: Values = {f"model.{name}": getattr(model, name) for name in (*SIZES, "max_sequence_length")}
+    return sizes | ({"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {})
 
 
 def _overlay(below: Values, above: Mapping[str, object]) -> Values:

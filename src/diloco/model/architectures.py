@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
     from diloco.model.transformer import Transformer
 
-__all__ = ["as_huggingface", "is_huggingface_folder", "native_settings", "native_weights"]
+__all__ = ["SIZES", "as_huggingface", "is_huggingface_folder", "native_settings", "native_weights"]
+
+SIZES = (
+    *("layers", "width", "ffn_width", "heads", "kv_heads", "ffn", "vocab_size"),
+    *("rope_theta", "norm_epsilon", "qk_norm", "tie_embeddings"),
+)
+"""The settings of a native decoder that decide what its weights mean."""
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"

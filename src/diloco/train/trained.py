@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.data.tokens import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.architectures import is_huggingface_folder, native_settings, native_weights
+from diloco.model.architectures import SIZES, is_huggingface_folder, native_settings, native_weights
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
@@ -24,11 +24,6 @@ from diloco.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoin
 from diloco.train.pieces import SavedValues
 
 __all__ = ["Trained", "checkpoint_at", "load_parameters", "load_trained", "read_weights"]
-
-_SAME = tuple(
-    field.name for field in dataclasses.fields(ModelSettings) if field.name not in ("z_loss", "max_sequence_length")
-)
-"""The settings of a model that decide what its weights mean."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +147,7 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
 
 def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
     one_way = dataclasses.replace(model, kv_heads=None if model.kv_heads == model.heads else model.kv_heads)
-    if odd := [name for name in _SAME if getattr(one_way, name) != getattr(there, name)]:
+    if odd := [name for name in SIZES if getattr(one_way, name) != getattr(there, name)]:
         given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
         works = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
         raise ConfigurationError(
