@@ -140,7 +140,7 @@ def test_a_stream_computes_what_is_asked_for_and_leaves_its_caller_alone() -> No
     model = build_lively().train()
     tokens = stream(model, PROMPT, max_new_tokens=7, generator=seeded())
     first = next(tokens)
-    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
     assert [first, *tokens] == run(model)
     assert model.training
     begun = stream(model, PROMPT, max_new_tokens=7, generator=seeded())
@@ -191,6 +191,20 @@ def test_the_mode_is_restored_also_after_an_error(training: bool) -> None:
     with pytest.raises(NonFiniteError, match="not finite"):
         run(model)
     assert model.training is model.norm.training is training
+
+
+def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> None:
+    """FSDP gathers the parameters in such hooks."""
+    model, steps = build_lively(), []
+    model.register_forward_pre_hook(lambda *_: steps.append(1))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled")
+
+    expected = run(model)
+    model._compiled_call_impl = refuse
+    assert run(model) == expected
+    assert len(steps) == 14
 
 
 def test_parameters_can_be_trained_afterwards() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -136,10 +136,12 @@ def _stream(
             if cache.length + len(unread) > window:
                 unread = tokens[-max(1, window // 2) :]
                 cache = model.new_cache()
-            # Not around the yield, where whoever asks for the tokens would be in inference mode too.
-            with torch.inference_mode():
-                # Not through `__call__`: a compiled model would compile anew for every length of the cache.
-                logits = model.forward(torch.tensor([unread], device=device), cache)[0, -1].float()
+            # Not around the yield, where it would hold for whoever asks for the tokens. Not inference mode: what FSDP
+            # gathers in it could not be trained afterwards.
+            with torch.no_grad():
+                # `__call__` but for one thing: a compiled model would compile anew for every length of the cache.
+                call: Callable[..., Tensor] = model._call_impl
+                logits = call(torch.tensor([unread], device=device), cache)[0, -1].float()
                 token = _sample(logits, tokens, choice)
             if token == stop_token:
                 break

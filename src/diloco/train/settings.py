@@ -105,10 +105,12 @@ class EvaluationSettings:
     """Steps between two evaluations during the run. Default: a tenth of the run. 0: only at the end."""
     sequences: int = 256
     """Held-out sequences per evaluation, always the same ones; 0: all."""
-    sample_prompt: str = "def "
-    """What the sample at the end of a run begins with."""
+    sample_prompts: tuple[str, ...] = ("def ",)
+    """What samples begin with, one of each; an empty text: the beginning of a document."""
     sample_tokens: int = 200
-    """Length of that sample; 0: none."""
+    """Length of a sample; 0: none."""
+    sample_every_steps: int = 0
+    """Steps between samples during the run, drawn alike each time. 0: only at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
