@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,18 @@ def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(
     changed = load_configuration(flags)
     with pytest.raises(ConfigurationError, match=r"model.layers=3, model.rope_theta=5.0 was given with .* layers 2"):
         read_weights(exported, changed.model)
+
+
+def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: Path) -> None:
+    trained = load_trained(run)
+    for length, expected in ((500, 500), (5000, 2048)):
+        assert isinstance(trained.model, Transformer)
+        model = Transformer(replace(trained.model.settings, max_sequence_length=length))
+        place = tmp_path / str(length)
+        export_huggingface(Trained(model, trained.tokenizer, 1, length, run), place)
+        assert load_trained(place).sequence_length == length, "it says so itself"
+        (place / "diloco.json").unlink()
+        assert load_trained(place).sequence_length == expected
 
 
 def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from diloco.train.pieces import SavedValues
 
 __all__ = ["Trained", "checkpoint_at", "load_parameters", "load_trained", "read_weights"]
 
+_USUAL_LENGTH = 2048
+"""Tokens, of a model that does not say what it was trained with."""
+
 
 @dataclass(frozen=True, eq=False)
 class Trained:
@@ -34,7 +38,7 @@ class Trained:
         model: in evaluation mode.
         tokenizer: of the run.
         step: inner steps of the checkpoint; None: of a folder of ``transformers``, which does not say.
-        sequence_length: that it was trained with, or that its folder says it serves.
+        sequence_length: that it was trained with; of a folder that does not say, at most 2048.
         path: of the checkpoint or folder.
         replica: whose local parameters the model holds; None: the global ones.
     """
@@ -117,7 +121,17 @@ def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
     settings = native_settings(folder)
     model = build_model(settings, seed=0, device=device)
     load_parameters(model, native_weights(folder, settings))
-    return Trained(model.eval(), load_tokenizer(folder), None, settings.max_sequence_length, folder)
+    return Trained(model.eval(), load_tokenizer(folder), None, _sequence_length(folder, model), folder)
+
+
+def _sequence_length(folder: Path, model: LanguageModel) -> int:
+    """What an export of ours was trained with; of others, as much as is usual, for many promise more than memory."""
+    try:
+        said = json.loads((folder / "diloco.json").read_text("utf-8"))["sequence_length"]
+    except (OSError, ValueError, KeyError, TypeError):
+        said = _USUAL_LENGTH
+    usual = said if isinstance(said, int) and said > 0 else _USUAL_LENGTH
+    return min(usual, model.max_sequence_length)
 
 
 def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
