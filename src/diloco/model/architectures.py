@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from diloco.model.transformer import Transformer
 
-__all__ = ["SIZES", "as_huggingface", "is_huggingface_folder", "native_settings", "native_weights"]
+__all__ = ["SIZES", "as_huggingface", "is_huggingface_folder", "native_settings", "native_weights", "stored_tensors"]
 
 SIZES = (
     *("layers", "width", "ffn_width", "heads", "kv_heads", "ffn", "vocab_size"),
@@ -190,7 +190,7 @@ def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
     optional = {"lm_head.weight"} if settings.tie_embeddings else set()
     found: dict[str, Tensor] = {}
     unknown: list[str] = []
-    for name, value in _tensors(folder):
+    for name, value in stored_tensors(folder):
         if name in due:
             found[due[name]] = value.float()
         elif name not in optional and not name.endswith("rotary_emb.inv_freq"):
@@ -258,8 +258,12 @@ def _not_expressible(config: Any, architecture: _Architecture) -> list[str]:
     return odd
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the weights in ``folder``, file by file."""
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the ``.safetensors`` weights in ``folder``, file by file, by its name there.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
     if (folder / INDEX_NAME).is_file():
         shards = _read_json(folder / INDEX_NAME).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):

@@ -148,7 +148,7 @@ def _describe(made: PreTrainedModel, trained: Trained, max_length: int) -> None:
     if isinstance(trained.model, Transformer):
         config.max_position_embeddings = max_length
     config.eos_token_id = end
-    if config.bos_token_id is None:
+    if config.bos_token_id is None or config.bos_token_id >= trained.tokenizer.vocab_size:
         config.bos_token_id = end
     # Padding is not said in the model's configuration: the embedding of that token would get no gradient.
     if generation is not None:

@@ -103,10 +103,10 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
     beside = checkpoint.path.parent.parent / part / "checkpoints" / checkpoint.path.name
     if beside.is_dir():
         checkpoint = open_checkpoint(beside)
-    parameters = trainable_parameters(model)
     if f"{part}-shard-0" in checkpoint.parts:
-        SavedValues(checkpoint, part).load_into({f"model/{name}": value for name, value in parameters.items()})
-        return parameters
+        state = dict(model.state_dict())
+        SavedValues(checkpoint, part).load_into({f"model/{name}": value for name, value in state.items()})
+        return state
     if part not in checkpoint.parts:
         there = sorted(name for name in checkpoint.parts if re.fullmatch(r"replica-\d+", name))
         raise CheckpointError(
@@ -114,7 +114,7 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
             "Nothing was loaded."
         )
     values: Mapping[str, Tensor] = checkpoint.load(part)["model"]
-    return {name: values[name] for name in parameters if name in values}
+    return values
 
 
 def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
