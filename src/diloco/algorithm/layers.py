@@ -7,14 +7,13 @@ from fnmatch import fnmatchcase
 
 from diloco.errors import FragmentError
 
-__all__ = ["group_layers", "match_patterns"]
+__all__ = ["group_layers", "layer_container", "match_patterns"]
 
 
 def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
     """Parameters outside the layers, and the parameters of each layer, in the order of the layers' numbers.
 
-    The layers are the numbered children of one container: of all prefixes followed by a number
-    (``model.layers`` in ``model.layers.3.mlp.weight``), the outermost one that holds the most values.
+    The layers are the numbered children of one container; see `layer_container`.
 
     Args:
         sizes: parameter name -> number of values.
@@ -22,15 +21,9 @@ def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
     >>> group_layers({"embedding": 4, "layers.0.w": 2, "layers.1.w": 2, "layers.1.b": 1})
     (['embedding'], [['layers.0.w'], ['layers.1.w', 'layers.1.b']])
     """
-    totals: dict[tuple[str, ...], int] = {}
-    for name, size in sizes.items():
-        parts = tuple(name.split("."))
-        for position, part in enumerate(parts):
-            if part.isdigit():
-                totals[parts[:position]] = totals.get(parts[:position], 0) + size
-    if not totals:
+    container = layer_container(sizes)
+    if container is None:
         return list(sizes), []
-    container = max(totals, key=lambda prefix: (totals[prefix], -len(prefix)))
     rest: list[str] = []
     layers: dict[int, list[str]] = {}
     for name in sizes:
@@ -41,6 +34,48 @@ def group_layers(sizes: Mapping[str, int]) -> tuple[list[str], list[list[str]]]:
         else:
             rest.append(name)
     return rest, [layers[number] for number in sorted(layers)]
+
+
+def layer_container(sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The path of what holds the layers, such as ``("model", "layers")``; None: nothing is numbered.
+
+    Of all prefixes followed by a number (``model.layers`` in ``model.layers.3.mlp.weight``), it is the one that holds
+    the most values, the outermost of equals; but one whose children have a parameter in common, of equal name and size,
+    comes before one whose children don't, as an embedding and a decoder in sequence, or the norm and the matrix of a
+    head. What is inside such a container (the experts of a layer), or inside an only child, is none.
+
+    Args:
+        sizes: parameter name -> number of values.
+
+    >>> layer_container({"head.0.w": 9, "head.1.w": 900, "blocks.0.w": 4, "blocks.1.w": 4})
+    ('blocks',)
+    """
+    children: dict[tuple[str, ...], dict[str, dict[str, int]]] = {}
+    for name, size in sizes.items():
+        parts = tuple(name.split("."))
+        for position, part in enumerate(parts):
+            if part.isdigit():
+                inside = children.setdefault(parts[:position], {}).setdefault(part, {})
+                inside[".".join(parts[position + 1 :])] = size
+    alike = {prefix: _have_something_in_common(list(numbered.values())) for prefix, numbered in children.items()}
+    closed = [prefix for prefix, numbered in children.items() if alike[prefix] or len(numbered) == 1]
+    outermost = [
+        prefix
+        for prefix in children
+        if not any(len(other) < len(prefix) and prefix[: len(other)] == other for other in closed)
+    ]
+    totals = {prefix: sum(sum(child.values()) for child in children[prefix].values()) for prefix in outermost}
+    return max(outermost, key=lambda prefix: (alike[prefix], totals[prefix], -len(prefix)), default=None)
+
+
+def _have_something_in_common(children: Sequence[Mapping[str, int]]) -> bool:
+    """Whether two of them have a parameter of equal name and size."""
+    seen: set[tuple[str, int]] = set()
+    for child in children:
+        if not seen.isdisjoint(child.items()):
+            return True
+        seen.update(child.items())
+    return False
 
 
 def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -66,6 +66,7 @@ def _text(checkpoint: Checkpoint) -> str:
 
     about = dict(checkpoint.about)
     fragments: list[dict[str, Any]] = about.pop("fragments", [])
+    definition: dict[str, Any] = about.pop("definition", None) or {}
     in_flight: list[str] = about.pop("rounds_in_flight", [])
     facts = {
         "checkpoint": str(checkpoint.path),
@@ -73,6 +74,7 @@ def _text(checkpoint: Checkpoint) -> str:
         "size": format_bytes(checkpoint.size_bytes),
         "versions": ", ".join(f"{name} {version}" for name, version in checkpoint.versions.items()),
         "in flight": ", ".join(in_flight) or "none",
+        **({"architecture": f"{definition['architecture']}, its configuration in --json"} if definition else {}),
         **{name.replace("_", " "): _value(value) for name, value in about.items()},
     }
     width = max(map(len, facts))

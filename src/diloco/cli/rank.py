@@ -117,7 +117,7 @@ def _folder(plan: RunPlan, role: Role) -> Path:
     if base is None and role.torchrun is not None:
         mine = None
         if role.is_first:
-            mine = str(claim_numbered(Path("runs") / f"{settings.algorithm}-{settings.preset}"))
+            mine = str(claim_numbered(Path("runs") / f"{settings.algorithm}-{settings.model_label}"))
         timeout_s = settings.transport.rendezvous_timeout_s
         base = Path(exchange_word(role.torchrun.master, mine, timeout_s, f"folder (attempt {role.torchrun.attempt})"))
     if base is None:

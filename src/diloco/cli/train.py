@@ -90,7 +90,7 @@ def _claim_folder(plan: RunPlan) -> Path:
         return source
     if out is None:
         configuration = plan.configuration
-        name = configuration.swarm.run or f"{configuration.algorithm}-{configuration.preset}"
+        name = configuration.swarm.run or f"{configuration.algorithm}-{configuration.model_label}"
         return claim_numbered(Path("runs") / name)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is no folder" if not out.is_dir() else "is not empty"
@@ -125,12 +125,13 @@ def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
 def _facts(configuration: Configuration) -> dict[str, str]:
     """What follows from the settings, from a model without memory."""
     from diloco.data.tokens import ByteTokenizer, load_tokenizer
-    from diloco.model.transformer import build_model
+    from diloco.model.build import build_language_model, with_vocabulary
+    from diloco.train.definition import stored_definition
     from diloco.train.describe import describe
 
     data, model = configuration.data, configuration.model
     if model.vocab_size is None:
         known = {"bytes": ByteTokenizer().vocab_size, "bpe": data.bpe_vocab_size}
-        vocab_size = known.get(data.tokenizer) or load_tokenizer(Path(data.tokenizer)).vocab_size
-        model = dataclasses.replace(model, vocab_size=vocab_size)
-    return describe(configuration, build_model(model, seed=configuration.seed, device="meta"))
+        model = with_vocabulary(model, known.get(data.tokenizer) or load_tokenizer(Path(data.tokenizer)).vocab_size)
+    definition = stored_definition(configuration)
+    return describe(configuration, build_language_model(model, seed=0, device="meta", definition=definition))

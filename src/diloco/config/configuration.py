@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten
+from diloco.config.model_source import with_source
 from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.config.toml import read_toml
 from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset
+from diloco.model.source import parse_source
 from diloco.monitor.settings import MonitorSettings
 from diloco.train.settings import RunSettings
 
@@ -35,6 +36,11 @@ class Configuration(RunSettings):
     preset: str = DEFAULT_PRESET
     """Model and training defaults to begin from; `diloco presets` lists them."""
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
+
+    @property
+    def model_label(self) -> str:
+        """What its model is called in the names of run folders."""
+        return self.preset if self.model.source is None else parse_source(self.model.source).label
 
     def __post_init__(self) -> None:
         # object.__setattr__ is the frozen dataclass's own way to derive a field: an alias becomes the listed name.
@@ -83,20 +89,8 @@ def compose(line: CommandLine) -> Configuration:
     values: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = _overlay(values, line.values)
     preset = preset_values(values.get("preset", DEFAULT_PRESET), steps=_positive(values.get("train.steps")))
-    return build(Configuration, _overlay(preset | _begun_from(values), values))
-
-
-def _begun_from(values: Values) -> Values:
-    """Sizes and tokeniser of the model to begin from, where its folder says them as ``transformers`` does."""
-    given: Path | None = values.get("train.init_from")
-    folder = None if given is None else given.expanduser()
-    if folder is None or not (folder / "config.json").is_file():
-        return {}
-    from diloco.model.architectures import SIZES, native_settings
-
-    model = native_settings(folder)
-    sizes: Values = {f"model.{name}": getattr(model, name) for name in (*SIZES, "max_sequence_length")}
-    return sizes | ({"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {})
+    preset, values = with_source(preset, values)
+    return build(Configuration, _overlay(preset, values))
 
 
 def _overlay(below: Values, above: Mapping[str, object]) -> Values:

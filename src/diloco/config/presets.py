@@ -6,7 +6,6 @@ merge rule) are left to `diloco.train.resolve`, so that ``--algorithm diloco`` w
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,9 @@ from diloco.model.presets import get_preset
 __all__ = ["DEFAULT_PRESET", "RUN_PRESETS", "RunPreset", "preset_values"]
 
 DEFAULT_PRESET = "tiny"
+
+_OF_SOURCES = ("source", "weights", "arguments")
+"""Settings of models that are no presets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ def preset_values(name: str, *, steps: int | None = None) -> Values:
         "train.sequence_length": preset.sequence_length,
         "train.data_parallel_steps": int(total * run.data_parallel_share),
         "inner.warmup_steps": min(run.warmup_steps, total // 4),
-        **{f"model.{field.name}": getattr(preset.model, field.name) for field in dataclasses.fields(preset.model)},
+        **{f"model.{name}": value for name, value in preset.model.described().items() if name not in _OF_SOURCES},
     }
     if preset.model.vocab_size is not None:
         values |= {"data.tokenizer": "bpe", "data.bpe_vocab_size": preset.model.vocab_size}

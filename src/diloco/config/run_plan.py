@@ -11,9 +11,11 @@ from diloco import __version__
 from diloco.config.configuration import Configuration, compose
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values, build, flatten
+from diloco.config.model_source import absolute_source, outline_of
 from diloco.config.presets import preset_values
 from diloco.config.toml import read_toml, to_toml
 from diloco.errors import ConfigurationError
+from diloco.model.settings import native_keys
 from diloco.train.resolve import notes, resolve
 from diloco.transport.hivemind.settings import SwarmSettings
 
@@ -75,13 +77,18 @@ def plan_run(line: CommandLine) -> RunPlan:
             f"goes on come from its own folder: `diloco train --resume {asked.checkpoint.resume}` would work. "
             "Nothing was started."
         )
-    configuration = resolve(asked, num_layers=asked.model.layers)
+    configuration = _resolved(asked)
     return RunPlan(
         configuration=configuration,
         record=_record(configuration, given=flatten(asked)),
         source=None,
         notes=notes(configuration),
     )
+
+
+def _resolved(asked: Configuration) -> Configuration:
+    outline = outline_of(asked)
+    return resolve(asked, num_layers=outline.num_layers, max_sequence_length=outline.max_sequence_length)
 
 
 def _go_on(line: CommandLine, resume: Path) -> RunPlan:
@@ -115,7 +122,7 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     # What the run began from is in its checkpoint; the record keeps the name.
     values: Values = wanted | {"train.init_from": None}
     asked = build(Configuration, values)
-    configuration = resolve(asked, num_layers=asked.model.layers)
+    configuration = _resolved(asked)
     init_from = saved["train.init_from"]
     recorded = dataclasses.replace(configuration, train=dataclasses.replace(configuration.train, init_from=init_from))
     return RunPlan(
@@ -157,7 +164,8 @@ def _record(configuration: Configuration, *, given: Values | None = None) -> str
     )
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."
-    return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given)}"
+    without = {f"model.{name}" for name in native_keys(lasting.model.source)}
+    return f"{header}\n\n{to_toml(lasting, beneath=beneath, given=given, without=without)}"
 
 
 def _absolute(configuration: Configuration) -> Configuration:
@@ -171,6 +179,7 @@ def _absolute(configuration: Configuration) -> Configuration:
     return dataclasses.replace(
         configuration,
         data=dataclasses.replace(data, paths=paths, tokenizer=tokenizer),
+        model=dataclasses.replace(configuration.model, source=absolute_source(configuration.model.source)),
         train=dataclasses.replace(train, init_from=init_from),
     )
 

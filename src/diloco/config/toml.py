@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -150,7 +150,13 @@ def _show(value: Any) -> str:
         return str(value)
 
 
-def to_toml(settings: Any, *, beneath: Mapping[str, Any] | None = None, given: Mapping[str, Any] | None = None) -> str:
+def to_toml(
+    settings: Any,
+    *,
+    beneath: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] | None = None,
+    without: Collection[str] = (),
+) -> str:
     """A settings dataclass as TOML, which `parse_toml` turns into the same settings, with or without ``beneath`` below.
 
     Keys that are None are left out, except where the layer beneath would fill them: there they are written "none".
@@ -159,13 +165,14 @@ def to_toml(settings: Any, *, beneath: Mapping[str, Any] | None = None, given: M
         settings: a settings dataclass, such as a `Configuration`.
         beneath: values of a preset that may lie below the file when it is read.
         given: values before derivation: a key that was None there and is not any more is marked as derived.
+        without: keys to leave out.
     """
     known, below = keys_of(type(settings)), beneath or {}
     marked = {name for name, value in (given or {}).items() if value is None}
     values = {
         name: UNSET if value is None else value
         for name, value in flatten(settings).items()
-        if value is not None or known[name].default is not None or below.get(name) is not None
+        if name not in without and (value is not None or known[name].default is not None or below.get(name) is not None)
     }
     return write_values(values, derived=marked)
 

@@ -32,7 +32,15 @@ if TYPE_CHECKING:
 
     from diloco.model.transformer import Transformer
 
-__all__ = ["SIZES", "as_huggingface", "is_huggingface_folder", "native_settings", "native_weights", "stored_tensors"]
+__all__ = [
+    "SIZES",
+    "as_huggingface",
+    "is_huggingface_folder",
+    "native_settings",
+    "native_weights",
+    "stored_tensors",
+    "why_not_native",
+]
 
 SIZES = (
     *("layers", "width", "ffn_width", "heads", "kv_heads", "ffn", "vocab_size"),
@@ -140,22 +148,12 @@ def native_settings(folder: Path) -> ModelSettings:
             ``transformers`` is not installed.
         CheckpointError: there is none, or it can't be read.
     """
-    model_type = _read_json(folder / CONFIG_NAME).get("model_type")
-    if model_type not in _ARCHITECTURES:
+    if why := why_not_native(folder):
         raise ConfigurationError(
-            f"{folder} holds a model of type {model_type!r}; the native decoder equals {', '.join(_ARCHITECTURES)}. "
+            f"{folder} holds {why}. A model without, or that one as it is (--model hf:{folder}), would work. "
             "Nothing was started."
         )
-    architecture = _ARCHITECTURES[model_type]
-    try:
-        config: Any = _transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}. Nothing was started.") from error
-    if odd := _not_expressible(config, architecture):
-        raise ConfigurationError(
-            f"{folder} holds a model with {'; '.join(odd)}, which the native decoder does not have. "
-            "A model without would work. Nothing was started."
-        )
+    architecture, config = _configuration_in(folder)
     return ModelSettings(
         layers=config.num_hidden_layers,
         width=config.hidden_size,
@@ -170,6 +168,29 @@ def native_settings(folder: Path) -> ModelSettings:
         qk_norm=architecture.qk_norm,
         tie_embeddings=bool(config.tie_word_embeddings),
     )
+
+
+def why_not_native(folder: Path) -> str:
+    """What of the model in ``folder`` the native decoder does not have, in words; empty if it equals it.
+
+    Raises:
+        CheckpointError: there is no ``config.json``, or it can't be read.
+        ConfigurationError: ``transformers`` is not installed.
+    """
+    model_type = _read_json(folder / CONFIG_NAME).get("model_type")
+    if model_type not in _ARCHITECTURES:
+        return f"a model of type {model_type!r}; the native decoder equals {', '.join(_ARCHITECTURES)}"
+    architecture, config = _configuration_in(folder)
+    odd = _not_expressible(config, architecture)
+    return f"a model with {'; '.join(odd)}, which the native decoder does not have" if odd else ""
+
+
+def _configuration_in(folder: Path) -> tuple[_Architecture, Any]:
+    architecture = _ARCHITECTURES[_read_json(folder / CONFIG_NAME)["model_type"]]
+    try:
+        return architecture, _transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}. Nothing was started.") from error
 
 
 def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -84,6 +84,13 @@ class LanguageModel(nn.Module, abc.ABC):
         Args:
             sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
+
+    def definition(self) -> dict[str, Any]:
+        """What its settings alone don't say of it, as JSON, so that it can be built where its source is gone.
+
+        Given back to `diloco.model.build.build_language_model`. Empty where the settings say all.
+        """
+        return {}
 
     def to_huggingface(self) -> PreTrainedModel:
         """The model of ``transformers`` that has the same logits, in evaluation mode; parameters are shared with it.

@@ -1,19 +1,37 @@
-"""What can be set about the native decoder. No torch here."""
+"""What can be set about the model. No torch here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
 
 from diloco.errors import ConfigurationError
+from diloco.model.source import Source, parse_source
 
-__all__ = ["ModelSettings"]
+__all__ = ["ModelSettings", "native_keys", "native_only_error"]
+
+NATIVE_ONLY = (
+    *("layers", "width", "ffn_width", "heads", "kv_heads", "ffn"),
+    *("rope_theta", "norm_epsilon", "qk_norm", "tie_embeddings"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU."""
+    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU or GELU; with a source, any."""
 
+    source: Annotated[str | None, arg(aliases=["--model"])] = None
+    """hf:PATH_OR_NAME, a causal language model of transformers; or module:function, your own. Default: the native
+    decoder, of the sizes below."""
+    weights: Literal["auto", "stored", "fresh"] = "auto"
+    """hf: stored: begin from the weights that are there; fresh: from new ones, drawn from the seed; auto: stored where
+    there are any."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """hf: changes to the model's configuration; module:function: further arguments, as a table."""
     layers: int = 4
     width: int = 128
     """Model width (d_model)."""
@@ -38,6 +56,7 @@ class ModelSettings:
     """Use the input embedding as the output projection."""
 
     def __post_init__(self) -> None:
+        self._check_source()
         for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(
@@ -63,3 +82,53 @@ class ModelSettings:
             raise ConfigurationError(
                 f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}. Nothing was started."
             )
+
+    def described(self) -> dict[str, Any]:
+        """What says which model it is, by name: all of it, but for a model from a source what only the native one has.
+
+        >>> ModelSettings(source="hf:gpt2").described()["weights"], len(ModelSettings(source="hf:gpt2").described())
+        ('auto', 5)
+        """
+        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        skipped = native_keys(self.source)
+        return {name: value for name, value in values.items() if name not in skipped}
+
+    def _check_source(self) -> None:
+        if self.source is None:
+            for name in ("weights", "arguments"):
+                if getattr(self, name) not in ("auto", {}):
+                    raise ConfigurationError(
+                        f"model.{name}={getattr(self, name)!r} was given without model.source; --model hf:PATH_OR_NAME "
+                        "or module:function would work. Nothing was started."
+                    )
+            return
+        source = parse_source(self.source)
+        defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
+        for name in native_keys(self.source):
+            if getattr(self, name) != defaults[name]:
+                raise native_only_error(name, source)
+        if source.kind == "module" and self.weights != "auto":
+            raise ConfigurationError(
+                f"model.weights={self.weights!r} was given with model.source={source}; its function decides that, and "
+                "train.init_from begins from weights of a file. Nothing was started."
+            )
+
+
+def native_keys(source: str | None) -> tuple[str, ...]:
+    """The settings that a model from ``source`` has no use for; the native decoder has use for all.
+
+    >>> "width" in native_keys("hf:gpt2"), native_keys(None)
+    (True, ())
+    """
+    if source is None:
+        return ()
+    return (*NATIVE_ONLY, *(("max_sequence_length",) if parse_source(source).kind == "hf" else ()))
+
+
+def native_only_error(name: str, source: Source) -> ConfigurationError:
+    """For a size of the native decoder, set together with a source."""
+    works = f"model.arguments, such as '{{{name} = ...}}'," if source.kind == "module" else "model.arguments"
+    return ConfigurationError(
+        f"model.{name} was given with model.source={source}; it is for the native decoder. What the model itself has "
+        f"can be set by {works} instead. Nothing was started."
+    )

@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError, TransportError
-from diloco.model.transformer import build_model
+from diloco.model.build import build_language_model
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
 from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
@@ -63,13 +63,12 @@ def measure_step(
     Raises:
         ConfigurationError: if the model does not fit on the device.
     """
-    train, vocab_size = settings.train, settings.model.vocab_size
-    assert vocab_size is not None, "the tokeniser's vocabulary, or the preset's"
+    train = settings.train
     rows = train.batch_size // train.gradient_accumulation
-    tokens = torch.randint(vocab_size, (rows, train.sequence_length + 1), device=device)
     taken_s: list[float] = []
     try:
-        model = build_model(settings.model, seed=0, device=device)
+        model = build_language_model(settings.model, seed=0, device=device)
+        tokens = torch.randint(model.vocab_size, (rows, train.sequence_length + 1), device=device)
         inner = InnerLoop(
             model,
             make_inner_optimizer(settings.inner, model),
@@ -90,7 +89,7 @@ def measure_step(
             taken_s.append(train.gradient_accumulation * piece_s + apply_s)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"the model of {settings.model.layers} layers with {rows} sequences at once does not fit on {device}: "
+            f"the model with {rows} sequences at once does not fit on {device}: "
             f"{str(error).splitlines()[0]} More gradient accumulation, or a smaller model, would work. "
             "Nothing was planned."
         ) from error

@@ -16,14 +16,18 @@ def refuse(given: str, works: str) -> ConfigurationError:
     return ConfigurationError(f"{given} was given; {works}. Nothing was started.")
 
 
-def check_lengths(settings: RunSettings) -> None:
-    """Steps, sequences and intervals."""
+def check_lengths(settings: RunSettings, max_sequence_length: int | None) -> None:
+    """Steps, sequences and intervals; ``max_sequence_length`` is the model's, where known."""
     train, model, inner = settings.train, settings.model, settings.inner
     steps = train.steps
-    if train.sequence_length > model.max_sequence_length:
+    if max_sequence_length is not None and train.sequence_length > max_sequence_length:
+        longest = f"model.max_sequence_length={max_sequence_length}"
+        if model.source is not None:
+            longest = f"model.source={model.source}, whose longest is {max_sequence_length}"
+        larger = "a larger model.max_sequence_length" if model.source is None else "another model"
         raise refuse(
-            f"train.sequence_length={train.sequence_length} with model.max_sequence_length={model.max_sequence_length}",
-            f"at most {model.max_sequence_length}, or a larger model.max_sequence_length would work",
+            f"train.sequence_length={train.sequence_length} with {longest}",
+            f"at most {max_sequence_length}, or {larger} would work",
         )
     if train.stop_after is not None and train.stop_after > steps:
         raise refuse(f"train.stop_after={train.stop_after} with train.steps={steps}", f"1 to {steps} would work")

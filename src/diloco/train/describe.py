@@ -24,7 +24,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
         model: the one to be trained; a model on the meta device will do.
     """
     parameters = model.num_parameters()
-    facts = {"model": f"{format_count(parameters)} parameters, {model.num_layers} layers"}
+    facts = {"model": f"{format_count(parameters)} parameters, {model.num_layers} layers{_origin(settings, model)}"}
     facts["algorithm"] = _algorithm(settings)
     train, replicas = settings.train, settings.transport.replicas
     tokens = replicas * train.batch_size * train.sequence_length
@@ -43,6 +43,15 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     facts["evaluation"] = _every(evaluation.every_steps)
     facts["checkpoints"] = f"{_every(checkpoint.every_steps)}, the last {checkpoint.keep} kept"
     return facts
+
+
+def _origin(settings: RunSettings, model: LanguageModel) -> str:
+    """Of a model from a source, what it is and from where."""
+    if settings.model.source is None:
+        return ""
+    kind = type(getattr(model, "wrapped", model)).__name__
+    weights = getattr(model, "weights", None)
+    return f"; {kind} from {settings.model.source}" + (f", {weights} weights" if weights else "")
 
 
 def _every(steps: int | None) -> str:

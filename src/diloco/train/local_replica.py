@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.data.corpus import Corpus
 from diloco.data.sampler import Sampler
 from diloco.events import Event
+from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
-from diloco.model.transformer import build_model
 from diloco.train.components import (
     make_clipping,
     make_configured_codec,
@@ -60,6 +61,7 @@ def make_replica(
     device: torch.device,
     number: int,
     initial: Mapping[str, Tensor] | None,
+    definition: Mapping[str, Any] | None = None,
 ) -> Replica:
     """Replica ``number`` at its beginning, without an outer loop.
 
@@ -70,10 +72,13 @@ def make_replica(
         device: to train on.
         number: of the replica.
         initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
+        definition: of the model, as `diloco.model.build.build_language_model` takes it.
     """
     group = fleet.group
     strategy: Strategy = settings.train.parallelism if group.size > 1 else "none"
-    model = build_model(settings.model, seed=settings.seed, device="cpu" if strategy == "fsdp" else device)
+    model = build_language_model(
+        settings.model, seed=settings.seed, device="cpu" if strategy == "fsdp" else device, definition=definition
+    )
     if initial is not None:
         load_parameters(model, initial)
     parallel = parallelise(model, strategy, group, device)

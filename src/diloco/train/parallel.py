@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.algorithm.layers import layer_container
 from diloco.errors import ConfigurationError
 from diloco.model.language_model import LanguageModel, LossParts
 from diloco.transport.replica_group import ReplicaGroup
@@ -163,7 +164,10 @@ class _Loss(nn.Module):
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers: the members of the list of modules that holds the most values, the outermost of equals."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    largest = max(lists, key=lambda module: sum(p.numel() for p in module.parameters()), default=nn.ModuleList())
-    return list(largest)
+    """The layers, as fragments are made of: the numbered modules of one container."""
+    container = layer_container({name: parameter.numel() for name, parameter in model.named_parameters()})
+    if container is None:
+        return []
+    held = model.get_submodule(".".join(container))
+    numbered = [module for name, module in held.named_children() if name.isdigit()]
+    return [module for module in numbered if next(module.parameters(), None) is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.train.describe import describe
 from diloco.train.evaluate import Evaluation
+from diloco.train.handshake import model_fingerprint
 from diloco.train.session import Session
 from diloco.units import format_bytes
 
@@ -44,7 +44,10 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
         "num_replicas": settings.transport.replicas,
         "parameters": session.num_parameters,
         "sequence_length": settings.train.sequence_length,
-        "model": dataclasses.asdict(settings.model),
+        "seed": settings.seed,
+        "model": settings.model.described(),
+        "model_fingerprint": model_fingerprint(session.replicas[0].model),
+        "definition": session.replicas[0].model.definition(),
         "corpus": session.corpus.fingerprint,
         "global_params_digest": session.global_digest(),
         "fragments": [

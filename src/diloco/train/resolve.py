@@ -29,7 +29,7 @@ LAYERS_PER_FRAGMENT = 3
 S = TypeVar("S", bound=RunSettings)
 
 
-def resolve(settings: S, *, num_layers: int | None = None) -> S:
+def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: int | None = None) -> S:
     """The settings with everything derived, and proof that they can work together.
 
     Resolving twice gives the same as resolving once. What stays None has a meaning of its own: no end before the last
@@ -40,6 +40,7 @@ def resolve(settings: S, *, num_layers: int | None = None) -> S:
         settings: what was asked for.
         num_layers: transformer layers of the model; None when unknown: P has no default then, and is not checked
             against them.
+        max_sequence_length: of the model; None: the settings say it, or, where the model has a source, nobody.
 
     Raises:
         ConfigurationError: for settings that cannot work; it says what would.
@@ -47,7 +48,9 @@ def resolve(settings: S, *, num_layers: int | None = None) -> S:
     if settings.transport.name == "hivemind":  # they come and go; what is planned with is how many begin
         replicas = settings.swarm.start_replicas
         settings = dataclasses.replace(settings, transport=dataclasses.replace(settings.transport, replicas=replicas))
-    check_lengths(settings)
+    if max_sequence_length is None and settings.model.source is None:
+        max_sequence_length = settings.model.max_sequence_length
+    check_lengths(settings, max_sequence_length)
     check_optimizers(settings)
     check_places(settings)
     settings = dataclasses.replace(

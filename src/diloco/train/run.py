@@ -25,15 +25,16 @@ from diloco.events import (
     Sink,
     StepFinished,
 )
-from diloco.model.transformer import build_model
+from diloco.model.build import build_language_model, check_vocabulary, with_vocabulary
 from diloco.train.checkpoint import open_checkpoint
 from diloco.train.components import choose_device, make_transport
+from diloco.train.definition import stored_definition
 from diloco.train.environment import describe_environment
 from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
 from diloco.train.fleet import InProcessFleet, TorchFleet
 from diloco.train.follow import follow_views
 from diloco.train.generate import generate
-from diloco.train.handshake import handshake_facts
+from diloco.train.handshake import handshake_facts, model_fingerprint
 from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.reports import checkpoint_about, run_facts, run_summary
 from diloco.train.session import Session
@@ -81,18 +82,20 @@ def run_training(
         torch.set_num_threads(settings.train.threads)
     device = choose_device(settings.train)
     corpus = build_corpus(settings.data)
-    vocab_size = settings.model.vocab_size or corpus.tokenizer.vocab_size
-    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, vocab_size=vocab_size))
+    settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
+    definition = stored_definition(settings)
+    outline = build_language_model(settings.model, seed=settings.seed, device="meta", definition=definition)
+    check_vocabulary(outline, corpus.tokenizer.vocab_size)
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     resume = settings.checkpoint.resume
     fleet: InProcessFleet | TorchFleet | LeaderFleet | SwarmFleet
     if meet is None:
         fleet = InProcessFleet(make_transport(settings.transport))
     else:
-        facts = handshake_facts(settings, build_model(settings.model, seed=0, device="meta"), corpus.fingerprint)
+        facts = handshake_facts(settings, outline, corpus.fingerprint)
         fleet = meet(facts, folder)
     try:
-        session = Session(settings, corpus, fleet, device, sink.handle, initial)
+        session = Session(settings, corpus, fleet, device, sink.handle, initial, definition)
         run = _Run(settings, folder, sink, session, corpus, device)
         if not isinstance(fleet, InProcessFleet):
             run.find_place(fleet)
@@ -141,6 +144,13 @@ class _Run:
             raise CheckpointError(
                 f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
                 f"{self.corpus.fingerprint}; the same files and tokeniser would work. Nothing was started."
+            )
+        fingerprint = checkpoint.about.get("model_fingerprint")
+        mine = model_fingerprint(self.session.replicas[0].model)
+        if fingerprint not in (None, mine):
+            raise CheckpointError(
+                f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}; the model that the run "
+                "began with, from the same source, would work. Nothing was started."
             )
         for void in load_session(self.session, checkpoint):
             self._emit(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,8 @@ class Session:
         fleet: the replicas of this process and their ways to the others.
         device: to train on.
         on_event: called with the replicas' events.
-        initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
+        initial: parameter name -> value to begin from; None: the weights of the model's source, or fresh ones.
+        definition: of a model whose source may be gone, as `diloco.model.build.build_language_model` takes it.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Session:
         device: torch.device,
         on_event: Callable[[Event], None],
         initial: Mapping[str, Tensor] | None = None,
+        definition: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings
         self.corpus = corpus
@@ -88,7 +91,9 @@ class Session:
         self.on_event = on_event
         self.totals = Totals()
         self.schedule = make_schedule(settings)
-        self.replicas = [make_replica(settings, corpus, fleet, device, number, initial) for number in fleet.local]
+        self.replicas = [
+            make_replica(settings, corpus, fleet, device, number, initial, definition) for number in fleet.local
+        ]
         self.pace: DynamicSteps | None = None
         if isinstance(fleet, SwarmFleet) and settings.swarm.dynamic_steps:
             self.pace = DynamicSteps(fleet.transport.replica, settings.schedule.inner_steps, fleet)

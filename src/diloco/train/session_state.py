@@ -11,6 +11,7 @@ from diloco.train.checkpoint import Checkpoint, save_checkpoint
 from diloco.train.pieces import SavedValues
 from diloco.train.session import Session, Totals
 from diloco.train.sharded_checkpoint import Shards, Whole, load_own, save_sharded_checkpoint
+from diloco.train.trained import REST, rest_of_state
 
 __all__ = ["load_session", "save_session"]
 
@@ -27,17 +28,20 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
     step, run = session.totals.steps, {"totals": vars(session.totals), "transport": session.fleet.state_dict()}
     if session.in_one_process:
         parts: dict[str, Any] = {"run": run, "global": dict(session.global_params())}
+        if rest := rest_of_state(session.replicas[0].model):
+            parts[REST] = rest
         return save_checkpoint(folder, step, parts | _plain_parts(session), about=about, keep=keep)
     (replica,), group = session.replicas, session.fleet.group
     state, name = replica.state, f"replica-{replica.number}"
     own = {"diloco": state.own(), "random": replica.random_state.state_dict()}
     sharded = group.size > 1 and session.settings.train.parallelism == "fsdp"
+    rest = rest_of_state(replica.model)
     return save_sharded_checkpoint(
         folder,
         step,
         {"run": run, name: {"common": state.common(), "sampler": replica.sampler.state_dict()}},
         shards={name: Shards(state.values(), own, group.size if sharded else 1)},
-        whole={"global": Whole(state.global_params())},
+        whole={"global": Whole(state.global_params())} | ({REST: Whole(rest)} if rest else {}),
         about=about,
         keep=keep,
         group=group,

@@ -17,14 +17,32 @@ from torch import Tensor
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.data.tokens import Tokenizer, load_tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.architectures import SIZES, is_huggingface_folder, native_settings, native_weights
+from diloco.model.architectures import (
+    SIZES,
+    is_huggingface_folder,
+    native_settings,
+    native_weights,
+    stored_tensors,
+    why_not_native,
+)
+from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
-from diloco.model.transformer import build_model
 from diloco.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.train.pieces import SavedValues
 
-__all__ = ["Trained", "checkpoint_at", "load_parameters", "load_trained", "read_weights"]
+__all__ = [
+    "REST",
+    "Trained",
+    "checkpoint_at",
+    "load_parameters",
+    "load_trained",
+    "read_weights",
+    "rest_of_state",
+]
+
+REST = "rest"
+"""The part of a checkpoint that holds what `rest_of_state` gives, where there is anything."""
 
 _USUAL_LENGTH = 2048
 """Tokens, of a model that does not say what it was trained with."""
@@ -63,7 +81,7 @@ def load_trained(path: Path, device: torch.device | str = "cpu", *, replica: int
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
-        ConfigurationError: it is of ``transformers``, and the native decoder does not equal it, or it has no replicas.
+        ConfigurationError: a replica was asked for that it can't have, or ``transformers`` is not installed.
     """
     if is_huggingface_folder(path):
         if replica is not None:
@@ -74,8 +92,11 @@ def load_trained(path: Path, device: torch.device | str = "cpu", *, replica: int
         return _load_huggingface(path, device)
     checkpoint = open_checkpoint(path)
     settings = ModelSettings(**checkpoint.about["model"])
-    model = build_model(settings, seed=0, device=device)
-    load_parameters(model, checkpoint.load("global") if replica is None else _local(checkpoint, replica, model))
+    about = checkpoint.about
+    model = build_language_model(
+        settings, seed=int(about.get("seed", 0)), device=device, definition=about.get("definition")
+    )
+    load_parameters(model, read_weights(checkpoint.path) if replica is None else _local(checkpoint, replica, model))
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
     sequence_length = int(checkpoint.about["sequence_length"])
     return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path, replica)
@@ -118,9 +139,13 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
 
 
 def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
-    settings = native_settings(folder)
-    model = build_model(settings, seed=0, device=device)
-    load_parameters(model, native_weights(folder, settings))
+    model: LanguageModel
+    if why_not_native(folder):
+        model = build_language_model(ModelSettings(source=f"hf:{folder}", weights="stored"), seed=0, device=device)
+    else:
+        settings = native_settings(folder)
+        model = build_language_model(settings, seed=0, device=device)
+        load_parameters(model, native_weights(folder, settings))
     return Trained(model.eval(), load_tokenizer(folder), None, _sequence_length(folder, model), folder)
 
 
@@ -146,13 +171,16 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
         ConfigurationError: they are of another model, where ``path`` says of which.
     """
     if is_huggingface_folder(path):
+        if model is not None and model.source is not None:
+            return dict(stored_tensors(path))
         there = native_settings(path)
         if model is not None:
             _check_same(model, there, path)
         return native_weights(path, there)
     if path.suffix != ".safetensors":
-        weights: Mapping[str, Tensor] = open_checkpoint(path).load("global")
-        return weights
+        checkpoint = open_checkpoint(path)
+        weights: dict[str, Tensor] = checkpoint.load("global")
+        return weights | (checkpoint.load(REST) if REST in checkpoint.parts else {})
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -171,20 +199,34 @@ def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
 
 
 def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
-    """Set the trainable parameters of ``model`` from ``values``, all of them and no others.
+    """Set the trainable parameters of ``model`` from ``values``, all of them, and what else of its state is in there.
+
+    Of a model that wraps another, the names may be those of the wrapped one, as in files that ``transformers`` wrote.
 
     Raises:
         CheckpointError: if names or shapes differ; it names them.
     """
     parameters = trainable_parameters(model)
-    if odd := sorted(parameters.keys() ^ values.keys()):
+    if hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values):
+        values = {f"wrapped.{name}": value for name, value in values.items()}
+    state = model.state_dict()
+    if odd := sorted((parameters.keys() - values.keys()) | (values.keys() - state.keys())):
         raise CheckpointError(
             f"the weights to begin from differ from the model in {', '.join(odd[:5])}. Nothing was started."
         )
-    for name, parameter in parameters.items():
-        if parameter.shape != values[name].shape:
+    for name, value in values.items():
+        if state[name].shape != value.shape:
             raise CheckpointError(
-                f"{name} has the shape {tuple(parameter.shape)} in the model and {tuple(values[name].shape)} in the "
+                f"{name} has the shape {tuple(state[name].shape)} in the model and {tuple(value.shape)} in the "
                 "weights to begin from. Nothing was started."
             )
-        parameter.detach().copy_(values[name])
+        state[name].copy_(value)
+
+
+def rest_of_state(model: LanguageModel) -> dict[str, Tensor]:
+    """Name -> tensor of what belongs to the model's state and is not trained: frozen parameters and buffers.
+
+    DTensors where the model is sharded; not copied.
+    """
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in trained}

@@ -1,0 +1,85 @@
+"""One way to every model: the native decoder, one of ``transformers``, or somebody's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from diloco.errors import ConfigurationError
+from diloco.model.huggingface import HuggingFaceModel
+from diloco.model.language_model import LanguageModel
+from diloco.model.seeded import drawing_from
+from diloco.model.settings import ModelSettings
+from diloco.model.source import parse_source
+from diloco.model.transformer import build_model
+
+__all__ = ["build_language_model", "check_vocabulary", "with_vocabulary"]
+
+
+def build_language_model(
+    settings: ModelSettings,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    definition: Mapping[str, Any] | None = None,
+) -> LanguageModel:
+    """The model that ``settings`` describe. Fresh weights depend on them and ``seed`` alone, to the bit, everywhere.
+
+    No global generator advances. A model of ``transformers`` has float32 parameters, whatever its files have.
+
+    Args:
+        settings: with ``vocab_size``, but where ``source`` says it.
+        seed: of fresh weights.
+        device: to put it on; ``"meta"``: it takes no memory, and no weights are read or drawn.
+        definition: what `LanguageModel.definition` gave when a checkpoint was made: the model is built from that, with
+            weights that are to be replaced, and its source may be gone. Empty or None: from its source.
+
+    Raises:
+        ConfigurationError: if there is no such model, or it can't be trained.
+
+    >>> build_language_model(ModelSettings(vocab_size=257), seed=0, device="meta").num_parameters()
+    1115520
+    """
+    if settings.source is None:
+        return build_model(settings, seed=seed, device=device)
+    on_meta = torch.device(device).type == "meta"
+    if parse_source(settings.source).kind == "hf":
+        from diloco.model.huggingface_source import build_huggingface
+
+        with drawing_from(seed):
+            model: LanguageModel = build_huggingface(settings, on_meta=on_meta, definition=definition or None)
+        return model.to(device)
+    from diloco.model.foreign import build_foreign
+
+    with drawing_from(seed):
+        if not on_meta:
+            return build_foreign(settings).to(device)
+        try:
+            with torch.device("meta"):
+                return build_foreign(settings)
+        except ConfigurationError:
+            # code that reads its own values can't run without memory; what else is wrong shows again
+            return build_foreign(settings).to(device)
+
+
+def with_vocabulary(settings: ModelSettings, tokens: int) -> ModelSettings:
+    """The settings with a vocabulary of ``tokens``, where nothing else says how large it is."""
+    says_itself = settings.source is not None and parse_source(settings.source).kind == "hf"
+    if settings.vocab_size is not None or says_itself:
+        return settings
+    return dataclasses.replace(settings, vocab_size=tokens)
+
+
+def check_vocabulary(model: LanguageModel, tokens: int) -> None:
+    """Raise `ConfigurationError` unless the ``tokens`` ids of a tokeniser fit in the model's vocabulary."""
+    if tokens > model.vocab_size:
+        larger = f"--model.vocab-size {tokens}"
+        if isinstance(model, HuggingFaceModel):
+            larger += " with --model.weights fresh"
+        raise ConfigurationError(
+            f"the tokeniser has {tokens} tokens and the model a vocabulary of {model.vocab_size}; a smaller tokeniser "
+            f"(--data.tokenizer), such as the model's own, or {larger} would work. Nothing was started."
+        )

@@ -1,0 +1,185 @@
+"""Somebody's own model: ``module:function``, called with what it takes, and any module that gives logits."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.layers import group_layers
+from diloco.errors import ConfigurationError, nearest
+from diloco.model.language_model import Cache, LanguageModel, LossParts
+from diloco.model.loss import cross_entropy_with_z_loss
+from diloco.model.settings import ModelSettings
+from diloco.model.source import Source, parse_source
+from diloco.model.tokens_seen import TokensSeen
+
+__all__ = ["ForeignModel", "build_foreign"]
+
+
+class ForeignModel(LanguageModel):
+    """A module whose ``forward(tokens)`` gives logits, with the rest of the interface around it.
+
+    Args:
+        wrapped: takes ``(batch, sequence)`` int64 and gives ``(batch, sequence, vocab)``, or something that has this as
+            ``.logits``. Its forward may take ``documents`` as well, as `LanguageModel.forward` describes them.
+        vocab_size: of the logits.
+        max_sequence_length: the longest sequence to give it.
+        z_loss: weight of the squared log-partition in the loss.
+    """
+
+    def __init__(self, wrapped: nn.Module, *, vocab_size: int, max_sequence_length: int, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
+        self.z_loss = z_loss
+        self.num_layers = len(group_layers({n: p.numel() for n, p in trainable_parameters(self).items()})[1])
+        self._takes_documents = "documents" in inspect.signature(wrapped.forward).parameters
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+        new = tokens.shape[1]
+        if cache is not None:
+            assert isinstance(cache, TokensSeen), "made by new_cache"
+            tokens = cache.extend(tokens)
+        if tokens.shape[1] > self.max_sequence_length:
+            raise ConfigurationError(
+                f"a sequence of {tokens.shape[1]} tokens was given to a model of at most {self.max_sequence_length}; a "
+                "shorter one, or a larger model.max_sequence_length, would work."
+            )
+        given: dict[str, Tensor] = {}
+        if documents is not None:
+            if not self._takes_documents:
+                raise ConfigurationError(
+                    f"{type(self.wrapped).__name__}.forward takes no documents, so it can't keep those of a packed row "
+                    "apart; an argument `documents`, or packing without document masks, would work. Nothing was "
+                    "computed."
+                )
+            given["documents"] = documents
+        output = self.wrapped(tokens, **given)
+        logits: Any = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor) or logits.shape != (*tokens.shape, self.vocab_size):
+            got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
+            raise ConfigurationError(
+                f"{type(self.wrapped).__name__} gave logits of {got}; (batch, sequence, vocab) = "
+                f"{(*tokens.shape, self.vocab_size)} would work. Nothing was trained."
+            )
+        return logits[:, -new:]
+
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        logits = self(tokens, documents=documents).flatten(0, 1).float()
+        return LossParts(*cross_entropy_with_z_loss(logits, targets.flatten(), self.z_loss))
+
+    def new_cache(self) -> TokensSeen:
+        return TokensSeen()
+
+    def flops_per_token(self, sequence_length: int | None = None) -> float:
+        """``6 * N``, N counting the matrices but embeddings; attention is not known of a foreign model and left out."""
+        looked_up = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
+        used_twice = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
+        counted = (p for p in self.parameters() if p.dim() >= 2 and (id(p) not in looked_up or id(p) in used_twice))
+        return 6.0 * sum(parameter.numel() for parameter in counted)
+
+
+def build_foreign(settings: ModelSettings) -> LanguageModel:
+    """Call the function that ``settings.source`` names, with those of these keyword arguments that it takes:
+
+    - ``vocab_size``: int, ids are below it: ``model.vocab_size``, or as many as the tokeniser has;
+    - ``max_sequence_length``: int, ``model.max_sequence_length``;
+    - everything in ``model.arguments``, which it must take.
+
+    It gives a `LanguageModel`, which is used as it is, or another module, which becomes a `ForeignModel`; attributes
+    ``vocab_size`` and ``max_sequence_length`` of that one count more than the arguments.
+
+    Raises:
+        ConfigurationError: if it can't be found or called, or gives something else.
+    """
+    assert settings.source is not None
+    source = parse_source(settings.source)
+    function = _find(source)
+    accepted = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    offered = {"vocab_size": settings.vocab_size, "max_sequence_length": settings.max_sequence_length}
+    for name in settings.arguments:
+        if name not in accepted and not takes_all:
+            raise ConfigurationError(
+                f"model.arguments.{name} is no argument of {source}; {nearest(name, accepted)} Nothing was started."
+            )
+    given = {name: value for name, value in offered.items() if name in accepted or takes_all}
+    try:
+        made = function(**(given | dict(settings.arguments)))
+    except Exception as error:
+        raise ConfigurationError(
+            f"{source} raised {type(error).__name__}: {error} (diloco --debug shows where). Nothing was started."
+        ) from error
+    if isinstance(made, LanguageModel):
+        return made
+    if not isinstance(made, nn.Module):
+        raise ConfigurationError(
+            f"{source} gave a {type(made).__name__}; a torch.nn.Module whose forward(tokens) gives logits, or a "
+            "diloco LanguageModel, would work. Nothing was started."
+        )
+    vocab_size = getattr(made, "vocab_size", settings.vocab_size)
+    if not isinstance(vocab_size, int):
+        raise ConfigurationError(
+            f"{source} gave a model of unknown vocabulary; an attribute vocab_size, or model.vocab_size, would work. "
+            "Nothing was started."
+        )
+    longest = getattr(made, "max_sequence_length", settings.max_sequence_length)
+    return ForeignModel(made, vocab_size=vocab_size, max_sequence_length=int(longest), z_loss=settings.z_loss)
+
+
+def _find(source: Source) -> Callable[..., Any]:
+    try:
+        module = _load_file(source.place) if source.place.endswith(".py") else _load_module(source.place)
+    except Exception as error:
+        raise ConfigurationError(
+            f"model.source={source} was given, and {source.place} can't be imported: {type(error).__name__}: {error}. "
+            "A module that is installed or in the working directory, or the path of a .py file, would work. "
+            "Nothing was started."
+        ) from error
+    function = getattr(module, source.function, None)
+    if not callable(function):
+        callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ConfigurationError(
+            f"model.source={source} was given, and {source.place} has no function {source.function!r}; "
+            f"{nearest(source.function, callables)} Nothing was started."
+        )
+    found: Callable[..., Any] = function
+    return found
+
+
+def _load_module(name: str) -> Any:
+    """Import ``name``, which may be in the working directory, as ``python -m`` does."""
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+def _load_file(path: str) -> Any:
+    file = Path(path).expanduser().resolve()
+    name = f"diloco_model_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise FileNotFoundError(f"{file} is not there")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and the like look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,250 @@
+"""A causal language model of ``transformers``, as the interface that training, evaluation and generation use."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.layers import group_layers
+from diloco.errors import ConfigurationError
+from diloco.model.language_model import Cache, LanguageModel, LossParts
+from diloco.model.loss import cross_entropy_with_z_loss
+from diloco.model.tokens_seen import TokensSeen
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["UNLIMITED", "HuggingFaceCache", "HuggingFaceModel"]
+
+UNLIMITED = 1 << 30
+"""The longest sequence of a model without position limit, such as a recurrent one."""
+
+PROBED_TOKENS = 8
+"""Length of the sequence on which a model is asked what a token sees."""
+
+PROBE_TOLERANCE = 1e-4
+"""Largest difference between logits that ought to be equal, relative to the largest logit: round-off is far below, and
+a token that is seen far above."""
+
+DocumentMasks = Literal["positions", "mask"]
+
+
+class HuggingFaceCache:
+    """Keys and values in transformers' own cache. Attribute ``length``: tokens seen."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        from transformers import DynamicCache
+
+        self.past = DynamicCache(config=config)
+        self.length = 0
+
+
+class HuggingFaceModel(LanguageModel):
+    """A ``transformers`` causal language model.
+
+    Where its configuration has a load-balancing loss for experts (``router_aux_loss_coef``), that is part of the loss;
+    a coefficient of 0 leaves it out. Call `probe` once after building, before the model is divided among ranks.
+
+    Args:
+        wrapped: the model.
+        z_loss: weight of the squared log-partition in the loss.
+
+    Attributes:
+        wrapped: the model, all of whose parameters are named ``wrapped.NAME`` here.
+        document_masks: how the documents of a packed row are kept apart: by positions that begin again, which most
+            architectures understand, or by a mask; None: this architecture can't, and ``documents`` are refused.
+        weights: whether it began from stored or fresh ones; None: that is not known, or they come from a checkpoint.
+    """
+
+    def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.z_loss = z_loss
+        self.weights: Literal["stored", "fresh"] | None = None
+        config = wrapped.config
+        head = _head_of(wrapped)
+        self.vocab_size = int(config.vocab_size if head is None else head.shape[0])
+        self.max_sequence_length = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
+        self.num_layers = len(group_layers({n: p.numel() for n, p in trainable_parameters(self).items()})[1])
+        accepted = inspect.signature(wrapped.forward).parameters
+        self._caches = "past_key_values" in accepted
+        self._takes_positions = "position_ids" in accepted
+        coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
+        self.balance_loss = float(coefficient) if "output_router_logits" in accepted else 0.0
+        self.document_masks: DocumentMasks | None = "positions" if self._takes_positions else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        documents: Tensor | None = None,
+        *,
+        with_balance: bool = False,
+    ) -> Any:
+        """As `LanguageModel.forward`; with ``with_balance`` a pair, of the logits and the experts' ``()`` balance."""
+        start = 0 if cache is None else cache.length
+        new = tokens.shape[1]
+        if start + new > self.max_sequence_length:
+            raise ConfigurationError(
+                f"a sequence of {start + new} tokens was given; {type(self.wrapped).__name__} with "
+                f"max_position_embeddings={self.max_sequence_length} was. A shorter sequence would work."
+            )
+        if isinstance(cache, TokensSeen):
+            return self.wrapped(input_ids=cache.extend(tokens)).logits[:, -new:]
+        given: dict[str, Any] = {"input_ids": tokens}
+        if self._caches:
+            given["use_cache"] = cache is not None
+        if cache is not None:
+            assert isinstance(cache, HuggingFaceCache), "made by new_cache"
+            given["past_key_values"] = cache.past
+        if documents is not None:
+            given |= self._apart(documents)
+        if with_balance:
+            given["output_router_logits"] = True
+        output = self.wrapped(**given)
+        if isinstance(cache, HuggingFaceCache):
+            cache.length += new
+        return (output.logits, output.aux_loss) if with_balance else output.logits
+
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
+        if self.balance_loss:
+            logits, balance = self(tokens, documents=documents, with_balance=True)
+        else:
+            logits, balance = self(tokens, documents=documents), None
+        loss, cross_entropy = cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
+        return LossParts(loss if balance is None else loss + self.balance_loss * balance, cross_entropy)
+
+    def new_cache(self) -> Cache:
+        return HuggingFaceCache(self.wrapped.config) if self._caches else TokensSeen()
+
+    def flops_per_token(self, sequence_length: int | None = None) -> float:
+        """Estimated floating-point operations of training on one token, forward and backward.
+
+        ``6 * N + 12 * layers * width * context``, as for the native decoder: N counts matrices that a token goes
+        through (of experts those that it is sent to; no embeddings, but the output projection also when tied), width
+        is that of all heads, and context the tokens that one sees on average, of at most ``sliding_window``.
+
+        Args:
+            sequence_length: tokens per sequence; default: ``max_sequence_length``.
+        """
+        config = self.wrapped.config
+        length = self.max_sequence_length if sequence_length is None else sequence_length
+        heads = int(getattr(config, "num_attention_heads", 0) or 0)
+        head_width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        window = getattr(config, "sliding_window", None) or length
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
+        contexts = {"full_attention": _context(length, length), "sliding_attention": _context(length, window)}
+        seen = sum(contexts.get(kind, 0.0) for kind in kinds)
+        return 6.0 * self._matrices_of_a_token() + 12.0 * heads * head_width * seen
+
+    def definition(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads(self.wrapped.config.to_json_string(use_diff=False))
+        return {"architecture": type(self.wrapped).__name__, "config": config}
+
+    def to_huggingface(self) -> PreTrainedModel:
+        """The model itself, in evaluation mode."""
+        self.eval()
+        return self.wrapped
+
+    @torch.no_grad()
+    def probe(self) -> None:
+        """Ask the model itself, on a few tokens, whether it is causal, and how it keeps documents apart.
+
+        Raises:
+            ConfigurationError: if a token sees those that come after it.
+        """
+        special = {getattr(self.wrapped.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
+        usable = [token for token in range(min(self.vocab_size, 64)) if token not in special] or [0]
+        length = min(PROBED_TOKENS, self.max_sequence_length)
+        tokens = torch.tensor([[usable[i % len(usable)] for i in range(length)]])
+        tokens = tokens.to(next(self.parameters()).device)
+        was_training = self.training
+        self.eval()
+        try:
+            logits = self(tokens)
+            changed = tokens.clone()
+            changed[0, -1] = tokens[0, 0]
+            if not _alike(self(changed)[:, :-1], logits[:, :-1]):
+                raise ConfigurationError(
+                    f"{type(self.wrapped).__name__} is not causal as configured: a token sees those after it. A causal "
+                    "language model would work (for BERT and its kin: is_decoder = true). Nothing was started."
+                )
+            self.document_masks = self._find_document_masks(tokens)
+        finally:
+            self.train(was_training)
+
+    def _find_document_masks(self, tokens: Tensor) -> DocumentMasks | None:
+        """The first way by which the second document of a row gives what it gives alone."""
+        half = tokens.shape[1] // 2
+        if not self._takes_positions or half == 0:
+            return None
+        documents = (torch.arange(tokens.shape[1], device=tokens.device) >= half).long().unsqueeze(0)
+        alone = self(tokens[:, half:])
+        ways: tuple[DocumentMasks, ...] = ("positions", "mask")
+        for way in ways:
+            self.document_masks = way
+            try:
+                together = self(tokens, documents=documents)
+            except (RuntimeError, ValueError, TypeError):  # an architecture that takes no such mask
+                continue
+            if _alike(together[:, half:], alone):
+                return way
+        return None
+
+    def _apart(self, documents: Tensor) -> dict[str, Tensor]:
+        """What tells the model which tokens of a row belong together."""
+        if self.document_masks is None:
+            raise ConfigurationError(
+                f"{type(self.wrapped).__name__} can't keep the documents of a packed row apart; packing without "
+                "document masks, or another architecture, would work. Nothing was computed."
+            )
+        positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+        begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        restarted = positions - torch.where(begins, positions, 0).cummax(1).values
+        if self.document_masks == "positions":  # transformers sees from them where a document begins
+            return {"position_ids": restarted}
+        same = (documents.unsqueeze(1).unsqueeze(3) == documents.unsqueeze(1).unsqueeze(2)).tril()
+        mask = torch.zeros(same.shape, device=documents.device).masked_fill(~same, torch.finfo(torch.float32).min)
+        return {"position_ids": restarted, "attention_mask": mask}
+
+    def _matrices_of_a_token(self) -> float:
+        """Values of the matrices that one token is multiplied with."""
+        config = self.wrapped.config
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((int(n) for name in names if (n := getattr(config, name, None))), 1)
+        chosen = int(getattr(config, "num_experts_per_tok", None) or experts)
+        head = _head_of(self.wrapped)
+        looked_up = {id(module.weight) for module in self.wrapped.modules() if isinstance(module, nn.Embedding)}
+        total = 0.0 if head is None else float(head.numel())
+        for name, weight in self.wrapped.named_parameters():
+            if weight.dim() < 2 or id(weight) in looked_up or weight is head:
+                continue
+            total += weight.numel() * (chosen / experts if ".experts." in name else 1.0)
+        return total
+
+
+def _head_of(wrapped: Any) -> Tensor | None:
+    """The output projection, ``(vocab, width)``, where there is one."""
+    head = wrapped.get_output_embeddings()
+    return None if head is None else head.weight
+
+
+def _context(length: int, window: int) -> float:
+    """Tokens that one sees on average in a sequence of ``length``, itself included, of at most ``window``.
+
+    >>> _context(4, 4), _context(4, 2)
+    (2.5, 1.75)
+    """
+    short = min(length, window)
+    return (short * (short + 1) / 2 + (length - short) * short) / length
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two ``(..., vocab)`` logits differ by round-off only."""
+    scale = torch.maximum(one.abs().max(), other.abs().max())
+    return bool((one - other).abs().max() <= PROBE_TOLERANCE * scale)

@@ -1,0 +1,238 @@
+"""From ``hf:PATH_OR_NAME`` to a model: configuration, weights where there are any, and what can't be trained.
+
+Nothing is run that is not installed: no code from a model's folder, no pickles.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diloco.errors import ConfigurationError, nearest
+from diloco.model.huggingface import HuggingFaceModel
+from diloco.model.settings import ModelSettings
+from diloco.model.source import parse_source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["build_huggingface", "has_weights"]
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+
+
+def build_huggingface(
+    settings: ModelSettings, *, on_meta: bool, definition: Mapping[str, Any] | None = None
+) -> HuggingFaceModel:
+    """The model that ``settings.source`` names, on the CPU in float32; initial values come from the global generators.
+
+    Args:
+        settings: with ``source``, ``weights``, ``arguments``, ``vocab_size`` and ``z_loss``.
+        on_meta: build it without memory, and read no weights.
+        definition: what `HuggingFaceModel.definition` gave; the source is then not looked at, and weights are fresh.
+
+    Raises:
+        ConfigurationError: for what is not there or can't be trained; it says what would work.
+    """
+    _require_transformers()
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    folder: Path | None = None
+    if definition is not None:
+        config = _config_of(dict(definition["config"]), {}, "the checkpoint")
+    else:
+        assert settings.source is not None
+        place = parse_source(settings.source).place
+        folder = _find_folder(place, with_weights=not on_meta and settings.weights != "fresh")
+        config = _read_config(folder, settings.arguments)
+    _check_kind(config)
+    stored = folder is not None and settings.weights != "fresh" and _stored(folder, settings, looked=not on_meta)
+    size = settings.vocab_size
+    if definition is None and size is not None and size != config.vocab_size:
+        if stored:
+            raise ConfigurationError(
+                f"model.vocab_size={size} was given with the weights in {folder}, which have {config.vocab_size}; "
+                "leaving it out, or --model.weights fresh, would work. Nothing was started."
+            )
+        config.vocab_size = size
+    with _in_words(type(config).__name__):
+        if on_meta:
+            with torch.device("meta"):
+                wrapped = auto.from_config(config, dtype=torch.float32)
+        elif stored:
+            assert folder is not None
+            wrapped = _load(folder, config)
+        else:
+            wrapped = auto.from_config(config, dtype=torch.float32)
+    model = HuggingFaceModel(wrapped.float(), z_loss=settings.z_loss)
+    if not on_meta:
+        model.probe()
+    if folder is not None and (not on_meta or settings.weights == "fresh" or stored):
+        model.weights = "stored" if stored else "fresh"
+    return model
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights to begin from in ``folder``."""
+    return any((folder / name).is_file() for name in WEIGHTS)
+
+
+def _require_transformers() -> None:
+    try:
+        import transformers  # noqa: F401  # seconds; here, so that what follows need not ask
+    except ImportError as error:
+        raise ConfigurationError(
+            f"a model of transformers was asked for, which can't be imported ({error}); pip install 'diloco[hf]' "
+            "would work. Nothing was started."
+        ) from error
+
+
+def _find_folder(place: str, *, with_weights: bool) -> Path:
+    """The local folder, or the hub's files as they are kept here."""
+    local = Path(place).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists() or not _HUB_NAME.fullmatch(place):
+        what = "no folder" if local.exists() else "not there, and no name on the hub"
+        raise ConfigurationError(
+            f"model.source=hf:{place} was given; {local} is {what}. A folder with a config.json, or a name such as "
+            "hf:HuggingFaceTB/SmolLM2-135M, would work. Nothing was started."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name, _, revision = place.partition("@")
+    wanted = ["config.json", "generation_config.json"]
+    if with_weights:
+        wanted += ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json", *PICKLES[1:]]
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigurationError(
+            f"model.source=hf:{place} was given; there is no such folder, and the Hugging Face hub did not give it: "
+            f"{str(error).splitlines()[0]} A local folder with a config.json would work. Nothing was started."
+        ) from error
+
+
+def _read_config(folder: Path, arguments: Mapping[str, Any]) -> PretrainedConfig:
+    from transformers import PretrainedConfig
+
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(
+            f"{folder} has no config.json, which says what the model is; a folder that save_pretrained wrote would "
+            "work. Nothing was started."
+        )
+    with _in_words(str(folder)):
+        values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+    return _config_of(values, arguments, str(folder))
+
+
+def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING, __version__
+
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
+        raise ConfigurationError(
+            f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}; a newer "
+            "transformers, or your own function (--model module:function), would work. Nothing was started."
+        )
+    with _in_words(where):
+        kind = CONFIG_MAPPING[model_type]
+        known = kind()
+        for name in arguments:
+            if name not in values and not hasattr(known, name):
+                raise ConfigurationError(
+                    f"model.arguments.{name} is no part of {kind.__name__}; "
+                    f"{nearest(name, vars(known).keys())} Nothing was started."
+                )
+        config: PretrainedConfig = kind.from_dict(values | copy.deepcopy(dict(arguments)))
+    return config
+
+
+def _check_kind(config: PretrainedConfig) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    name = type(config).__name__.removesuffix("Config")
+    if getattr(config, "is_encoder_decoder", False):
+        why = "an encoder with a decoder"
+    elif config.get_text_config() is not config:
+        why = "a model of more than text"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        why = "no causal language model of transformers"
+    elif getattr(config, "quantization_config", None) is not None:
+        why = "quantised, and quantised weights can't be trained"
+    else:
+        return
+    raise ConfigurationError(
+        f"{name} is {why}; a causal language model such as Llama, Qwen3 or GPT-2 would work. Nothing was started."
+    )
+
+
+def _stored(folder: Path, settings: ModelSettings, *, looked: bool) -> bool:
+    """Whether to begin from the weights in ``folder``; ``looked``: whether they would be here if there were any."""
+    if has_weights(folder) or not looked:
+        return has_weights(folder)
+    if pickles := [name for name in PICKLES if (folder / name).is_file()]:
+        raise ConfigurationError(
+            f"{folder} has its weights as {pickles[0]}, a pickle, which could run any code and is not read; the same "
+            "as safetensors, or --model.weights fresh, would work. Nothing was started."
+        )
+    if settings.weights == "stored":
+        raise ConfigurationError(
+            f"model.weights='stored' was given, and {folder} has no {WEIGHTS[0]}; a folder with weights, or "
+            "--model.weights fresh for new ones, would work. Nothing was started."
+        )
+    return False
+
+
+def _load(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
+    """The weights of ``folder``, all of them and none left over but those that this kind of model has no use for."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    auto: Any = AutoModelForCausalLM
+    progress: Any = logging
+    bars = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        wrapped, found = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    finally:
+        if bars:
+            progress.enable_progress_bar()
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigurationError(
+            f"the weights in {folder} lack {', '.join(missing[:5])}; all weights of the configuration, or "
+            "--model.weights fresh, would work. Nothing was started."
+        )
+    model: PreTrainedModel = wrapped
+    return model
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    """Whatever transformers refuses, as a configuration error."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, OSError) as error:
+        raise ConfigurationError(
+            f"transformers refused {what}: {str(error).strip() or type(error).__name__} Nothing was started."
+        ) from error

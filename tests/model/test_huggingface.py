@@ -1,0 +1,233 @@
+"""Models of ``transformers`` behind the interface that training uses: the same numbers, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.fragments import partition
+from diloco.errors import ConfigurationError
+from diloco.model.build import build_language_model, check_vocabulary, with_vocabulary
+from diloco.model.huggingface import UNLIMITED, HuggingFaceModel
+from diloco.model.settings import ModelSettings
+from diloco.train.parallel import parallelise
+from diloco.transport.replica_group import open_replica_group
+from tests.huggingface import ARCHITECTURES, config_of, write_config
+
+EXACT = {"atol": 2e-6, "rtol": 2e-5}
+"""Round-off of float32 at these sizes."""
+
+
+def built(folder: Path, seed: int = 0, device: str = "cpu", **settings: Any) -> HuggingFaceModel:
+    model = build_language_model(ModelSettings(source=f"hf:{folder}", **settings), seed=seed, device=device)
+    assert isinstance(model, HuggingFaceModel)
+    return model
+
+
+def batch(rows: int = 2, length: int = 13, seed: int = 0) -> Tensor:
+    return torch.randint(3, 272, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceModel:
+    return built(write_config(tmp_path_factory.mktemp("config"), request.param)).eval()
+
+
+def test_the_loss_is_that_of_transformers(model: HuggingFaceModel) -> None:
+    """With the experts' load balance where there are any, which is no part of the cross-entropy."""
+    tokens = batch()
+    wrapped = copy.deepcopy(model.wrapped).train()
+    theirs = wrapped(input_ids=tokens, labels=tokens, **({"output_router_logits": True} if model.balance_loss else {}))
+    model.train()
+    loss, cross_entropy = model.loss(tokens[:, :-1], tokens[:, 1:])
+    model.eval()
+    is_routed = "moe" in type(wrapped).__name__.lower() or "mixtral" in type(wrapped).__name__.lower()
+    assert (model.balance_loss > 0) == is_routed
+    if is_routed:  # over one token more: theirs counts the last one, which predicts nothing
+        assert 0 < float(loss.detach() - cross_entropy) < 4 * model.balance_loss
+        balance = float(model(tokens, with_balance=True)[1].detach()) * model.balance_loss
+        torch.testing.assert_close(float(theirs.loss.detach()), float(cross_entropy) + balance, rtol=1e-5, atol=1e-5)
+    elif model.wrapped.config.model_type not in ("gpt2", "opt"):  # these have dropout
+        torch.testing.assert_close(loss, theirs.loss, **EXACT)
+        assert float(loss.detach()) == float(cross_entropy)
+
+
+@torch.no_grad()
+def test_a_cache_and_a_whole_sequence_give_the_same(model: HuggingFaceModel) -> None:
+    tokens, cache = batch(), model.new_cache()
+    pieces = [model(piece, cache) for piece in tokens.split([5, 2, 1, 5], 1)]
+    assert cache.length == 13
+    torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), **EXACT)
+
+
+@torch.no_grad()
+def test_documents_of_a_row_see_nothing_of_each_other(model: HuggingFaceModel) -> None:
+    """Also two of one token, and different ones in each row."""
+    tokens = batch()
+    documents = torch.tensor([[0] * 5 + [1] + [2] + [3] * 6, [4] * 2 + [5] * 11])
+    together = model(tokens, documents=documents)
+    for row, lengths in enumerate(([5, 1, 1, 6], [2, 11])):
+        alone = [model(piece) for piece in tokens[row : row + 1].split(lengths, 1)]
+        torch.testing.assert_close(together[row : row + 1], torch.cat(alone, 1), **EXACT)
+
+
+def test_layers_are_blocks_of_the_model_and_fragments_cover_it(model: HuggingFaceModel) -> None:
+    assert model.num_layers == model.wrapped.config.num_hidden_layers
+    fragments = partition(model, num_fragments=4)
+    assert sorted(n for f in fragments for n in f.names) == sorted(dict(model.named_parameters()))
+    inside = [{name.split(".")[3] for name in fragment.names} for fragment in fragments[1:]]
+    assert inside == [{"0"}, {"1"}, {"2"}] or all("layers" in f.names[0] for f in fragments[1:])
+    assert not any("layers." in name or ".h." in name for name in fragments[0].names)
+
+
+def test_nothing_of_the_process_decides_the_initial_bits(model: HuggingFaceModel) -> None:
+    """From the definition too, on another state of the generators; which stay as they are. On meta there are none."""
+    before = torch.default_generator.get_state()
+    folder_gone = ModelSettings(source="hf:/nowhere")
+    definition = json.loads(json.dumps(model.definition()))
+    torch.manual_seed(99)
+    again = build_language_model(folder_gone, seed=0, definition=definition)
+    other = build_language_model(folder_gone, seed=1, definition=definition)
+    meta = build_language_model(folder_gone, seed=0, device="meta", definition=definition)
+    assert torch.equal(torch.default_generator.get_state(), torch.Generator().manual_seed(99).get_state())
+    torch.default_generator.set_state(before)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
+    assert not all(torch.equal(state[name], value) for name, value in other.state_dict().items())
+    assert {p.device.type for p in meta.parameters()} == {"meta"}
+    assert meta.num_parameters() == model.num_parameters()
+    assert meta.num_layers == model.num_layers
+
+
+def test_floating_point_operations_by_hand(tmp_path: Path) -> None:
+    """Of Llama, of its tied sister, and of experts, of which a token goes through two in four."""
+    attention, ffn, head = 2 * 16 * 16 + 2 * 16 * 8, 3 * 16 * 24, 272 * 16
+    products = 12 * 3 * 16 * (10 + 1) / 2
+    llama = built(write_config(tmp_path, "Llama"), device="meta")
+    assert llama.flops_per_token(10) == 6 * (3 * (attention + ffn) + head) + products
+    tied = built(write_config(tmp_path, "Llama", tie_word_embeddings=True), device="meta")
+    assert tied.flops_per_token(10) == llama.flops_per_token(10)
+    routed = built(write_config(tmp_path, "Mixtral"), device="meta")
+    assert routed.flops_per_token(10) == 6 * (3 * (attention + 2 * ffn + 4 * 16) + head) + products
+
+
+def test_weights_are_begun_from_as_float32_or_drawn_anew(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(5)
+    stored = LlamaForCausalLM(config_of("Llama")).to(torch.bfloat16)
+    stored.save_pretrained(tmp_path)
+    model, fresh = built(tmp_path), built(tmp_path, weights="fresh")
+    assert {p.dtype for p in (*model.parameters(), *fresh.parameters())} == {torch.float32}
+    for name, value in stored.state_dict().items():
+        assert torch.equal(model.wrapped.state_dict()[name], value.float())
+    assert not torch.equal(fresh.wrapped.lm_head.weight, model.wrapped.lm_head.weight)
+    assert torch.equal(fresh.wrapped.lm_head.weight, built(tmp_path, weights="fresh").wrapped.lm_head.weight)
+    with pytest.raises(ConfigurationError, match=r"vocab_size=300.*have 272.*weights fresh"):
+        built(tmp_path, vocab_size=300)
+    with pytest.raises(ConfigurationError, match=r"lack model\.layers\.3.*weights fresh"):
+        built(tmp_path, arguments={"num_hidden_layers": 4})
+    larger = built(tmp_path, vocab_size=300, weights="fresh", arguments={"num_hidden_layers": 4})
+    assert (larger.vocab_size, larger.num_layers) == (300, 4)
+
+
+def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
+    refused = {
+        "bert": "BertLMHeadModel is not causal",
+        "t5": "an encoder with a decoder",
+        "vit": "no causal language model",
+        "llava": "a model of more than text",
+    }
+    small = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    for kind, why in refused.items():
+        changes = small | {"vocab_size": 99} if kind == "bert" else {}
+        with pytest.raises(ConfigurationError, match=f"{why}.*Nothing was started"):
+            built(write_config(tmp_path, kind, **changes))
+    quantised = config_of("Llama")
+    quantised.quantization_config = {"quant_method": "gptq", "bits": 4}
+    quantised.save_pretrained(tmp_path / "quantised")
+    with pytest.raises(ConfigurationError, match="quantised"):
+        built(tmp_path / "quantised")
+    llama = write_config(tmp_path, "Llama")
+    with pytest.raises(ConfigurationError, match=r"has no model\.safetensors.*weights fresh"):
+        built(llama, weights="stored")
+    (llama / "pytorch_model.bin").write_bytes(b"any code")
+    with pytest.raises(ConfigurationError, match="a pickle, which could run any code"):
+        built(llama)
+    with pytest.raises(ConfigurationError, match=r"num_hidden_layer is no part.*'num_hidden_layers'"):
+        built(llama, weights="fresh", arguments={"num_hidden_layer": 2})
+    (tmp_path / "odd").mkdir()
+    with pytest.raises(ConfigurationError, match=r"has no config\.json"):
+        built(tmp_path / "odd")
+    (tmp_path / "odd" / "config.json").write_text('{"model_type": "mine", "auto_map": {}}', encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="does not know, and code that comes with a model is not run"):
+        built(tmp_path / "odd")
+    with pytest.raises(ConfigurationError, match="not there, and no name on the hub"):
+        built(tmp_path / "gone")
+
+
+def test_documents_are_refused_where_an_architecture_mixes_them(tmp_path: Path) -> None:
+    """Alibi, which no position says anything to, and a recurrence, which reads them all."""
+    for kind, sizes in (
+        ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2}),
+        ("mamba", {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}),
+    ):
+        model = built(write_config(tmp_path, kind, vocab_size=272, **sizes))
+        assert (model.num_layers, model.max_sequence_length) == (2, UNLIMITED)
+        with pytest.raises(ConfigurationError, match="can't keep the documents of a packed row apart"):
+            model.loss(batch(), batch(), documents=torch.zeros(2, 13, dtype=torch.int64))
+        model.eval()
+        with torch.no_grad():
+            cache = model.new_cache()
+            pieces = [model(piece, cache) for piece in batch().split([5, 1, 7], 1)]
+            torch.testing.assert_close(torch.cat(pieces, 1), model(batch()), **EXACT)
+
+
+def test_the_vocabulary_must_hold_the_tokens(tmp_path: Path) -> None:
+    model = built(write_config(tmp_path, "Llama"), device="meta")
+    check_vocabulary(model, 272)
+    with pytest.raises(ConfigurationError, match="tokeniser has 273 tokens and the model a vocabulary of 272"):
+        check_vocabulary(model, 273)
+    assert with_vocabulary(ModelSettings(source="hf:x"), 300).vocab_size is None
+    assert with_vocabulary(ModelSettings(source="a:b"), 300).vocab_size == 300
+    assert with_vocabulary(ModelSettings(vocab_size=400), 300).vocab_size == 400
+    with pytest.raises(ConfigurationError, match=r"a sequence of 49 tokens was given.*max_position_embeddings=48"):
+        model(torch.zeros(1, 49, dtype=torch.int64, device="meta"))
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[hf\]'"):
+        built(Path("anywhere"))
+
+
+def test_shards_are_of_whole_blocks_and_give_the_same_gradients(tmp_path: Path) -> None:
+    """With a tied embedding, and experts as one tensor; of one rank, so that this process is all of them."""
+    from torch.distributed import FileStore
+    from torch.distributed.fsdp import FSDPModule
+
+    for number, name in enumerate(("Qwen3", "Mixtral", "GPT-2")):
+        whole = built(write_config(tmp_path, name)).eval()
+        device = torch.device("cpu")
+        store = FileStore(str(tmp_path / f"store-{number}"), 1)
+        group = open_replica_group(store, replica=number, position=0, size=1, device=device, timeout_s=60)
+        try:
+            sharded = parallelise(copy.deepcopy(whole), "fsdp", group, device)
+            units = [module for module in sharded.model.modules() if isinstance(module, FSDPModule)]
+            assert len(units) == 1 + whole.num_layers
+            tokens = batch()
+            with sharded.piece(last=True):
+                sharded.loss(tokens, tokens).loss.backward()
+            whole.loss(tokens, tokens).loss.backward()
+            for (_, mine), (_, theirs) in zip(sharded.model.named_parameters(), whole.named_parameters(), strict=True):
+                assert isinstance(mine, nn.Parameter)
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)  # type: ignore[union-attr]
+        finally:
+            group.close()
