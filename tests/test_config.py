@@ -56,6 +56,7 @@ SHORT_FLAGS: dict[str, tuple[str, Any]] = {
     "--steps 7": ("train.steps", 7),
     "--stop-after 3": ("train.stop_after", 3),
     "--seed 5": ("seed", 5),
+    "--model hf:gpt2": ("model.source", "hf:gpt2"),
     "--replicas 2": ("transport.replicas", 2),
     "--algorithm diloco": ("algorithm", "diloco"),
     "--inner-steps 50": ("schedule.inner_steps", 50),

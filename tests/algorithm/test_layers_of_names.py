@@ -28,6 +28,23 @@ EXPERTS = {
     **{f"layers.{n}.experts.{e}.w": 500 for n in range(3) for e in range(8)},
     **{f"layers.{n}.router": 1 for n in range(3)},
 }
+LARGE_HEAD = {
+    "embedding.weight": 500,
+    **{f"blocks.{n}.{part}": 5 for n in range(4) for part in ("mix.weight", "mix.bias")},
+    "head.0.weight": 5,
+    "head.1.weight": 500,
+}
+IN_SEQUENCE = {
+    "0.weight": 500,
+    **{f"1.layers.{n}.w": 5 for n in range(4)},
+    "2.weight": 400,
+}
+ONE_LAYER_OF_EXPERTS = {"embedding": 10, **{f"layers.0.experts.{n}.w": 5 for n in range(4)}, "layers.0.norm": 1}
+DENSE_THEN_EXPERTS = {
+    **{f"layers.{n}.attention.w": 3 for n in range(2)},
+    "layers.0.ffn.w": 20,
+    **{f"layers.1.experts.{n}.w": 20 for n in range(4)},
+}
 TWO_STACKS = {
     **{f"encoder.layers.{n}.w": 10 for n in range(6)},
     **{f"decoder.layers.{n}.w": 30 for n in range(4)},
@@ -45,9 +62,22 @@ def numbers(layers: list[list[str]], position: int) -> list[set[int]]:
         (LLAMA, 2, 12, ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]),
         (GPT2, 2, 11, ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight"]),
         (EXPERTS, 1, 3, ["embedding.weight"]),
+        (LARGE_HEAD, 1, 4, ["embedding.weight", "head.0.weight", "head.1.weight"]),
+        (IN_SEQUENCE, 2, 4, ["0.weight", "2.weight"]),
+        (ONE_LAYER_OF_EXPERTS, 1, 1, ["embedding"]),
+        (DENSE_THEN_EXPERTS, 1, 2, []),
         (TWO_STACKS, 2, 4, [*(f"encoder.layers.{n}.w" for n in range(6)), "shared"]),
     ],
-    ids=["Llama", "GPT-2", "experts in layers", "the larger of two stacks"],
+    ids=[
+        "Llama",
+        "GPT-2",
+        "experts in layers",
+        "a large head",
+        "parts in sequence",
+        "one layer",
+        "unlike layers",
+        "the larger of two stacks",
+    ],
 )
 def test_layers_are_found_in_the_order_of_their_numbers(
     sizes: dict[str, int], position: int, count: int, outside: list[str]

@@ -17,6 +17,7 @@ from diloco.errors import ConfigurationError
 from diloco.model.build import build_language_model, check_vocabulary, with_vocabulary
 from diloco.model.huggingface import UNLIMITED, HuggingFaceModel
 from diloco.model.settings import ModelSettings
+from diloco.train.generate import generate
 from diloco.train.parallel import parallelise
 from diloco.transport.replica_group import open_replica_group
 from tests.huggingface import ARCHITECTURES, config_of, write_config
@@ -190,6 +191,36 @@ def test_documents_are_refused_where_an_architecture_mixes_them(tmp_path: Path) 
             torch.testing.assert_close(torch.cat(pieces, 1), model(batch()), **EXACT)
 
 
+def test_a_name_on_the_hub_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub is reached here: what it would be asked for, and what is said where it gives nothing."""
+    import huggingface_hub
+
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def fetched(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        if name == "somebody/gone":
+            raise OSError("no such repository")
+        return str(write_config(tmp_path, "Llama"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    monkeypatch.chdir(tmp_path)
+    assert built(Path("somebody/llama@v2"), weights="fresh").weights == "fresh"
+    assert built(Path("somebody/llama"), device="meta").weights is None
+    assert built(Path("somebody/llama")).weights == "fresh"
+    assert [(name, revision) for name, revision, _ in asked] == [
+        ("somebody/llama", "v2"),
+        ("somebody/llama", None),
+        ("somebody/llama", None),
+    ]
+    wanted = [{pattern for pattern in patterns if "safetensors" in pattern} for _, _, patterns in asked]
+    assert wanted[:2] == [set(), set()]
+    assert wanted[2]
+    assert not any(pattern.endswith((".bin", ".py")) for _, _, patterns in asked for pattern in patterns)
+    with pytest.raises(ConfigurationError, match="the Hugging Face hub did not give it: no such repository"):
+        built(Path("somebody/gone"))
+
+
 def test_the_vocabulary_must_hold_the_tokens(tmp_path: Path) -> None:
     model = built(write_config(tmp_path, "Llama"), device="meta")
     check_vocabulary(model, 272)
@@ -226,6 +257,11 @@ def test_shards_are_of_whole_blocks_and_give_the_same_gradients(tmp_path: Path) 
             with sharded.piece(last=True):
                 sharded.loss(tokens, tokens).loss.backward()
             whole.loss(tokens, tokens).loss.backward()
+            texts = [
+                generate(some, [1, 2], max_new_tokens=4, generator=torch.Generator(), temperature=0)
+                for some in (sharded.model, whole)
+            ]
+            assert texts[0] == texts[1]
             for (_, mine), (_, theirs) in zip(sharded.model.named_parameters(), whole.named_parameters(), strict=True):
                 assert isinstance(mine, nn.Parameter)
                 torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **EXACT)  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.config.keys import Values
+from diloco.errors import CheckpointError
 from diloco.model.settings import native_keys, native_only_error
 from diloco.model.source import parse_source
 from diloco.train.settings import RunSettings
@@ -85,7 +86,10 @@ def _model_of_checkpoint(path: Path) -> Values:
         return {}
     from diloco.train.checkpoint import open_checkpoint
 
-    described = open_checkpoint(path).about.get("model", {})
+    try:
+        described = open_checkpoint(path.expanduser()).about.get("model", {})
+    except CheckpointError:
+        return {}  # whoever needs the checkpoint itself says what is wrong with it
     if described.get("source") is None:
         return {}
     return {f"model.{name}": value for name, value in described.items() if value is not None}
