@@ -112,8 +112,9 @@ def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: 
         place = tmp_path / str(length)
         export_huggingface(Trained(model, trained.tokenizer, 1, length, run), place)
         assert load_trained(place).sequence_length == length, "it says so itself"
+        assert load_trained(place).weights == "global parameters"
         (place / "diloco.json").unlink()
-        assert load_trained(place).sequence_length == expected
+        assert (load_trained(place).sequence_length, load_trained(place).weights) == (expected, "as stored")
 
 
 def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:
@@ -134,6 +135,7 @@ def test_replicas_and_earlier_checkpoints_can_be_taken(run: Path, capsys: pytest
         assert main(["export", str(run), str(file), *flags.split()]) == 0
         assert same(read_weights(file), saved.load(f"replica-{number}")["model"])
         assert not same(read_weights(file), saved.load("global"))
+        assert load_trained(run, replica=number).weights == f"replica {number}"
     capsys.readouterr()
     assert main(["export", str(run), "x", "--checkpoint", "7"]) == 1
     assert "no checkpoint of step 7; there are: 6, 12" in capsys.readouterr().err

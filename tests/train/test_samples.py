@@ -27,6 +27,8 @@ def test_samples_are_drawn_when_due_and_leave_every_bit_of_training(tmp_path: Pa
         (12, "alpha", True), (12, "beta", True),
     ]  # fmt: skip
     assert all(sample.text for sample in samples)
+    if algorithm == "none":
+        return
     # drawn alike: what differs between two steps is the model
     again = Listener()
     train(data, tmp_path / "again", " ".join([flags, EVERY, "10", *prompts]), sink=again)

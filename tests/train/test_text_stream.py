@@ -35,7 +35,7 @@ def test_pieces_together_are_the_text_up_to_the_first_stop(
     assert stream.stopped == any(stop in whole for stop in stops)
 
 
-@given(st.text(max_size=20))
+@given(st.text("abé本🙂\n\r", max_size=20))
 def test_without_stops_every_character_comes_with_its_last_byte(text: str) -> None:
     stream = TextStream(ByteTokenizer())
     for letter in text:

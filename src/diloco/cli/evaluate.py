@@ -108,9 +108,6 @@ def run(arguments: Sequence[str]) -> int:
         )
     documents = list(_documents(settings.data, given))
     evaluation = _evaluate(trained, settings, given, documents, length)
-    whose = "replica 0 (independent replicas)" if settings.algorithm == "none" else "global parameters"
-    if given.replica is not None:
-        whose = f"replica {given.replica}"
     record = {
         "heldout_loss": evaluation.loss,
         "perplexity": evaluation.perplexity,
@@ -123,10 +120,10 @@ def run(arguments: Sequence[str]) -> int:
         "stride": given.stride or length,
         "by_document": given.by_document,
         "step": trained.step,
-        "weights": whose,
+        "weights": trained.weights,
         "checkpoint": str(trained.path),
     }
-    print(json.dumps(record, indent=2) if given.json else _text(trained, evaluation, whose))
+    print(json.dumps(record, indent=2) if given.json else _text(trained, evaluation))
     return 0
 
 
@@ -182,8 +179,8 @@ def _documents(data: DataSettings, given: Arguments) -> Iterable[str]:
     return texts if given.data else split_documents(texts, data.heldout_fraction, data.max_documents)[1]
 
 
-def _text(trained: Trained, evaluation: Evaluation, whose: str) -> str:
-    where = f"{trained.path}" if trained.step is None else f"{trained.path}, step {trained.step}, {whose}"
+def _text(trained: Trained, evaluation: Evaluation) -> str:
+    where = f"{trained.path}" if trained.step is None else f"{trained.path}, step {trained.step}, {trained.weights}"
     return "\n".join(
         [
             where,

@@ -78,8 +78,8 @@ def run(arguments: Sequence[str]) -> int:
     else:
         export_safetensors(trained, given.out, dtype=given.dtype, overwrite=given.overwrite)
         kind, files = type(trained.model).__name__, [given.out]
-    whose = "global parameters" if given.replica is None else f"replica {given.replica}"
     size_bytes = sum(file.stat().st_size for file in files)
     print(f"{given.out}: {kind}, {format_count(parameters)} parameters, {given.dtype}, {format_bytes(size_bytes)}")
-    print(f"from {trained.path}, step {trained.step}, {whose}")
+    step = "" if trained.step is None else f", step {trained.step}"
+    print(f"from {trained.path}{step}, {trained.weights}")
     return 0

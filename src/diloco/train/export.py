@@ -56,6 +56,7 @@ def export_huggingface(
         ConfigurationError: the model has no counterpart in ``transformers``, or ``folder`` holds something.
         CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
     """
+    folder = folder.absolute()
     served = _longest_sequence(trained, max_length)
     _check_place(folder, overwrite, "config.json")
     made = trained.model.to_huggingface()
@@ -83,6 +84,7 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
         ConfigurationError: ``file`` exists, or is not called ``.safetensors``.
         CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
     """
+    file = file.absolute()
     if file.suffix != ".safetensors":
         raise ConfigurationError(f"{file} was given; a name with .safetensors would work. Nothing was exported.")
     _check_place(file, overwrite, None)
@@ -170,13 +172,12 @@ def _complete_tokenizer_config(path: Path, max_length: int) -> None:
 
 def _origin(trained: Trained, dtype: Dtype) -> dict[str, Any]:
     """What the weights are, for whoever finds the folder later."""
-    whose = "global parameters" if trained.replica is None else f"local parameters of replica {trained.replica}"
     return {
         "diloco": metadata.version("diloco"),
         "run": trained.path.absolute().parent.parent.name,
         "checkpoint": trained.path.name,
         "step": trained.step,
-        "weights": whose,
+        "weights": trained.weights,
         "dtype": dtype,
         "sequence_length": trained.sequence_length,
     }

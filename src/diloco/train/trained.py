@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -45,7 +46,7 @@ REST = "rest"
 """The part of a checkpoint that holds what `rest_of_state` gives, where there is anything."""
 
 _USUAL_LENGTH = 2048
-"""Tokens, of a model that does not say what it was trained with."""
+"""Tokens that a model sees which does not say what it was trained with: many promise more than there is memory for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Trained:
         step: inner steps of the checkpoint; None: of a folder of ``transformers``, which does not say.
         sequence_length: that it was trained with; of a folder that does not say, at most 2048.
         path: of the checkpoint or folder.
-        replica: whose local parameters the model holds; None: the global ones.
+        weights: what the model holds, in words: global parameters, or whose.
     """
 
     model: LanguageModel
@@ -66,7 +67,7 @@ class Trained:
     step: int | None
     sequence_length: int
     path: Path
-    replica: int | None = None
+    weights: str = "global parameters"
 
 
 def load_trained(path: Path, device: torch.device | str = "cpu", *, replica: int | None = None) -> Trained:
@@ -99,7 +100,10 @@ def load_trained(path: Path, device: torch.device | str = "cpu", *, replica: int
     load_parameters(model, read_weights(checkpoint.path) if replica is None else _local(checkpoint, replica, model))
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
     sequence_length = int(checkpoint.about["sequence_length"])
-    return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path, replica)
+    whose = "global parameters" if replica is None else f"replica {replica}"
+    if replica is None and checkpoint.about.get("algorithm") == "none":
+        whose = "replica 0 (independent replicas)"
+    return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path, whose)
 
 
 def checkpoint_at(run: Path, step: int | None) -> Path:
@@ -146,17 +150,18 @@ def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
         settings = native_settings(folder)
         model = build_language_model(settings, seed=0, device=device)
         load_parameters(model, native_weights(folder, settings))
-    return Trained(model.eval(), load_tokenizer(folder), None, _sequence_length(folder, model), folder)
+    origin = _origin(folder)
+    length = min(origin.get("sequence_length", _USUAL_LENGTH), model.max_sequence_length)
+    return Trained(model.eval(), load_tokenizer(folder), None, length, folder, origin.get("weights", "as stored"))
 
 
-def _sequence_length(folder: Path, model: LanguageModel) -> int:
-    """What an export of ours was trained with; of others, as much as is usual, for many promise more than memory."""
+def _origin(folder: Path) -> dict[str, Any]:
+    """What an export of ours says of itself; nothing of others."""
     try:
-        said = json.loads((folder / "diloco.json").read_text("utf-8"))["sequence_length"]
+        said = json.loads((folder / "diloco.json").read_text("utf-8"))
+        return {"sequence_length": int(said["sequence_length"]), "weights": str(said["weights"])}
     except (OSError, ValueError, KeyError, TypeError):
-        said = _USUAL_LENGTH
-    usual = said if isinstance(said, int) and said > 0 else _USUAL_LENGTH
-    return min(usual, model.max_sequence_length)
+        return {}
 
 
 def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
