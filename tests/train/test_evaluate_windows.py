@@ -15,7 +15,7 @@ from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.evaluate import evaluate, evaluate_windows, sliding_windows
+from diloco.train.evaluate import document_streams, evaluate, evaluate_windows, sliding_windows
 
 SETTINGS = ModelSettings(layers=1, width=8, ffn_width=8, heads=2, vocab_size=257, max_sequence_length=12)
 TOKENIZER = ByteTokenizer()
@@ -79,6 +79,17 @@ def test_batches_of_windows_equal_predicting_token_by_token(
     assert found.loss == pytest.approx(nats / count, rel=1e-5)
     assert found.bits_per_token == pytest.approx(nats / count / math.log(2), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / max(1, found.num_bytes), rel=1e-5)
+
+
+@given(st.lists(st.text(max_size=5), max_size=6))
+def test_packed_documents_are_taken_apart_again(texts: list[str]) -> None:
+    """A text may hold no character; what is packed has an end for it, too."""
+    streams = document_streams(TOKENIZER.encode_documents(texts), TOKENIZER.eos_id)
+    expected = [[256, *text.encode()] for text in texts]
+    while expected and expected[-1] == [256]:  # nothing to predict in it
+        expected.pop()
+    assert [stream.tolist() for stream in streams][: len(expected)] == expected
+    assert all(len(stream) == 1 for stream in streams[len(expected) :])
 
 
 def test_without_overlap_it_is_the_evaluation_of_training() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,9 @@ from diloco.train.checks import check_device
 from diloco.train.settings import TrainSettings
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from diloco.data.tokenizer import Tokenizer
     from diloco.train.evaluate import Evaluation
     from diloco.train.trained import Trained
 
@@ -106,8 +109,8 @@ def run(arguments: Sequence[str]) -> int:
             f"--sequence-length {length} was given; 1 to {longest}, which the model serves, would work. "
             "Nothing was evaluated."
         )
-    documents = list(_documents(settings.data, given))
-    evaluation = _evaluate(trained, settings, given, documents, length)
+    tokens = _tokens(settings.data, given, trained.tokenizer)
+    evaluation = _evaluate(trained, settings, given, tokens, length)
     record = {
         "heldout_loss": evaluation.loss,
         "perplexity": evaluation.perplexity,
@@ -115,7 +118,7 @@ def run(arguments: Sequence[str]) -> int:
         "bits_per_byte": evaluation.bits_per_byte,
         "tokens": evaluation.tokens,
         "bytes": evaluation.num_bytes,
-        "documents": len(documents),
+        "documents": int((tokens == trained.tokenizer.eos_id).sum()),
         "sequence_length": length,
         "stride": given.stride or length,
         "by_document": given.by_document,
@@ -140,11 +143,9 @@ def _settings_of(trained: Trained, given: Arguments) -> Configuration:
 
 
 def _evaluate(
-    trained: Trained, settings: Configuration, given: Arguments, documents: Sequence[str], length: int
+    trained: Trained, settings: Configuration, given: Arguments, tokens: np.ndarray, length: int
 ) -> Evaluation:
-    import numpy as np
-
-    from diloco.train.evaluate import evaluate, evaluate_windows
+    from diloco.train.evaluate import document_streams, evaluate, evaluate_windows
 
     model, tokenizer = trained.model, trained.tokenizer
     batch_size = given.batch_size or settings.train.batch_size * 8  # as during training, for the same bits
@@ -152,21 +153,19 @@ def _evaluate(
         return evaluate(
             model,
             tokenizer,
-            tokenizer.encode_documents(documents),
+            tokens,
             sequence_length=length,
             batch_size=batch_size,
             sequences=settings.evaluation.sequences if given.sequences is None else given.sequences,
         )
-    if given.by_document:
-        streams = [np.array([tokenizer.eos_id, *tokenizer.encode(text)], dtype=np.int64) for text in documents]
-    else:
-        streams = [tokenizer.encode_documents(documents)]
+    streams = document_streams(tokens, tokenizer.eos_id) if given.by_document else [tokens]
     return evaluate_windows(
         model, tokenizer, streams, sequence_length=length, stride=given.stride or length, batch_size=batch_size
     )
 
 
-def _documents(data: DataSettings, given: Arguments) -> Iterable[str]:
+def _tokens(data: DataSettings, given: Arguments, tokenizer: Tokenizer) -> np.ndarray:
+    """Packed, each document followed by its end."""
     from diloco.data.corpus import split_documents
     from diloco.data.text import read_documents
 
@@ -176,7 +175,8 @@ def _documents(data: DataSettings, given: Arguments) -> Iterable[str]:
             changes[name] = value
     source = dataclasses.replace(data, **changes)
     texts = read_documents(source.paths, text_field=source.text_field, document_separator=source.document_separator)
-    return texts if given.data else split_documents(texts, data.heldout_fraction, data.max_documents)[1]
+    documents = list(texts) if given.data else split_documents(texts, data.heldout_fraction, data.max_documents)[1]
+    return tokenizer.encode_documents(documents)
 
 
 def _text(trained: Trained, evaluation: Evaluation) -> str:

@@ -16,7 +16,15 @@ from diloco.data.tokens import Tokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model.language_model import LanguageModel
 
-__all__ = ["Evaluation", "Window", "evaluate", "evaluate_windows", "mean_evaluation", "sliding_windows"]
+__all__ = [
+    "Evaluation",
+    "Window",
+    "document_streams",
+    "evaluate",
+    "evaluate_windows",
+    "mean_evaluation",
+    "sliding_windows",
+]
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,18 @@ def sliding_windows(num_targets: int, length: int, stride: int) -> Iterator[Wind
     while end < num_targets:
         first, end = end, min(end + stride, num_targets)
         yield Window(end - length, end, first)
+
+
+def document_streams(tokens: np.ndarray, end: int) -> list[np.ndarray]:
+    """Packed documents as streams for `evaluate_windows`: each begins with ``end`` and is without its own.
+
+    >>> document_streams(np.array([5, 6, 9, 9, 7, 9]), end=9)
+    [array([9, 5, 6]), array([9]), array([9, 7])]
+    """
+    with_first = np.concatenate([np.array([end], dtype=tokens.dtype), tokens])
+    begins = np.flatnonzero(with_first == end)
+    streams = np.split(with_first, begins[1:])
+    return streams if len(streams[-1]) > 1 else streams[:-1]
 
 
 def evaluate_windows(
