@@ -147,8 +147,9 @@ def native_settings(folder: Path) -> ModelSettings:
             "Nothing was started."
         )
     architecture = _ARCHITECTURES[model_type]
+    auto_config = _transformers().AutoConfig
     try:
-        config: Any = _transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: Any = auto_config.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}. Nothing was started.") from error
     if odd := _not_expressible(config, architecture):
