@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,14 @@ def test_weights_too_many_or_too_few_are_named(stock: Path) -> None:
     shallower = ModelSettings(**{**vars(chosen), "layers": 1})
     with pytest.raises(CheckpointError, match=r"does not have, model\.layers\.1\.input_layernorm\.weight"):
         native_weights(stock, shallower)
+
+
+def test_without_transformers_it_says_what_to_install(stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = build_model(ModelSettings(vocab_size=8), seed=0)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for call in (native.to_huggingface, lambda: native_settings(stock)):
+        with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[hf\]' would work"):
+            call()
 
 
 def test_missing_pickled_and_damaged_files_are_refused(stock: Path) -> None:

@@ -186,9 +186,12 @@ def why_not_native(folder: Path) -> str:
 
 
 def _configuration_in(folder: Path) -> tuple[_Architecture, Any]:
-    architecture = _ARCHITECTURES[_read_json(folder / CONFIG_NAME)["model_type"]]
+    architecture, auto_config = (
+        _ARCHITECTURES[_read_json(folder / CONFIG_NAME)["model_type"]],
+        _transformers().AutoConfig,
+    )
     try:
-        return architecture, _transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+        return architecture, auto_config.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}. Nothing was started.") from error
 
