@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -114,7 +115,11 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["presets", "tiny"], "tiny"),
         (["generate", "a", "--num-samples", "0"], "--num-samples 0 was given; at least 1"),
         (["generate", "a", "--device", "gpu"], "--device='gpu' was given; auto, cpu, cuda"),
+        (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "together with --prompt-file y; one of the two"),
         (["evaluate", "a", "--sequences", "-1"], "--sequences -1 was given; 0 or more"),
+        (["evaluate", "a", "--stride", "0"], "--stride 0 was given; 1 or more"),
+        (["evaluate", "a", "--by-document", "--sequences", "3"], "--sequences 3 was given with --by-document"),
+        (["export", "a", "b", "--to", "safetensors", "--max-length", "9"], "--to hf would work"),
         (["train", "--stepz", "5"], "--steps"),
         (["train", "--preset", "tinny"], "no preset 'tinny'; did you mean 'tiny'?"),
         (["train", "absent.toml"], "absent.toml cannot be read"),
@@ -142,9 +147,10 @@ def test_misuse_ends_with_2_and_says_what_would_work(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate", "inspect"])
+@pytest.mark.parametrize("command", ["evaluate", "generate", "inspect", "export"])
 def test_a_missing_checkpoint_ends_with_1(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "absent is not there" in refused([command, str(tmp_path / "absent")], capsys, code=1)
+    more = [str(tmp_path / "out")] if command == "export" else []
+    assert "absent is not there" in refused([command, str(tmp_path / "absent"), *more], capsys, code=1)
 
 
 def test_a_run_leaves_what_scripts_count_on(files: Path) -> None:
@@ -281,6 +287,73 @@ def test_evaluate_on_other_text_uses_all_of_it(files: Path, tmp_path: Path, caps
     (tmp_path / "other.txt").write_text("x" * 16 * 10)
     assert main(["evaluate", str(files / "run"), "--data", str(tmp_path), "--sequences", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 16 * 10
+
+
+def test_evaluate_slides_over_all_tokens_or_takes_each_document(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.jsonl").write_text('{"body": "abcdé"}\n{"body": "' + "x" * 40 + '"}\n')
+    arguments = ["evaluate", str(files / "run"), "--data", str(tmp_path), "--text-field", "body", "--json"]
+    counts = {}
+    for flags in ("--stride 4", "--by-document", "--by-document --stride 3 --sequence-length 8 --batch-size 1"):
+        assert main([*arguments, *flags.split()]) == 0
+        found = json.loads(capsys.readouterr().out)
+        counts[flags] = (found["tokens"], found["bytes"], found["documents"])
+        assert found["bits_per_byte"] * found["bytes"] == pytest.approx(found["bits_per_token"] * found["tokens"])
+    # packed: 46 bytes and 2 ends, of which the first byte is only seen; by document: bytes alone, and all of them
+    assert list(counts.values()) == [(47, 45, 2), (46, 46, 2), (46, 46, 2)]
+    assert "--sequence-length 2000" in refused([*arguments, "--sequence-length", "2000"], capsys)
+
+
+def test_evaluate_and_generate_take_a_replica_or_an_earlier_step(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = []
+    for flags in ([], ["--replica", "0"], ["--replica", "1", "--checkpoint", "6"]):
+        assert main(["evaluate", str(files / "run"), "--json", *flags]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["heldout_loss"])
+    assert len(set(losses)) == 3
+    assert "there are: 6" in refused(["generate", str(files / "run"), "--checkpoint", "5"], capsys, code=1)
+    assert main(["generate", str(files / "run"), "--replica", "1", "--tokens", "3"]) == 0
+
+
+def test_generate_reads_a_file_stops_at_a_text_and_tells_scripts(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["generate", str(files / "run"), "--tokens", "30", "--seed", "3", "--json"]
+    (tmp_path / "prompt").write_text("é doc", encoding="utf-8")
+    assert main([*arguments, "--prompt-file", str(tmp_path / "prompt"), "--num-samples", "2"]) == 0
+    samples = json.loads(capsys.readouterr().out)
+    assert [sample["prompt"] for sample in samples] == ["é doc"] * 2
+    assert samples[0]["text"] != samples[1]["text"]
+    text = samples[0]["text"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é doc".encode())))
+    assert main([*arguments, "--prompt-file", "-", "--stop", "absent", text[4:6].replace("\n", "\\n")]) == 0
+    [stopped] = json.loads(capsys.readouterr().out)
+    assert (stopped["text"], stopped["ended_by"]) == (text[: text.index(text[4:6])], "stop")
+    (tmp_path / "prompt").write_bytes(b"\xff")
+    assert "cannot be read" in refused([*arguments, "--prompt-file", str(tmp_path / "prompt")], capsys, code=1)
+
+
+def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported = tmp_path / "exported"
+    assert main(["export", str(files / "run"), "--to", "hf", str(exported)]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    results, texts = [], []
+    for path in (files / "run", exported):
+        flags = ["--data", str(files / "text.txt"), "--document-separator", "\n\n", "--sequences", "0", "--json"]
+        assert main(["evaluate", str(path), *flags]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+        assert main(["generate", str(path), "--prompt", "doc"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert results[1]["heldout_loss"] == pytest.approx(results[0]["heldout_loss"], rel=1e-6)
+    assert (results[0]["tokens"], results[0]["step"]) == (results[1]["tokens"], 6)
+    assert results[1]["step"] is None
+    assert "so nothing was held out; --data PATH" in refused(["evaluate", str(exported)], capsys)
+    assert "is no run" in refused(["generate", str(exported), "--replica", "0"], capsys)
 
 
 def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -329,6 +329,12 @@ def test_input_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert plan_run(parse_arguments([])).configuration.data.tokenizer == "bytes"
 
 
+def test_a_key_of_an_earlier_version_is_the_first_of_several_now() -> None:
+    text = '[evaluation]\nsample_prompt = "import "\nsample_tokens = 9'
+    values = parse_toml(text, Configuration, where="test")
+    assert values == {"evaluation.sample_prompts": ("import ",), "evaluation.sample_tokens": 9}
+
+
 def test_only_what_was_typed_comes_back() -> None:
     line = parse_arguments(["--steps", "5", "--print-config"])
     assert (line.file, line.print_config, line.values) == (None, True, {"train.steps": 5})

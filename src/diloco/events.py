@@ -181,6 +181,7 @@ class SampleGenerated(Event):
 
     prompt: str
     text: str
+    final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

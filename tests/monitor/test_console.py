@@ -120,7 +120,8 @@ def story() -> Iterator[tuple[float, events.Event]]:
                     final=number == 20,
                 ),
             )
-    yield 0.0, events.SampleGenerated(step=20, prompt="def ", text="[bold]f[/bold](x):\n\treturn \x1b[31mx\r\n")
+    sample = "[bold]f[/bold](x):\n\treturn \x1b[31mx\r\n"
+    yield 0.0, events.SampleGenerated(step=20, prompt="def ", text=sample, final=True)
     summary = {
         "heldout_loss": 2.5,
         "perplexity": 12.18,

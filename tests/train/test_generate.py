@@ -11,7 +11,7 @@ import torch
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.generate import generate
+from diloco.train.generate import generate, stream
 
 SETTINGS = ModelSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
 PROMPT = [3, 1, 4, 1, 5]
@@ -110,6 +110,48 @@ def test_samples_are_drawn_from_the_stated_distribution(
     assert token == order[index]
 
 
+def test_min_p_leaves_out_what_is_much_less_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drawn_from, multinomial = build_lively(), [], torch.multinomial
+
+    def recording(probabilities: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        drawn_from.append(probabilities)
+        return multinomial(probabilities, *arguments, **keywords)
+
+    monkeypatch.setattr(torch, "multinomial", recording)
+    run(model, max_new_tokens=1, temperature=2.0, top_k=None, min_p=0.2)
+    chances = (next_logits(model, PROMPT) / 2.0).softmax(0).sort(descending=True).values
+    expected = chances.where(chances >= 0.2 * chances[0], 0)
+    assert 1 < int((expected > 0).sum()) < 23
+    torch.testing.assert_close(drawn_from[0], expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_repetition_penalty_is_that_of_the_paper() -> None:
+    """Greedy, against logits penalised by hand: those of all tokens so far, the prompt's included."""
+    model, tokens = build_lively(), list(PROMPT)
+    for _ in range(7):
+        logits = next_logits(model, tokens)
+        for token in set(tokens):
+            logits[token] = logits[token] / 3 if logits[token] > 0 else logits[token] * 3
+        tokens.append(int(logits.argmax()))
+    assert run(model, temperature=0, repetition_penalty=3.0) == tokens[5:] != run(model, temperature=0)
+
+
+def test_a_stream_computes_what_is_asked_for_and_leaves_its_caller_alone() -> None:
+    model = build_lively().train()
+    tokens = stream(model, PROMPT, max_new_tokens=7, generator=seeded())
+    first = next(tokens)
+    assert torch.is_grad_enabled()
+    assert [first, *tokens] == run(model)
+    assert model.training
+    begun = stream(model, PROMPT, max_new_tokens=7, generator=seeded())
+    next(begun)
+    assert not model.training
+    begun.close()  # type: ignore[attr-defined]  # of generators
+    assert model.training
+    with pytest.raises(ConfigurationError, match="max_new_tokens=-1"):  # at once, not at the first token
+        stream(model, PROMPT, max_new_tokens=-1, generator=seeded())
+
+
 def test_the_coldest_samples_are_the_greedy_choice() -> None:
     model = build_lively()
     greedy = run(model, temperature=0)
@@ -151,6 +193,20 @@ def test_the_mode_is_restored_also_after_an_error(training: bool) -> None:
     assert model.training is model.norm.training is training
 
 
+def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> None:
+    """FSDP gathers the parameters in such hooks."""
+    model, steps = build_lively(), []
+    model.register_forward_pre_hook(lambda *_: steps.append(1))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled")
+
+    expected = run(model)
+    model._compiled_call_impl = refuse
+    assert run(model) == expected
+    assert len(steps) == 14
+
+
 def test_parameters_can_be_trained_afterwards() -> None:
     model = build_lively()
     run(model)
@@ -176,6 +232,9 @@ def test_bfloat16_autocast() -> None:
         ({"top_k": 0}, "top_k=0"),
         ({"top_p": 0.0}, r"top_p=0\.0"),
         ({"top_p": 1.1}, r"top_p=1\.1"),
+        ({"min_p": 0.0}, r"min_p=0\.0"),
+        ({"min_p": 1.5}, r"min_p=1\.5"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty=0\.0"),
         ({"window": 0}, "window=0"),
         ({"window": 13}, "max_sequence_length=12"),
         ({"prompt_tokens": []}, "an empty prompt"),

@@ -18,6 +18,7 @@ COMMANDS = {
     "tokenize": "text into a folder of tokens that training maps into memory",
     "evaluate": "held-out loss, perplexity and bits per byte of a trained model",
     "generate": "continue a text with a trained model",
+    "export": "a trained model for transformers, or as one safetensors file",
     "inspect": "what a checkpoint holds",
     "doctor": "does the way to other replicas work, and what does it carry",
     "peers": "who takes part in a run of --transport hivemind, and what each does",

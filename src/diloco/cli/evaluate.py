@@ -1,12 +1,13 @@
-"""``diloco evaluate``: held-out loss of the global parameters that a run left."""
+"""``diloco evaluate``: how well a trained model predicts text."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg
@@ -21,19 +22,27 @@ from diloco.train.checks import check_device
 from diloco.train.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from diloco.data.packed import Tokens
+    import numpy as np
+
     from diloco.data.tokenizer import Tokenizer
+    from diloco.train.evaluate import Evaluation
+    from diloco.train.trained import Trained
 
 __all__ = ["run"]
 
-DESCRIPTION = """Held-out loss, perplexity and bits per byte of the global parameters.
+DESCRIPTION = """Loss, perplexity and bits per byte of a trained model.
 
 Without --data: on what the run held out, with the same numbers as at its end.
+The text is packed and cut into sequences, and a token sees what came before it
+in its own. With --stride N sequences overlap, so that every token but the first
+sees at least the sequence length minus N. With --by-document each document
+stands alone, as in lm-eval's rolling perplexity.
 
 Examples:
   diloco evaluate runs/streaming-tiny
   diloco evaluate runs/streaming-tiny/checkpoints/step-00000300 --json
-  diloco evaluate runs/streaming-tiny --data notes/ --sequences 0"""
+  diloco evaluate runs/streaming-tiny --data notes/ --sequences 0
+  diloco evaluate exported --data test.jsonl --text-field body --stride 64"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,60 +50,151 @@ class Arguments:
     """What follows `diloco evaluate`."""
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
-    """Run folder (its latest checkpoint) or checkpoint."""
+    """Run folder (its latest checkpoint), checkpoint, or folder of transformers (Llama, Qwen3, Arcee, Apertus)."""
+    checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
+    """Inner steps of the checkpoint to take. Default: the latest."""
+    replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Evaluate this replica's own parameters. Default: the global ones."""
     data: Annotated[tuple[Path, ...], arg(metavar="PATH...", help_behavior_hint="")] = ()
     """Files or folders to evaluate on, all of their text. Default: what the run held out."""
+    text_field: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    """The field of .jsonl and .parquet records that holds the text. Default: as the run."""
+    document_separator: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    """Where text files are cut into documents. Default: as the run."""
     sequences: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Sequences to evaluate on, spread evenly; 0: all. Default: as the run."""
+    sequence_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Tokens that the model sees at most. Default: as it was trained."""
+    stride: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Tokens from one sequence to the next; all tokens count, each once. Default: the sequence length."""
+    by_document: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Predict each document from its first token on, from nothing but itself, without its end; all tokens count."""
+    batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Sequences at a time. Default: eight times that of the run."""
     device: Annotated[str, arg(metavar="TEXT")] = "auto"
     """cpu, cuda, cuda:N, or auto."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Print one JSON object."""
 
+    def __post_init__(self) -> None:
+        check_device("--device", self.device)
+        for flag, value, least in (
+            ("--sequences", self.sequences, 0),
+            ("--sequence-length", self.sequence_length, 1),
+            ("--stride", self.stride, 1),
+            ("--batch-size", self.batch_size, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigurationError(f"{flag} {value} was given; {least} or more would work. Nothing was started.")
+        if self.sequences and (self.stride is not None or self.by_document):
+            raise ConfigurationError(
+                f"--sequences {self.sequences} was given with {'--by-document' if self.by_document else '--stride'}, "
+                "where all tokens count; either alone would work. Nothing was started."
+            )
+
 
 def run(arguments: Sequence[str]) -> int:
     """Evaluate and print."""
     given = tyro.cli(Arguments, prog="diloco evaluate", description=DESCRIPTION, args=list(arguments))
-    check_device("--device", given.device)
-    if given.sequences is not None and given.sequences < 0:
-        raise ConfigurationError(f"--sequences {given.sequences} was given; 0 or more would work. Nothing was started.")
 
     from diloco.train.components import choose_device
-    from diloco.train.evaluate import evaluate
-    from diloco.train.trained import load_trained
+    from diloco.train.trained import checkpoint_at, load_trained
 
-    trained = load_trained(given.path, choose_device(TrainSettings(device=given.device)))
-    config_file = trained.path.parent.parent / CONFIG_FILE
-    settings = build(Configuration, read_toml(config_file, Configuration))
-    evaluation = evaluate(
-        trained.model,
-        trained.tokenizer,
-        _tokens(settings.data, given.data, trained.tokenizer),
-        sequence_length=trained.sequence_length,
-        batch_size=settings.train.batch_size * 8,  # as during training, for the same bits
-        sequences=settings.evaluation.sequences if given.sequences is None else given.sequences,
-    )
-    result = {
+    device = choose_device(TrainSettings(device=given.device))
+    trained = load_trained(checkpoint_at(given.path, given.checkpoint), device, replica=given.replica)
+    settings = _settings_of(trained, given)
+    longest = trained.model.max_sequence_length
+    if (length := given.sequence_length or trained.sequence_length) > longest:
+        raise ConfigurationError(
+            f"--sequence-length {length} was given; 1 to {longest}, which the model serves, would work. "
+            "Nothing was evaluated."
+        )
+    tokens = _tokens(settings.data, given, trained.tokenizer)
+    evaluation = _evaluate(trained, settings, given, tokens, length)
+    record = {
         "heldout_loss": evaluation.loss,
         "perplexity": evaluation.perplexity,
+        "bits_per_token": evaluation.bits_per_token,
         "bits_per_byte": evaluation.bits_per_byte,
         "tokens": evaluation.tokens,
+        "bytes": evaluation.num_bytes,
+        "documents": int((tokens == trained.tokenizer.eos_id).sum()),
+        "sequence_length": length,
+        "stride": given.stride or length,
+        "by_document": given.by_document,
         "step": trained.step,
+        "weights": trained.weights,
         "checkpoint": str(trained.path),
     }
-    if given.json:
-        print(json.dumps(result, indent=2))
-        return 0
-    whose = "replica 0 (independent replicas)" if settings.algorithm == "none" else "global parameters"
-    print(f"{trained.path}, step {trained.step}, {whose}")
-    print(f"held-out loss  {evaluation.loss:.4f} nats per token")
-    print(f"perplexity     {evaluation.perplexity:.4g}")
-    print(f"bits per byte  {evaluation.bits_per_byte:.4f}")
-    print(f"tokens         {evaluation.tokens:,}")
+    print(json.dumps(record, indent=2) if given.json else _text(trained, evaluation))
     return 0
 
 
-def _tokens(data: DataSettings, paths: tuple[Path, ...], tokenizer: Tokenizer) -> Tokens:
+def _settings_of(trained: Trained, given: Arguments) -> Configuration:
+    """Of the run; a folder of ``transformers`` has none."""
+    config_file = trained.path.parent.parent / CONFIG_FILE
+    if trained.step is not None:
+        return build(Configuration, read_toml(config_file, Configuration))
+    if not given.data:
+        raise ConfigurationError(
+            f"{given.path} is no run, so nothing was held out; --data PATH would work. Nothing was evaluated."
+        )
+    return Configuration()
+
+
+def _evaluate(
+    trained: Trained, settings: Configuration, given: Arguments, tokens: np.ndarray, length: int
+) -> Evaluation:
+    from diloco.train.evaluate import document_streams, evaluate, evaluate_windows
+
+    model, tokenizer = trained.model, trained.tokenizer
+    batch_size = given.batch_size or settings.train.batch_size * 8  # as during training, for the same bits
+    if given.stride is None and not given.by_document:
+        return evaluate(
+            model,
+            tokenizer,
+            tokens,
+            sequence_length=length,
+            batch_size=batch_size,
+            sequences=settings.evaluation.sequences if given.sequences is None else given.sequences,
+            document_masks=settings.train.document_masks,
+        )
+    streams = document_streams(tokens, tokenizer.eos_id) if given.by_document else [tokens]
+    return evaluate_windows(
+        model,
+        tokenizer,
+        streams,
+        sequence_length=length,
+        stride=given.stride or length,
+        batch_size=batch_size,
+        document_masks=settings.train.document_masks,
+    )
+
+
+def _tokens(data: DataSettings, given: Arguments, tokenizer: Tokenizer) -> np.ndarray:
+    """Packed, each document followed by its end."""
     from diloco.data.heldout import heldout_tokens, read_texts
 
-    return tokenizer.encode_documents(list(read_texts(data, paths))) if paths else heldout_tokens(data, tokenizer)
+    changes: dict[str, Any] = {
+        name: value for name in ("text_field", "document_separator") if (value := getattr(given, name)) is not None
+    }
+    source = dataclasses.replace(data, **changes)
+    if given.data:
+        return tokenizer.encode_documents(list(read_texts(source, given.data)))
+    tokens = heldout_tokens(source, tokenizer)
+    return tokens[0 : len(tokens)]
+
+
+def _text(trained: Trained, evaluation: Evaluation) -> str:
+    where = f"{trained.path}" if trained.step is None else f"{trained.path}, step {trained.step}, {trained.weights}"
+    return "\n".join(
+        [
+            where,
+            f"held-out loss   {evaluation.loss:.4f} nats per token",
+            f"perplexity      {evaluation.perplexity:.4g}",
+            f"bits per token  {evaluation.bits_per_token:.4f}",
+            f"bits per byte   {evaluation.bits_per_byte:.4f}",
+            f"tokens          {evaluation.tokens:,}",
+            f"bytes           {evaluation.num_bytes:,}",
+        ]
+    )

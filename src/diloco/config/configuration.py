@@ -79,7 +79,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
 
 
 def compose(line: CommandLine) -> Configuration:
-    """Preset, then the TOML file, then the flags of ``line``."""
+    """Preset, then what the weights to begin from are of, then the TOML file, then the flags of ``line``."""
     swallowed = [path for path in line.values.get("data.paths", ()) if path.suffix == ".toml"]
     if line.file is None and swallowed:
         raise ConfigurationError(

@@ -42,7 +42,7 @@ def with_source(preset: Values, values: Values) -> tuple[Values, Values]:
         values = values | _model_of_checkpoint(values["train.init_from"])
     source = values.get("model.source")
     if source is None:
-        return preset, values
+        return preset | _model_of_folder(values.get("train.init_from")), values
     parsed = parse_source(source)
     for name in native_keys(source):
         if f"model.{name}" in values:
@@ -82,7 +82,7 @@ def outline_of(settings: RunSettings) -> Outline:
 
 def _model_of_checkpoint(path: Path) -> Values:
     """The ``model.*`` keys of a checkpoint whose model came from a source; none of other checkpoints and files."""
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" or (path.expanduser() / "config.json").is_file():
         return {}
     from diloco.train.checkpoint import open_checkpoint
 
@@ -93,3 +93,15 @@ def _model_of_checkpoint(path: Path) -> Values:
     if described.get("source") is None:
         return {}
     return {f"model.{name}": value for name, value in described.items() if value is not None}
+
+
+def _model_of_folder(init_from: Path | None) -> Values:
+    """Sizes and tokeniser of the native decoder that begins from a folder of ``transformers``; none of other places."""
+    folder = None if init_from is None else init_from.expanduser()
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    from diloco.model.architectures import SIZES, native_settings
+
+    model = native_settings(folder)
+    sizes: Values = {f"model.{name}": getattr(model, name) for name in (*SIZES, "max_sequence_length")}
+    return sizes | ({"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {})

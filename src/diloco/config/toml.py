@@ -15,6 +15,9 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["parse_toml", "read_toml", "to_toml", "write_values"]
 
+_ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
+"""Keys of earlier versions, in the records of their runs: what was one value is the first of several."""
+
 UNSET = "none"
 """TOML has no null: this word stands for it where a setting may be unset, unless it is text (no preset sets those)."""
 
@@ -56,6 +59,8 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
     values: Values = {}
     for word, value in table.items():
         name = f"{prefix}{word}"
+        if _ONCE_SINGLE.get(name) in known:
+            name, value = _ONCE_SINGLE[name], [value]
         if name in known:
             try:
                 values[name] = _convert(value, known[name].annotation)

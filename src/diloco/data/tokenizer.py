@@ -65,9 +65,12 @@ class Tokenizer(ABC):
         The end-of-document token is dropped; bytes that are no UTF-8, and ids outside the vocabulary (a model's may be
         larger), become U+FFFD.
         """
+        return self.as_bytes(ids).decode("utf-8", errors="replace")
+
+    def as_bytes(self, ids: ArrayLike) -> bytes:
+        """What `decode` makes text of: the end-of-document token is dropped, an id outside the vocabulary is ``ff``."""
         size = self.vocab_size
-        tokens = (self._token_bytes[i] if 0 <= i < size else b"\xff" for i in np.asarray(ids).ravel().tolist())
-        return b"".join(tokens).decode("utf-8", errors="replace")
+        return b"".join(self._token_bytes[i] if 0 <= i < size else b"\xff" for i in np.asarray(ids).ravel().tolist())
 
     def num_bytes(self, ids: ArrayLike) -> int:
         """How many bytes of UTF-8 ``ids`` stand for; the end-of-document token stands for none.

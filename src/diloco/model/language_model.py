@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
+
+from diloco.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "document_numbers"]
 
@@ -114,6 +119,17 @@ class LanguageModel(nn.Module, abc.ABC):
         Given back to `diloco.model.build.build_language_model`. Empty where the settings say all.
         """
         return {}
+
+    def to_huggingface(self) -> PreTrainedModel:
+        """The model of ``transformers`` that has the same logits, in evaluation mode; parameters are shared with it.
+
+        Raises:
+            ConfigurationError: there is none, or ``transformers`` is not installed.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} does not say which model of transformers it equals; the native decoder, a model of "
+            "transformers, or a method to_huggingface of its own would work. Nothing was exported."
+        )
 
     def num_parameters(self) -> int:
         """Trainable and frozen parameters, tied ones once."""

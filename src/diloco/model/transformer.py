@@ -7,6 +7,7 @@ Parameters read ``embedding.weight``, ``layers.0.attention.query.weight``, ..., 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from diloco.model.language_model import Cache, LanguageModel, LossParts
 from diloco.model.loss import cross_entropy_with_z_loss
 from diloco.model.projected_loss import projected_cross_entropy
 from diloco.model.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Transformer", "build_model"]
 
@@ -141,6 +145,11 @@ class Transformer(LanguageModel):
 
     def new_cache(self) -> KeyValueCache:
         return KeyValueCache(self.settings)
+
+    def to_huggingface(self) -> PreTrainedModel:
+        from diloco.model.architectures import as_huggingface
+
+        return as_huggingface(self)
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
         """Estimated floating-point operations of training on one token, forward and backward.

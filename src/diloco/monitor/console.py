@@ -62,9 +62,10 @@ class PlainConsole:
                 if event.step % self._every_steps == 0 or event.step == progress.total_steps:
                     self._row()
             case events.SampleGenerated():
-                self._write(f"\nsample, going on from {event.prompt!r}")
+                at = "" if event.final else f" at step {event.step:,}"
+                self._write(f"\nsample{at}, going on from {event.prompt!r}")
                 sample = wording.visible(event.prompt + event.text).strip("\n")
-                self._write("\n".join(f"  {text}" for text in sample.split("\n")))
+                self._write("\n".join(f"  {text}" for text in sample.split("\n")) + ("" if event.final else "\n"))
             case events.RunFinished():
                 self._row()
                 self._write("\n" + wording.ending(progress))
@@ -150,8 +151,9 @@ class LiveConsole:
                 self._print(Text())
                 self._live.start()
             case events.SampleGenerated():
-                self._live.stop()
-                self._print(Text("\nsample", style="bold"))
+                if event.final:
+                    self._live.stop()
+                self._print(Text(f"\nsample at step {event.step:,}" if not event.final else "\nsample", style="bold"))
                 prompt, text = (self._text(wording.visible(part)) for part in (event.prompt, event.text.rstrip("\n")))
                 self._print(Padding(Text.assemble((prompt, "bold cyan"), text), (0, 0, 0, 2)))
             case events.RunFinished():

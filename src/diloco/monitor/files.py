@@ -19,7 +19,7 @@ ViewChanged         replica, view, members, joined, left, reason
 Evaluated           heldout_loss, perplexity, bits_per_byte, heldout_tokens, final
 CheckpointSaved     path, size_bytes, save_s
 Interrupted         signal
-SampleGenerated     prompt, text
+SampleGenerated     prompt, text, final
 Note                text
 RunFinished         summary
 ==================  ===================================================================================================

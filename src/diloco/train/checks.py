@@ -45,6 +45,7 @@ def check_lengths(settings: RunSettings, max_sequence_length: int | None) -> Non
         ("evaluation.every_steps", settings.evaluation.every_steps),
         ("evaluation.sequences", settings.evaluation.sequences),
         ("evaluation.sample_tokens", settings.evaluation.sample_tokens),
+        ("evaluation.sample_every_steps", settings.evaluation.sample_every_steps),
         ("checkpoint.every_steps", settings.checkpoint.every_steps),
     ):
         if value is not None and value < 0:

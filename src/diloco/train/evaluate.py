@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diloco.data.packed import Tokens
 from diloco.data.tokens import Tokenizer
 from diloco.data.windows import heldout_batches
+from diloco.errors import ConfigurationError, DataError
 from diloco.model.language_model import LanguageModel, document_numbers
 from diloco.train.feed import to_device
 
-__all__ = ["Evaluation", "evaluate", "mean_evaluation"]
+__all__ = [
+    "Evaluation",
+    "Window",
+    "document_streams",
+    "evaluate",
+    "evaluate_windows",
+    "mean_evaluation",
+    "sliding_windows",
+]
 
 LOGITS_BYTES = 1 << 30
 """The most that the logits of one forward pass take, in float32, unless one sequence's take more."""
@@ -28,16 +40,28 @@ class Evaluation:
         loss: mean cross-entropy in nats per token, end-of-document tokens included.
         bits_per_byte: the same cross-entropy in bits per byte of text, comparable between tokenisers.
         tokens: number of predicted tokens.
+        num_bytes: of UTF-8 that they stand for.
     """
 
     loss: float
     bits_per_byte: float
     tokens: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, nats: float, tokens: int, num_bytes: int) -> Evaluation:
+        """From sums over tokens."""
+        return cls(nats / tokens, nats / math.log(2) / max(1, num_bytes), tokens, num_bytes)
 
     @property
     def perplexity(self) -> float:
         """``exp(loss)``; infinite where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_token(self) -> float:
+        """``loss`` in bits."""
+        return self.loss / math.log(2)
 
 
 def evaluate(
@@ -61,7 +85,7 @@ def evaluate(
         sequences: how many, always the same ones, spread evenly; 0: all.
         document_masks: whether no token is to see those of other documents in its sequence.
     """
-    batch_size = max(1, min(batch_size, LOGITS_BYTES // (4 * sequence_length * model.vocab_size)))
+    batch_size = _fitting(batch_size, sequence_length, model)
     device = next(model.parameters()).device
     was_training = model.training
     nats, count, num_bytes = 0.0, 0, 0
@@ -79,12 +103,131 @@ def evaluate(
                 num_bytes += tokenizer.num_bytes(targets)
     finally:
         model.train(was_training)
-    return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count)
+    return Evaluation.of(nats, count, num_bytes)
+
+
+class Window(NamedTuple):
+    """Inputs ``tokens[begin:end]``, of which those from ``first`` on predict what counts."""
+
+    begin: int
+    end: int
+    first: int
+
+
+def sliding_windows(num_targets: int, length: int, stride: int) -> Iterator[Window]:
+    """Windows in which each of ``num_targets`` tokens, after a first one that is only seen, is predicted once.
+
+    A window is ``length`` tokens wide, or as wide as there are, and ends ``stride`` tokens after the one before it, the
+    last one where the tokens end. So all but the first ``length`` are predicted from at least ``length - stride``.
+
+    >>> [tuple(window) for window in sliding_windows(10, length=4, stride=2)]
+    [(0, 4, 0), (2, 6, 4), (4, 8, 6), (6, 10, 8)]
+    >>> [tuple(window) for window in sliding_windows(10, length=4, stride=4)]
+    [(0, 4, 0), (4, 8, 4), (6, 10, 8)]
+    """
+    end = min(length, num_targets)
+    if end:
+        yield Window(0, end, 0)
+    while end < num_targets:
+        first, end = end, min(end + stride, num_targets)
+        yield Window(end - length, end, first)
+
+
+def document_streams(tokens: np.ndarray, end: int) -> list[np.ndarray]:
+    """Packed documents as streams for `evaluate_windows`: each begins with ``end`` and is without its own.
+
+    >>> document_streams(np.array([5, 6, 9, 9, 7, 9]), end=9)
+    [array([9, 5, 6]), array([9]), array([9, 7])]
+    """
+    with_first = np.concatenate([np.array([end], dtype=tokens.dtype), tokens])
+    begins = np.flatnonzero(with_first == end)
+    streams = np.split(with_first, begins[1:])
+    return streams if len(streams[-1]) > 1 else streams[:-1]
+
+
+def evaluate_windows(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    streams: Sequence[np.ndarray],
+    *,
+    sequence_length: int,
+    stride: int,
+    batch_size: int,
+    document_masks: bool = False,
+) -> Evaluation:
+    """Evaluate ``model`` on every token of every stream but its first, which is only seen; see `sliding_windows`.
+
+    Args:
+        model: on any device; its mode is put back afterwards.
+        tokenizer: tells how many bytes each token stands for.
+        streams: each ``(n,)`` integers; nothing is seen across them.
+        sequence_length: tokens that the model sees at most.
+        stride: tokens from the end of a window to the end of the next, 1 to ``sequence_length``.
+        batch_size: windows per forward pass; fewer where their logits would take more than `LOGITS_BYTES`.
+        document_masks: whether no token is to see those of other documents in its window.
+
+    Raises:
+        ConfigurationError: for a stride out of range.
+        DataError: if there is nothing to predict.
+    """
+    if not 1 <= stride <= sequence_length:
+        raise ConfigurationError(
+            f"a stride of {stride} was given; 1 to the sequence length, {sequence_length}, would work. "
+            "Nothing was evaluated."
+        )
+    windows = [
+        (tokens, window) for tokens in streams for window in sliding_windows(len(tokens) - 1, sequence_length, stride)
+    ]
+    if not windows:
+        raise DataError("There is no token to predict; text with at least one would work. Nothing was evaluated.")
+    batch_size = _fitting(batch_size, sequence_length, model)
+    windows.sort(key=lambda pair: pair[1].begin - pair[1].end)  # batches of like lengths, the longest first
+    device = next(model.parameters()).device
+    was_training = model.training
+    nats, count, num_bytes = 0.0, 0, 0
+    model.eval()
+    try:
+        with torch.no_grad():
+            for start in range(0, len(windows), batch_size):
+                inputs, targets = _padded(windows[start : start + batch_size])
+                shown = to_device(inputs, device)
+                documents = document_numbers(shown, tokenizer.eos_id) if document_masks else None
+                logits = model(shown, documents=documents).float()
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1), targets.to(device).flatten(), ignore_index=_NOT_COUNTED, reduction="sum"
+                )
+                counted = targets[targets != _NOT_COUNTED]
+                nats += float(loss)
+                count += counted.numel()
+                num_bytes += tokenizer.num_bytes(counted)
+    finally:
+        model.train(was_training)
+    return Evaluation.of(nats, count, num_bytes)
+
+
+_NOT_COUNTED = -100
+
+
+def _fitting(batch_size: int, sequence_length: int, model: LanguageModel) -> int:
+    """Sequences whose logits take no more than `LOGITS_BYTES`, at least one."""
+    return max(1, min(batch_size, LOGITS_BYTES // (4 * sequence_length * model.vocab_size)))
+
+
+def _padded(windows: Sequence[tuple[np.ndarray, Window]]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, ``(batch, longest)`` int64; padding is behind, where a causal model does not see it."""
+    longest = max(window.end - window.begin for _, window in windows)
+    inputs = torch.zeros(len(windows), longest, dtype=torch.int64)
+    targets = torch.full((len(windows), longest), _NOT_COUNTED)
+    for row, (tokens, (begin, end, first)) in enumerate(windows):
+        piece = torch.from_numpy(tokens[begin : end + 1].astype(np.int64))
+        inputs[row, : end - begin] = piece[:-1]
+        targets[row, first - begin : end - begin] = piece[1 + first - begin :]
+    return inputs, targets
 
 
 def mean_evaluation(evaluations: list[Evaluation]) -> Evaluation:
     """The mean over models evaluated on the same tokens (independent replicas have no global parameters)."""
-    size = len(evaluations)
-    return Evaluation(
-        sum(e.loss for e in evaluations) / size, sum(e.bits_per_byte for e in evaluations) / size, evaluations[0].tokens
-    )
+    size, first = len(evaluations), evaluations[0]
+    loss = sum(e.loss for e in evaluations) / size
+    bits_per_byte = sum(e.bits_per_byte for e in evaluations) / size
+    return Evaluation(loss, bits_per_byte, first.tokens, first.num_bytes)

@@ -89,7 +89,7 @@ def run_training(
     definition = stored_definition(settings)
     outline = build_language_model(settings.model, seed=settings.seed, device="meta", definition=definition)
     check_vocabulary(outline, corpus.tokenizer.vocab_size)
-    initial = read_weights(settings.train.init_from) if settings.train.init_from else None
+    initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     resume = settings.checkpoint.resume
     fleet: InProcessFleet | TorchFleet | LeaderFleet | SwarmFleet
     if meet is None:
@@ -205,6 +205,7 @@ class _Run:
             self._emit(Note(step=self.step, text=note))
         wall_before_s, started_s = totals.wall_s, time.perf_counter()
         evaluate_every, save_every = settings.evaluation.every_steps or 0, settings.checkpoint.every_steps or 0
+        sample_every = settings.evaluation.sample_every_steps
         saved_at = self.step if self.resumed_from else -1
         fleet = self.session.fleet
         agreed: int | None = None
@@ -224,6 +225,8 @@ class _Run:
                 totals.wall_s = wall_before_s + time.perf_counter() - started_s
                 if evaluate_every and self.step % evaluate_every == 0 and self.step < last and fleet.leads:
                     self._evaluate(final=False)
+                if sample_every and self.step % sample_every == 0 and self.step < last and fleet.leads:
+                    self._sample(final=False)
                 if save_every and self.step % save_every == 0 and self.step < last:
                     self._save()
                     saved_at = self.step
@@ -239,8 +242,8 @@ class _Run:
             if interrupted:
                 self._emit(Interrupted(step=self.step, signal=interrupted))
             evaluation = None if interrupted or not fleet.leads else self._evaluate(final=True)
-            if finished and fleet.leads and settings.evaluation.sample_tokens:
-                self._sample()
+            if finished and fleet.leads:
+                self._sample(final=True)
         totals.wall_s = wall_before_s + time.perf_counter() - started_s
         summary = run_summary(self.session, self.folder, evaluation, interrupted)
         if finished and isinstance(fleet, SwarmFleet):
@@ -326,18 +329,23 @@ class _Run:
             )
         )
 
-    def _sample(self) -> None:
+    def _sample(self, *, final: bool) -> None:
+        """Drawn by a generator of their own, so that training keeps its bits, and the same one each time."""
         settings, tokenizer = self.settings.evaluation, self.corpus.tokenizer
-        with self.session.evaluated_models() as models:
-            tokens = generate(
-                models[0],
-                tokenizer.encode(settings.sample_prompt),
-                max_new_tokens=settings.sample_tokens,
-                generator=torch.Generator(self.device).manual_seed(self.settings.seed),
-                stop_token=tokenizer.eos_id,
-                window=self.settings.train.sequence_length,
-            )
-        self._emit(SampleGenerated(step=self.step, prompt=settings.sample_prompt, text=tokenizer.decode(tokens)))
+        if not settings.sample_tokens:
+            return
+        generator = torch.Generator(self.device).manual_seed(self.settings.seed)
+        for prompt in settings.sample_prompts:
+            with self.session.evaluated_models() as models:
+                tokens = generate(
+                    models[0],
+                    tokenizer.encode(prompt) or [tokenizer.eos_id],
+                    max_new_tokens=settings.sample_tokens,
+                    generator=generator,
+                    stop_token=tokenizer.eos_id,
+                    window=self.settings.train.sequence_length,
+                )
+            self._emit(SampleGenerated(step=self.step, prompt=prompt, text=tokenizer.decode(tokens), final=final))
 
     def _emit(self, event: Event) -> None:
         self.sink.handle(event)

@@ -64,7 +64,8 @@ class TrainSettings:
     data_parallel_steps: Annotated[int, arg(aliases=["--data-parallel-steps"])] = 0
     """Begin with this many shared data-parallel steps (the DiLoCo paper's pretraining phase)."""
     init_from: Annotated[Path | None, arg(aliases=["--init-from"])] = None
-    """Begin from the global parameters of this checkpoint, run folder or .safetensors file."""
+    """Begin from the global parameters of this checkpoint, run folder or .safetensors file, or from a folder of
+    transformers (Llama, Qwen3, Arcee, Apertus), which then says model.* and data.tokenizer where nothing else does."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "gradient_accumulation", "sequence_length"):
@@ -128,10 +129,12 @@ class EvaluationSettings:
     """Steps between two evaluations during the run. Default: a tenth of the run. 0: only at the end."""
     sequences: int = 256
     """Held-out sequences per evaluation, always the same ones; 0: all."""
-    sample_prompt: str = "def "
-    """What the sample at the end of a run begins with."""
+    sample_prompts: tuple[str, ...] = ("def ",)
+    """What samples begin with, one of each; an empty text: the beginning of a document."""
     sample_tokens: int = 200
-    """Length of that sample; 0: none."""
+    """Length of a sample; 0: none."""
+    sample_every_steps: int = 0
+    """Steps between samples during the run, drawn alike each time. 0: only at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)

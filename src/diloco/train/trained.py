@@ -1,10 +1,14 @@
-"""Reading back what a run left: its global parameters, as a model ready to use."""
+"""Reading back what a run left, as a model ready to use."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,16 +17,36 @@ from torch import Tensor
 
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.data.tokens import Tokenizer, load_tokenizer
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.architectures import (
+    SIZES,
+    is_huggingface_folder,
+    native_settings,
+    native_weights,
+    stored_tensors,
+    why_not_native,
+)
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
-from diloco.train.checkpoint import open_checkpoint
+from diloco.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from diloco.train.pieces import SavedValues
 
-__all__ = ["REST", "Trained", "load_parameters", "load_trained", "read_weights", "rest_of_state"]
+__all__ = [
+    "REST",
+    "Trained",
+    "checkpoint_at",
+    "load_parameters",
+    "load_trained",
+    "read_weights",
+    "rest_of_state",
+]
 
 REST = "rest"
 """The part of a checkpoint that holds what `rest_of_state` gives, where there is anything."""
+
+_USUAL_LENGTH = 2048
+"""Tokens that a model sees which does not say what it was trained with: many promise more than there is memory for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,44 +54,134 @@ class Trained:
     """What a run left.
 
     Attributes:
-        model: holds the global parameters, in evaluation mode.
+        model: in evaluation mode.
         tokenizer: of the run.
-        step: inner steps of the checkpoint.
-        sequence_length: that it was trained with.
-        path: of the checkpoint.
+        step: inner steps of the checkpoint; None: of a folder of ``transformers``, which does not say.
+        sequence_length: that it was trained with; of a folder that does not say, at most 2048.
+        path: of the checkpoint or folder.
+        weights: what the model holds, in words: global parameters, or whose.
     """
 
     model: LanguageModel
     tokenizer: Tokenizer
-    step: int
+    step: int | None
     sequence_length: int
     path: Path
+    weights: str = "global parameters"
 
 
-def load_trained(path: Path, device: torch.device | str = "cpu") -> Trained:
-    """The global parameters of a run folder's latest checkpoint, or of the checkpoint at ``path``.
+def load_trained(path: Path, device: torch.device | str = "cpu", *, replica: int | None = None) -> Trained:
+    """The model of a run folder's latest checkpoint, or of the checkpoint at ``path``.
+
+    Also a model in a folder of ``transformers``, such as `diloco.train.export` leaves.
+
+    Args:
+        path: run folder, checkpoint, or folder of ``transformers``.
+        device: to load it to.
+        replica: whose local parameters to load; None: the global ones.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
+        ConfigurationError: a replica was asked for that it can't have, or ``transformers`` is not installed.
     """
+    if is_huggingface_folder(path):
+        if replica is not None:
+            raise ConfigurationError(
+                f"replica {replica} was asked for, and {path} is no run; a run or a checkpoint would work. "
+                "Nothing was loaded."
+            )
+        return _load_huggingface(path, device)
     checkpoint = open_checkpoint(path)
     settings = ModelSettings(**checkpoint.about["model"])
     about = checkpoint.about
     model = build_language_model(
         settings, seed=int(about.get("seed", 0)), device=device, definition=about.get("definition")
     )
-    load_parameters(model, read_weights(checkpoint.path))
+    load_parameters(model, read_weights(checkpoint.path) if replica is None else _local(checkpoint, replica, model))
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
     sequence_length = int(checkpoint.about["sequence_length"])
-    return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path)
+    whose = "global parameters" if replica is None else f"replica {replica}"
+    if replica is None and checkpoint.about.get("algorithm") == "none":
+        whose = "replica 0 (independent replicas)"
+    return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path, whose)
 
 
-def read_weights(path: Path) -> Mapping[str, Tensor]:
-    """Parameter name -> value, from a ``.safetensors`` file, a checkpoint or a run folder.
+def checkpoint_at(run: Path, step: int | None) -> Path:
+    """The checkpoint of ``run`` after ``step`` steps; None: ``run`` itself, which means its latest.
+
+    Raises:
+        CheckpointError: there is none; those that are there are named.
+    """
+    if step is None:
+        return run
+    folder = run / "checkpoints"
+    found = [path for path in list_checkpoints(folder) if open_checkpoint(path).step == step]
+    if not found:
+        there = ", ".join(str(open_checkpoint(path).step) for path in list_checkpoints(folder)) or "none"
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are: {there}. Nothing was loaded.")
+    return found[-1]
+
+
+def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mapping[str, Tensor]:
+    """The parameters of ``replica`` itself; where replicas are processes, each has a folder of checkpoints."""
+    part = f"replica-{replica}"
+    beside = checkpoint.path.parent.parent / part / "checkpoints" / checkpoint.path.name
+    if beside.is_dir():
+        checkpoint = open_checkpoint(beside)
+    if f"{part}-shard-0" in checkpoint.parts:
+        state = dict(model.state_dict())
+        SavedValues(checkpoint, part).load_into({f"model/{name}": value for name, value in state.items()})
+        return state
+    if part not in checkpoint.parts:
+        there = sorted(name for name in checkpoint.parts if re.fullmatch(r"replica-\d+", name))
+        raise CheckpointError(
+            f"{checkpoint.path} does not hold {part}; it holds {', '.join(there)}, and the global parameters. "
+            "Nothing was loaded."
+        )
+    values: Mapping[str, Tensor] = checkpoint.load(part)["model"]
+    return values
+
+
+def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
+    model: LanguageModel
+    if why_not_native(folder):
+        model = build_language_model(ModelSettings(source=f"hf:{folder}", weights="stored"), seed=0, device=device)
+    else:
+        settings = native_settings(folder)
+        model = build_language_model(settings, seed=0, device=device)
+        load_parameters(model, native_weights(folder, settings))
+    origin = _origin(folder)
+    length = min(origin.get("sequence_length", _USUAL_LENGTH), model.max_sequence_length)
+    return Trained(model.eval(), load_tokenizer(folder), None, length, folder, origin.get("weights", "as stored"))
+
+
+def _origin(folder: Path) -> dict[str, Any]:
+    """What an export of ours says of itself; nothing of others."""
+    try:
+        said = json.loads((folder / "diloco.json").read_text("utf-8"))
+        return {"sequence_length": int(said["sequence_length"]), "weights": str(said["weights"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
+    """Parameter name -> value, from a ``.safetensors`` file, a checkpoint, a run folder, or one of ``transformers``.
+
+    Args:
+        path: where they are.
+        model: what they are to be put into; None: anything.
 
     Raises:
         CheckpointError: if there is nothing of the kind, or it is damaged.
+        ConfigurationError: they are of another model, where ``path`` says of which.
     """
+    if is_huggingface_folder(path):
+        if model is not None and model.source is not None:
+            return dict(stored_tensors(path))
+        there = native_settings(path)
+        if model is not None:
+            _check_same(model, there, path)
+        return native_weights(path, there)
     if path.suffix != ".safetensors":
         checkpoint = open_checkpoint(path)
         weights: dict[str, Tensor] = checkpoint.load("global")
@@ -76,6 +190,17 @@ def read_weights(path: Path) -> Mapping[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read as safetensors: {error}. Nothing was started.") from error
+
+
+def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
+    one_way = dataclasses.replace(model, kv_heads=None if model.kv_heads == model.heads else model.kv_heads)
+    if odd := [name for name in SIZES if getattr(one_way, name) != getattr(there, name)]:
+        given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
+        works = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
+        raise ConfigurationError(
+            f"{given} was given with train.init_from={path}, which holds a model with {works}; without the former it "
+            "would work. Nothing was started."
+        )
 
 
 def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:

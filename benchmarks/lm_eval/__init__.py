@@ -1,0 +1,1 @@
+"""An exported model in the LM Evaluation Harness, beside this project's own evaluation."""

@@ -1,0 +1,85 @@
+"""``diloco export``: a trained model for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["run"]
+
+DESCRIPTION = """Write a trained model for other programs.
+
+hf: a folder for transformers' from_pretrained: safetensors, configuration,
+tokeniser. safetensors: one file of parameters, which --init-from takes.
+
+Examples:
+  diloco export runs/streaming-tiny --to hf exported
+  diloco export runs/streaming-tiny --to hf exported --dtype bfloat16 --overwrite
+  diloco export runs/streaming-tiny --replica 1 --checkpoint 300 --to hf replica-1
+  diloco export runs/streaming-tiny --to safetensors weights.safetensors"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What follows `diloco export`."""
+
+    path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
+    """Run folder (its latest checkpoint) or checkpoint."""
+    out: Annotated[Positional[Path], arg(metavar="PLACE", help_behavior_hint="")]
+    """Folder (hf) or file (safetensors) to write."""
+    to: Literal["hf", "safetensors"] = "hf"
+    """For transformers, or parameters by their names here."""
+    checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
+    """Inner steps of the checkpoint to take. Default: the latest."""
+    replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Take this replica's own parameters. Default: the global ones."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights."""
+    max_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """hf: the longest sequence that the model says it serves. Default: what it was trained with."""
+    max_shard_size: str = "5GB"
+    """hf: largest file of weights."""
+    overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Replace an earlier export."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Load, write, and say what was written."""
+    given = tyro.cli(Arguments, prog="diloco export", description=DESCRIPTION, args=list(arguments))
+    if given.to == "safetensors" and given.max_length is not None:
+        raise ConfigurationError(
+            "--max-length was given with --to safetensors, which holds nothing but parameters; --to hf would work. "
+            "Nothing was exported."
+        )
+
+    from diloco.train.export import export_huggingface, export_safetensors
+    from diloco.train.trained import checkpoint_at, load_trained
+    from diloco.units import format_bytes, format_count
+
+    trained = load_trained(checkpoint_at(given.path, given.checkpoint), replica=given.replica)
+    parameters = trained.model.num_parameters()
+    if given.to == "hf":
+        made = export_huggingface(
+            trained,
+            given.out,
+            dtype=given.dtype,
+            max_length=given.max_length,
+            max_shard_size=given.max_shard_size,
+            overwrite=given.overwrite,
+        )
+        kind, files = type(made).__name__, list(given.out.iterdir())
+    else:
+        export_safetensors(trained, given.out, dtype=given.dtype, overwrite=given.overwrite)
+        kind, files = type(trained.model).__name__, [given.out]
+    size_bytes = sum(file.stat().st_size for file in files)
+    print(f"{given.out}: {kind}, {format_count(parameters)} parameters, {given.dtype}, {format_bytes(size_bytes)}")
+    step = "" if trained.step is None else f", step {trained.step}"
+    print(f"from {trained.path}{step}, {trained.weights}")
+    return 0

@@ -1,0 +1,221 @@
+"""A trained model for other programs: a folder that ``transformers`` loads, or one file of native names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.transformer import Transformer
+from diloco.train.checkpoint_folder import delete, hidden_name, move_in
+from diloco.train.tensor_file import sync_folder, tensor_chunks, write_file
+from diloco.train.trained import Trained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["DTYPES", "Dtype", "export_huggingface", "export_safetensors"]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_huggingface(
+    trained: Trained,
+    folder: Path,
+    *,
+    dtype: Dtype = "float32",
+    max_length: int | None = None,
+    max_shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> PreTrainedModel:
+    """Write ``folder``: weights, ``config.json``, ``generation_config.json``, tokeniser, and ``diloco.json``.
+
+    It is written beside its place and renamed, so it is whole or not there.
+
+    Args:
+        trained: model and tokeniser. The model is converted in place.
+        folder: to make.
+        dtype: of the weights.
+        max_length: the longest sequence that the folder says it serves (``max_position_embeddings``), tokens; default:
+            the sequence length it was trained with, beyond which a model does poorly.
+        max_shard_size: of one file of weights, such as "5GB".
+        overwrite: replace a folder that holds an exported model.
+
+    Returns:
+        The model as it was written.
+
+    Raises:
+        ConfigurationError: the model has no counterpart in ``transformers``, or ``folder`` holds something.
+        CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
+    """
+    folder = folder.absolute()
+    served = _longest_sequence(trained, max_length)
+    _check_place(folder, overwrite, "config.json")
+    made = trained.model.to_huggingface()
+    made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs know no dtype
+    _check_finite(made, dtype)
+    _describe(made, trained, served)
+    partial = hidden_name(folder, "partial")
+    with _written(partial, folder), _without_progress():
+        partial.mkdir(parents=True)
+        made.save_pretrained(partial, max_shard_size=max_shard_size)
+        trained.tokenizer.save(partial)
+        _complete_tokenizer_config(partial / "tokenizer_config.json", served)
+        _write_json(partial / "diloco.json", _origin(trained, dtype))
+        for path in partial.iterdir():
+            _sync(path)
+        sync_folder(partial)
+        move_in(partial, folder)
+    return made
+
+
+def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32", overwrite: bool = False) -> None:
+    """Write the parameters by their own names into one ``.safetensors`` file, which ``--init-from`` takes.
+
+    Raises:
+        ConfigurationError: ``file`` exists, or is not called ``.safetensors``.
+        CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
+    """
+    file = file.absolute()
+    if file.suffix != ".safetensors":
+        raise ConfigurationError(f"{file} was given; a name with .safetensors would work. Nothing was exported.")
+    _check_place(file, overwrite, None)
+    _check_finite(trained.model.to(DTYPES[dtype]), dtype)
+    partial = hidden_name(file, "partial")
+    with _written(partial, file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(partial, tensor_chunks(dict(trained.model.named_parameters())))
+        os.replace(partial, file)
+        sync_folder(file.parent)
+
+
+def _longest_sequence(trained: Trained, asked: int | None) -> int:
+    """What the folder is to say; a model with positions of its own keeps what it has."""
+    longest = trained.model.max_sequence_length
+    if not isinstance(trained.model, Transformer):
+        if asked is not None:
+            raise ConfigurationError(
+                f"a longest sequence of {asked} was given for a {type(trained.model).__name__}, which has its own; "
+                "leaving it out would work. Nothing was exported."
+            )
+        return longest
+    served = min(trained.sequence_length, longest) if asked is None else asked
+    if not 1 <= served <= longest:
+        raise ConfigurationError(
+            f"a longest sequence of {served} was given; 1 to {longest}, which the model serves, would work. "
+            "Nothing was exported."
+        )
+    return served
+
+
+def _check_place(place: Path, overwrite: bool, mark: str | None) -> None:
+    """Refuse to write over anything but an earlier export, and over that where it was not asked for.
+
+    Args:
+        place: to write to.
+        overwrite: whether an earlier export may go.
+        mark: what an exported folder has in it; None: it is a file.
+    """
+    if not place.exists() or (place.is_dir() and mark is not None and not any(place.iterdir())):
+        return
+    is_export = place.is_file() if mark is None else (place / mark).is_file()
+    if overwrite and is_export:
+        return
+    works = "--overwrite, or another place," if is_export else "another place"
+    what = "exists" if is_export else "exists and is no exported model"
+    raise ConfigurationError(f"{place} {what}; {works} would work. Nothing was exported.")
+
+
+def _check_finite(model: torch.nn.Module, dtype: Dtype) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise CheckpointError(
+                f"{name} holds values that are not finite as {dtype}. The checkpoint is damaged, or another --dtype, "
+                "such as bfloat16, would work. Nothing was exported."
+            )
+
+
+def _describe(made: PreTrainedModel, trained: Trained, max_length: int) -> None:
+    """Say in the configurations which token ends a document, and so also begins the first one."""
+    end = trained.tokenizer.eos_id
+    config, generation = made.config, made.generation_config
+    if isinstance(trained.model, Transformer):
+        config.max_position_embeddings = max_length
+    config.eos_token_id = end
+    if config.bos_token_id is None or config.bos_token_id >= trained.tokenizer.vocab_size:
+        config.bos_token_id = end
+    # Padding is not said in the model's configuration: the embedding of that token would get no gradient.
+    if generation is not None:
+        generation._from_model_config = False
+        generation.eos_token_id = end
+        generation.bos_token_id = config.bos_token_id
+        generation.pad_token_id = end
+
+
+def _complete_tokenizer_config(path: Path, max_length: int) -> None:
+    config = json.loads(path.read_text("utf-8"))
+    added = {
+        "bos_token": config["eos_token"],
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(path, added | config)
+
+
+def _origin(trained: Trained, dtype: Dtype) -> dict[str, Any]:
+    """What the weights are, for whoever finds the folder later."""
+    return {
+        "diloco": metadata.version("diloco"),
+        "run": trained.path.absolute().parent.parent.name,
+        "checkpoint": trained.path.name,
+        "step": trained.step,
+        "weights": trained.weights,
+        "dtype": dtype,
+        "sequence_length": trained.sequence_length,
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _written(partial: Path, place: Path) -> Iterator[None]:
+    """Clear away what was half-written when something goes wrong."""
+    try:
+        yield
+    except BaseException as error:
+        if partial.is_dir():
+            delete(partial)
+        else:
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{place} can't be written: {error}. What was there before still is.") from error
+        raise
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """No progress bars of ``transformers`` meanwhile."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,190 @@
+"""The native decoder and the stock models of transformers that equal it: logits, weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.architectures import is_huggingface_folder, native_settings, native_weights
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import Transformer, build_model
+
+CLASSES = {
+    ("swiglu", False): "LlamaForCausalLM",
+    ("swiglu", True): "Qwen3ForCausalLM",
+    ("gelu", False): "ArceeForCausalLM",
+    ("gelu", True): "ApertusForCausalLM",
+}
+
+
+@st.composite
+def model_settings(draw: st.DrawFn) -> ModelSettings:
+    kv_heads, share = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    heads = kv_heads * share
+    return ModelSettings(
+        layers=draw(st.integers(1, 3)),
+        width=heads * draw(st.sampled_from([2, 4, 6, 16])),
+        ffn_width=draw(st.integers(1, 40)),
+        heads=heads,
+        kv_heads=draw(st.sampled_from([kv_heads, *([None] if share == 1 else [])])),
+        ffn=draw(st.sampled_from(["swiglu", "gelu"])),
+        vocab_size=draw(st.integers(2, 60)),
+        max_sequence_length=draw(st.integers(24, 64)),
+        rope_theta=draw(st.sampled_from([100.0, 10_000.0, 1e6])),
+        norm_epsilon=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
+        qk_norm=draw(st.booleans()),
+        tie_embeddings=draw(st.booleans()),
+    )
+
+
+def lively(chosen: ModelSettings, seed: int) -> Transformer:
+    """With norms that differ from 1, and logits of the size of a trained model's."""
+    model = build_model(chosen, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tokens_for(chosen: ModelSettings, seed: int = 3) -> Tensor:
+    assert chosen.vocab_size is not None
+    return torch.randint(chosen.vocab_size, (2, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def difference(native: Transformer, other: PreTrainedModel) -> float:
+    tokens = tokens_for(native.settings)
+    with torch.no_grad():
+        return float((native(tokens) - other(tokens).logits).abs().max())
+
+
+def same_sizes(chosen: ModelSettings) -> ModelSettings:
+    """As it comes back: as many key-value heads as heads is said in one way only."""
+    values = vars(chosen)
+    return ModelSettings(**{**values, "kv_heads": None if chosen.kv_heads == chosen.heads else chosen.kv_heads})
+
+
+@given(chosen=model_settings(), seed=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_logits_equal_those_of_the_stock_model(chosen: ModelSettings, seed: int) -> None:
+    native = lively(chosen, seed)
+    before = torch.get_rng_state()
+    other = native.to_huggingface()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(other).__name__ == CLASSES[chosen.ffn, chosen.qk_norm]
+    assert difference(native, other) < 1e-4
+    assert {p.data_ptr() for p in other.parameters()} == {p.data_ptr() for p in native.parameters()}
+
+
+@given(chosen=model_settings(), shards=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_a_saved_stock_model_is_read_as_the_native_one(
+    chosen: ModelSettings, shards: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("stock")
+    native = lively(chosen, 0)
+    native.to_huggingface().save_pretrained(folder, max_shard_size=2000 if shards else "1GB")
+    assert is_huggingface_folder(folder)
+    found = native_settings(folder)
+    assert found == same_sizes(chosen)
+    weights = native_weights(folder, found)
+    assert weights.keys() == dict(native.named_parameters()).keys()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in native.named_parameters())
+    assert difference(native, AutoModelForCausalLM.from_pretrained(folder)) < 1e-4
+
+
+def test_half_precision_weights_are_read_as_float32(stock: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(stock).to(torch.bfloat16)
+    other.save_pretrained(stock)
+    weights = native_weights(stock, native_settings(stock))
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    assert torch.equal(weights["norm.weight"], other.model.norm.weight.float())
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Path:
+    """A saved model of two layers, whose config.json tests change."""
+    chosen = ModelSettings(layers=2, width=16, ffn_width=24, heads=4, kv_heads=2, vocab_size=31, qk_norm=True)
+    lively(chosen, 0).to_huggingface().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, values: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_type": "gpt2"}, "type 'gpt2'; the native decoder equals llama, qwen3, arcee, apertus"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "of type 'linear'"),
+        ({"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"head_dim": 8}, "head_dim=8, not hidden_size / num_attention_heads"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' (its own is 'silu')"),
+        ({"use_sliding_window": True, "sliding_window": 16, "layer_types": None}, "sliding_window=16"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_act": "relu", "attention_bias": True}, "hidden_act='relu' (its own is 'silu'); attention_bias=True"),
+    ],
+)
+def test_what_the_native_decoder_cannot_express_is_refused_by_name(
+    stock: Path, values: dict[str, Any], words: str
+) -> None:
+    change(stock, values)
+    with pytest.raises(ConfigurationError) as caught:
+        native_settings(stock)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("Nothing was started.")
+
+
+def test_an_older_way_to_write_the_rotary_base_is_understood(stock: Path) -> None:
+    change(stock, {"rope_parameters": None, "rope_theta": 5e5})
+    assert native_settings(stock).rope_theta == 5e5
+
+
+def test_weights_too_many_or_too_few_are_named(stock: Path) -> None:
+    chosen = native_settings(stock)
+    deeper = ModelSettings(**{**vars(chosen), "layers": 3})
+    with pytest.raises(CheckpointError, match=r"lack model\.layers\.2\.input_layernorm\.weight, .* and others"):
+        native_weights(stock, deeper)
+    shallower = ModelSettings(**{**vars(chosen), "layers": 1})
+    with pytest.raises(CheckpointError, match=r"does not have, model\.layers\.1\.input_layernorm\.weight"):
+        native_weights(stock, shallower)
+
+
+def test_without_transformers_it_says_what_to_install(stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = build_model(ModelSettings(vocab_size=8), seed=0)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for call in (native.to_huggingface, lambda: native_settings(stock)):
+        with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[hf\]' would work"):
+            call()
+
+
+def test_missing_pickled_and_damaged_files_are_refused(stock: Path) -> None:
+    chosen = native_settings(stock)
+    weights = stock / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-8])
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        native_weights(stock, chosen)
+    weights.rename(stock / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
+        native_weights(stock, chosen)
+    (stock / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"has no file \.\./other\.safetensors"):
+        native_weights(stock, chosen)
+    (stock / "config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"config\.json can't be read"):
+        native_settings(stock)

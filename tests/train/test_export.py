@@ -1,0 +1,235 @@
+"""What a run leaves, exported: transformers gives the same loss and token ids, and a new run begins from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from diloco.cli import main
+from diloco.config import load_configuration
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.language_model import LanguageModel
+from diloco.model.transformer import Transformer
+from diloco.train.checkpoint import open_checkpoint
+from diloco.train.export import export_huggingface, export_safetensors
+from diloco.train.sharded_checkpoint import Shards, save_sharded_checkpoint
+from diloco.train.trained import Trained, checkpoint_at, load_parameters, load_trained, read_weights
+from diloco.transport.replica_group import ReplicaGroup
+from tests.runs import train, write_text
+
+TEXTS = ["alpha beta 12.", " gamma\n\n  héllo\tdelta", "", "日本語 don't \x00", "a" * 99]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 steps with a trained BPE, QK-norm and tied embeddings; checkpoints after steps 6 and 12."""
+    folder = tmp_path_factory.mktemp("export")
+    shape = "--model.kv-heads 1 --model.qk-norm --model.tie-embeddings --model.norm-epsilon 1e-3"
+    tokenizer = "--data.tokenizer bpe --data.bpe-vocab-size 270"
+    train(write_text(folder), folder / "run", f"{shape} {tokenizer} --checkpoint.every-steps 6")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    assert main(["export", str(run), "--to", "hf", str(run.parent / "hf")]) == 0
+    return run.parent / "hf"
+
+
+def loss_of(model: PreTrainedModel | LanguageModel, tokens: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = model(tokens) if isinstance(model, LanguageModel) else model(tokens).logits
+    return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+
+
+def same(left: Any, right: Any) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Path) -> None:
+    trained, other = load_trained(run), AutoModelForCausalLM.from_pretrained(exported)
+    assert (type(other).__name__, other.dtype) == ("Qwen3ForCausalLM", torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    for text in TEXTS:
+        ids = trained.tokenizer.encode(text)
+        assert tokenizer(text)["input_ids"] == ids
+        assert tokenizer.decode(ids) == text
+    tokens = torch.tensor(trained.tokenizer.encode_documents(TEXTS).astype("int64")).unfold(0, 16, 16)
+    assert loss_of(other, tokens) == pytest.approx(loss_of(trained.model, tokens), abs=1e-6)
+    # the trainer's own way to a loss
+    with torch.no_grad():
+        assert float(other(tokens, labels=tokens).loss) == pytest.approx(loss_of(trained.model, tokens), abs=1e-6)
+
+
+def test_the_byte_tokenizer_is_exported_too(run: Path, tmp_path: Path) -> None:
+    train(write_text(tmp_path), tmp_path / "run", "--steps 1 --inner.warmup-steps 0")
+    export_huggingface(load_trained(tmp_path / "run"), tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in TEXTS:
+        assert tokenizer(text)["input_ids"] == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (256, 257)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "LlamaForCausalLM"
+
+
+def test_configurations_say_which_token_ends_and_begins_a_document(exported: Path, run: Path) -> None:
+    end = load_trained(run).tokenizer.eos_id
+    other = AutoModelForCausalLM.from_pretrained(exported)
+    assert (other.config.eos_token_id, other.config.bos_token_id, other.config.pad_token_id) == (end, end, None)
+    generation = other.generation_config
+    assert (generation.eos_token_id, generation.bos_token_id, generation.pad_token_id) == (end, end, end)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (end, end, None)
+    assert tokenizer.model_max_length == other.config.max_position_embeddings == 16
+    assert other.generate(max_new_tokens=5, do_sample=False).shape[1] > 1
+
+
+def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(
+    run: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = load_configuration(["--init-from", str(exported), "--preset", "2m"])
+    before = open_checkpoint(run).about["model"]
+    assert vars(begun.model) == before | {"max_sequence_length": 16, "z_loss": 0.0}
+    assert (begun.data.tokenizer, begun.schedule.inner_steps) == (str(exported), 500)
+    assert same(read_weights(exported, begun.model), read_weights(run))
+    flags = ["--init-from", str(exported), "--model.layers", "3", "--model.rope-theta", "5", "--data", "absent"]
+    changed = load_configuration(flags)
+    with pytest.raises(ConfigurationError, match=r"model.layers=3, model.rope_theta=5.0 was given with .* layers 2"):
+        read_weights(exported, changed.model)
+
+
+def test_a_folder_of_others_is_seen_as_much_of_as_is_usual(run: Path, tmp_path: Path) -> None:
+    trained = load_trained(run)
+    for length, expected in ((500, 500), (5000, 2048)):
+        assert isinstance(trained.model, Transformer)
+        model = Transformer(replace(trained.model.settings, max_sequence_length=length))
+        place = tmp_path / str(length)
+        export_huggingface(Trained(model, trained.tokenizer, 1, length, run), place)
+        assert load_trained(place).sequence_length == length, "it says so itself"
+        assert load_trained(place).weights == "global parameters"
+        (place / "diloco.json").unlink()
+        assert (load_trained(place).sequence_length, load_trained(place).weights) == (expected, "as stored")
+
+
+def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: Path) -> None:
+    """With nothing to learn from it ends with the weights it began with."""
+    flags = f"train --init-from {exported} --data {run.parent / 'text.jsonl'} --out {tmp_path / 'on'} --steps 1"
+    tiny = "--train.sequence-length 8 --inner.warmup-steps 0 --inner.learning-rate 1e-30 --monitor.console quiet"
+    places = "--train.device cpu --replicas 1 --evaluation.sample-tokens 0 --monitor.no-tensorboard"
+    assert main(f"{flags} {tiny} {places} --algorithm none".split()) == 0
+    assert same(read_weights(tmp_path / "on"), read_weights(exported))
+    assert load_trained(tmp_path / "on").tokenizer.encode(TEXTS[0]) == load_trained(run).tokenizer.encode(TEXTS[0])
+
+
+def test_replicas_and_earlier_checkpoints_can_be_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = open_checkpoint(checkpoint_at(run, 6))
+    for number in (0, 1):
+        file = run.parent / f"replica-{number}.safetensors"
+        flags = f"--to safetensors --replica {number} --checkpoint 6"
+        assert main(["export", str(run), str(file), *flags.split()]) == 0
+        assert same(read_weights(file), saved.load(f"replica-{number}")["model"])
+        assert not same(read_weights(file), saved.load("global"))
+        assert load_trained(run, replica=number).weights == f"replica {number}"
+    capsys.readouterr()
+    assert main(["export", str(run), "x", "--checkpoint", "7"]) == 1
+    assert "no checkpoint of step 7; there are: 6, 12" in capsys.readouterr().err
+    assert main(["export", str(run), "x", "--replica", "2"]) == 1
+    assert "does not hold replica-2; it holds replica-0, replica-1, and" in capsys.readouterr().err
+
+
+def test_a_replica_that_is_a_process_is_found_in_its_own_folder(run: Path, tmp_path: Path) -> None:
+    """Saved as the ranks of a replica do."""
+    trained = load_trained(run)
+    about = open_checkpoint(run).about
+    trained.tokenizer.save(tmp_path)
+    for number, folder in ((0, tmp_path), (1, tmp_path / "replica-1")):
+        local = {f"model/{name}": value.detach() + number + 1 for name, value in trained.model.named_parameters()}
+        save_sharded_checkpoint(
+            folder / "checkpoints", 3, {}, shards={f"replica-{number}": Shards(local, {})},
+            whole={"global": dict(trained.model.named_parameters())}, about=about, keep=1, group=ReplicaGroup(),
+        )  # fmt: skip
+    for number in (0, 1):
+        found = load_trained(tmp_path, replica=number).model
+        pairs = zip(found.parameters(), trained.model.parameters(), strict=True)
+        assert all(torch.equal(mine, theirs + number + 1) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(run: Path, tmp_path: Path, dtype: Any) -> None:
+    export_huggingface(load_trained(run), tmp_path / "hf", dtype=dtype, max_shard_size="1KB")
+    assert len(list(tmp_path.glob("hf/*.safetensors"))) > 1
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert other.dtype == getattr(torch, dtype)
+    expected = {name: value.to(other.dtype).float() for name, value in read_weights(run).items()}
+    assert same(read_weights(tmp_path / "hf"), expected)
+
+
+def test_what_does_not_fit_the_type_is_refused(run: Path, tmp_path: Path) -> None:
+    trained = load_trained(run)
+    with torch.no_grad():
+        next(trained.model.parameters()).view(-1)[5] = 1e6
+    for write, place in ((export_huggingface, "hf"), (export_safetensors, "w.safetensors")):
+        with pytest.raises(CheckpointError, match=r"embed\S* holds values that are not finite as float16"):
+            write(trained, tmp_path / place, dtype="float16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "hf"
+    place.mkdir()  # an empty folder is nothing
+    arguments = ["export", str(run), "--to", "hf", str(place)]
+    assert main(arguments) == 0
+    (place / "note").write_text("mine")
+    assert main(arguments) == 2
+    assert "--overwrite, or another place, would work" in capsys.readouterr().err
+    assert (place / "note").exists()
+    assert main([*arguments, "--overwrite", "--max-length", "100"]) == 0
+    assert not (place / "note").exists()
+    assert json.loads((place / "config.json").read_text())["max_position_embeddings"] == 100
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert main(["export", str(run), "--to", "hf", str(run), "--overwrite"]) == 2
+    assert "exists and is no exported model; another place would work" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite", "--max-length", "2000"]) == 2
+    assert main(["export", str(run), "--to", "safetensors", str(tmp_path / "weights")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_failure_leaves_what_was_there_and_nothing_else(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "hf"
+    export_huggingface(load_trained(run), place)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+
+    def fail(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    trained = load_trained(run)
+    monkeypatch.setattr(trained.tokenizer, "save", fail)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*What was there before still is"):
+        export_huggingface(trained, place, dtype="float16", overwrite=True)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_model_without_a_counterpart_says_what_would_work(run: Path, tmp_path: Path) -> None:
+    class Mine(Transformer):
+        to_huggingface = LanguageModel.to_huggingface
+
+    trained = load_trained(run)
+    assert isinstance(trained.model, Transformer)
+    mine = Mine(trained.model.settings)
+    load_parameters(mine, dict(trained.model.named_parameters()))
+    odd = Trained(mine, trained.tokenizer, 1, 16, run)
+    with pytest.raises(ConfigurationError, match="Mine does not say which model of transformers it equals"):
+        export_huggingface(odd, tmp_path / "hf")
+    export_safetensors(odd, tmp_path / "w.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
