@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,24 @@ from torch.utils.data import DataLoader
 
 from diloco.integrations.lightning import Connect, DiLoCoCallback
 from diloco.transport.base import Transport
+
+
+class Resumable(DataLoader[Any]):
+    """Lightning begins the data anew when it resumes, unless the loader keeps its place."""
+
+    taken = 0
+    begin = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator is enough
+        first, self.begin = self.begin, 0
+        for self.taken, batch in enumerate(itertools.islice(super().__iter__(), first, None), first + 1):
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["taken"]
 
 
 class Bytes(LightningModule):
@@ -39,7 +59,7 @@ class Bytes(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def train_dataloader(self) -> Any:
-        return DataLoader(share(self.options), batch_size=self.options.batch_size, drop_last=True)
+        return Resumable(share(self.options), batch_size=self.options.batch_size, drop_last=True)
 
 
 def make_trainer(options: argparse.Namespace, transport: Transport | Connect | None, **others: Any) -> Trainer:

@@ -21,6 +21,14 @@ from diloco.transport.base import Transport
 from tests.integrations.reference import assert_equal, example, options, trained_by_us
 from tests.integrations.turns import in_turns
 
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+    ),  # advice for large runs
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # of ModelCheckpoint's state
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of torch, which Lightning imports it from
+]
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -72,12 +80,12 @@ def test_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -
     given = options(tmp_path, "--codec int8")
     checkpoints = [
         ModelCheckpoint(tmp_path, "all-{step}", every_n_train_steps=22, save_top_k=-1),
-        ModelCheckpoint(tmp_path, "weights-{step}", every_n_train_steps=22, save_top_k=-1, save_weights_only=True),
+        ModelCheckpoint(tmp_path, "weights-{step}", every_n_train_steps=21, save_top_k=-1, save_weights_only=True),
     ]
     straight = fitted(given, callbacks=[callback(given), *checkpoints])
     initial = example("lightning_module").Bytes(given).state_dict()
-    for name in ("all", "weights"):
-        saved = torch.load(tmp_path / f"{name}-step=22.ckpt", weights_only=True)["state_dict"]
+    for name in ("all-step=22", "weights-step=21"):
+        saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
         for parameter, values in initial.items():  # nothing was merged by then
             assert torch.equal(saved[parameter], values), parameter
 

@@ -35,7 +35,9 @@ def trainer(
     """As the example's, with other arguments of the callback."""
     hf = example("hf_trainer")
     arguments = hf.make_arguments(given, **(QUIET | (more or {})))
-    made = Trainer(hf.make_llama(given), arguments, hf.collate, example("tiny").share(given))
+    data = example("tiny").share(given)
+    few = torch.utils.data.Subset(data, range(8))
+    made = Trainer(hf.make_llama(given), arguments, hf.collate, data, {"some": few, "others": few})
     DiLoCoCallback(
         **({"transport": transport, "schedule": example("tiny").schedule(given), "codec": given.codec} | callback)
     ).add_to(made)
@@ -92,8 +94,6 @@ def test_evaluated_and_saved_are_the_global_parameters_and_resuming_is_exact(tmp
     """Saved with a round in flight, after the evaluation of two data sets."""
     given, watching, again = options(tmp_path, "--codec int8"), Watching(), Watching()
     straight = trainer(given, more={"save_steps": 22, "eval_strategy": "steps", "eval_steps": 22})
-    few = torch.utils.data.Subset(straight.train_dataset, range(2))
-    straight.eval_dataset = {"some": few, "others": few}
     straight.add_callback(watching)
     straight.train()
     saved = load_file(tmp_path / "checkpoint-22" / "model.safetensors")
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     trainer(elsewhere, more=more, resume_from_checkpoint=folder).train(resume_from_checkpoint=str(folder))
     trainer(elsewhere, more=more, begin_from_checkpoint=True).train(resume_from_checkpoint=str(folder))
 
-    other = options(tmp_path / "other", "--learning-rate 1")
+    other = options(tmp_path / "other", "--inner-steps 1 --overlap-steps 0")
     trainer(other, more={"max_steps": 2, "save_steps": 2}).train()
     with pytest.raises(CheckpointError, match="is not the one saved in"):
         trainer(elsewhere, resume_from_checkpoint=folder).train(str(tmp_path / "other" / "checkpoint-2"))
@@ -140,20 +140,27 @@ def test_two_replicas_in_one_folder_are_refused(tmp_path: Path) -> None:
         in_turns(train)
 
 
-def test_steps_that_a_scaler_skipped_count_as_not_trained(tmp_path: Path) -> None:
-    """12 micro-batches are 3 steps; the first ones overflow."""
+class Overflowing(TrainerCallback):
+    """The gradients of the second step are infinite."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        if state.global_step == 1:
+            next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]  # it has one
+
+
+def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: Path) -> None:
+    """12 micro-batches are 3 steps, of which the scaler skips the second."""
     given = options(tmp_path, "--accumulation 4 --inner-steps 3 --overlap-steps 0")
     events: list[Event] = []
     made = trainer(given, more={"max_steps": 3, "save_strategy": "no", "max_grad_norm": 0.0}, on_event=events.append)
-    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    made.add_callback(Overflowing())
     made.train()
     diloco = callback_of(made).diloco
     assert diloco is not None
-    stepped = next(iter(made.optimizer.state.values()))["step"].item()
     assert diloco.steps == 3
-    assert 0 < stepped < 3
     (sent,) = (event for event in events if isinstance(event, RoundSent))
-    assert sent.weight == stepped / 3
+    assert sent.weight == 2 / 3
 
 
 def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
@@ -171,12 +178,18 @@ def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
 def test_the_best_model_at_the_end_is_of_global_parameters(tmp_path: Path) -> None:
     """What was evaluated best is what was saved, and what the model keeps."""
     given = options(tmp_path, "--inner-steps 4 --overlap-steps 1")
-    more = {"max_steps": 10, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    more = {
+        "max_steps": 10,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "some_loss",
+    }
     made = trainer(given, more=more)
-    made.eval_dataset = torch.utils.data.Subset(made.train_dataset, range(4))
     made.train()
-    history = {entry["step"]: entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry}
-    assert made.evaluate()["eval_loss"] == pytest.approx(min(history.values()))
+    history = {entry["step"]: entry["eval_some_loss"] for entry in made.state.log_history if "eval_some_loss" in entry}
+    assert made.evaluate()["eval_some_loss"] == pytest.approx(min(history.values()))
     best = json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())["best_model_checkpoint"]
     loaded = LlamaForCausalLM.from_pretrained(best)
     for name, values in made.model.state_dict().items():
