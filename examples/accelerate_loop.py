@@ -61,6 +61,6 @@ def train(accelerator: Accelerator, options: argparse.Namespace, transport: Tran
 
 if __name__ == "__main__":
     given = parse(__doc__)
-    ours = Accelerator(gradient_accumulation_steps=given.accumulation)
-    with connection(given, ranks="whole") as way_to_the_others:
+    ours = Accelerator(cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=given.accumulation)
+    with connection(given, ranks="sharded" if ours.is_fsdp2 else "whole") as way_to_the_others:
         train(ours, given, way_to_the_others)

@@ -54,6 +54,7 @@ def make_arguments(options: argparse.Namespace, **others: Any) -> TrainingArgume
         "save_steps": options.save_steps,
         "logging_steps": options.inner_steps,
         "report_to": "none",
+        "use_cpu": not torch.accelerator.is_available(),
     }
     return TrainingArguments(**(chosen | others))
 

@@ -80,6 +80,16 @@ def _unfit(held: Held) -> Any:
     return LeaderTransport.__new__(LeaderTransport)
 
 
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launcher's are, before the framework has initialised torch.distributed: each would be replica 0."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    connecting = connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0", ranks="whole")
+    with pytest.raises(ConfigurationError, match=r"has started 2 processes \(WORLD_SIZE\)"), connecting:
+        pass
+    with connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
+        assert transport.view.members == (0,)
+
+
 @pytest.mark.parametrize("held", ["whole", "sharded"])
 def test_two_replicas_of_two_ranks(held: Held, tmp_path: Path) -> None:
     with Processes() as processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -119,6 +120,13 @@ def replica_connection(
 
 def _process_group() -> dist.ProcessGroup | None:
     """All ranks of torch.distributed, in a group where CPU tensors can travel, too; None where there is but this."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and not dist.is_initialized():
+        raise ConfigurationError(
+            f"a launcher has started {launched} processes (WORLD_SIZE), and torch.distributed is not initialised, so "
+            "that each would take itself for the whole replica; after TrainingArguments(...) or Accelerator(), which "
+            "initialise it, or init_process_group, it would work. Nothing was started."
+        )
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else "gloo"
