@@ -61,7 +61,12 @@ def make_arguments(options: argparse.Namespace, **others: Any) -> TrainingArgume
 
 def make_trainer(arguments: TrainingArguments, options: argparse.Namespace, transport: Transport | None) -> Trainer:
     trainer = Trainer(make_llama(options), arguments, collate, share(options))
-    callback = DiLoCoCallback(transport=transport, schedule=schedule(options), codec=options.codec)
+    callback = DiLoCoCallback(
+        transport=transport,
+        schedule=schedule(options),
+        codec=options.codec,
+        resume_from_checkpoint=options.resume,  # a Trainer does not tell its callbacks
+    )
     callback.add_to(trainer)  # or Trainer(callbacks=[callback])
     return trainer
 
