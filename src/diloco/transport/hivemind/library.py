@@ -75,8 +75,8 @@ def connect_peer(
         assert isinstance(streams, PeerStreams)
         for address in transport.board.call(streams.node.addresses()):
             on_address(address)
-        if connected.joining:
-            join(connected, exchange.rendezvous_timeout_s)
+        if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:
+            raise connected.already_running()
         _wait_for(connected, num_replicas, exchange.rendezvous_timeout_s)
         transport.close_to_joiners("its replicas have begun together, in a loop of their own")
         yield transport
