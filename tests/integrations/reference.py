@@ -46,7 +46,8 @@ def example(name: str) -> ModuleType:
 
 def options(out: Path, more: str = "", replica: int = 0, replicas: int = 1) -> argparse.Namespace:
     """Of an example, small, and of two rounds in 50 steps."""
-    given = f"{TWO_ROUNDS} --width 16 --layers 2 --batch-size 2 --sequence-length 16 --out {out} {more}"
+    small = "--width 16 --layers 1 --batch-size 2 --sequence-length 16"
+    given = f"{TWO_ROUNDS} {small} --text {argparse.__file__} --out {out} {more}"
     parsed: argparse.Namespace = example("tiny").parse(
         "", [*given.split(), f"--replica={replica}", f"--replicas={replicas}"]
     )

@@ -33,8 +33,8 @@ def train(given: Any, transport: Transport | None = None) -> nn.Module:
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
-    """With four micro-batches a step."""
-    given = options(tmp_path, "--accumulation 4")
+    """With two micro-batches a step."""
+    given = options(tmp_path, "--accumulation 2")
     model = train(given)
     (expected,), _ = trained_by_us([given], example("tiny").make_model(given), logits)
     assert_equal(dict(model.named_parameters()), expected)

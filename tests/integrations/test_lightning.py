@@ -54,8 +54,8 @@ def callback(given: Any, transport: Transport | None = None, **others: Any) -> D
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
-    """With four batches accumulated; the module ends with the global parameters."""
-    given = options(tmp_path, "--accumulation 4")
+    """With two batches accumulated; the module ends with the global parameters."""
+    given = options(tmp_path, "--accumulation 2")
     made = fitted(given)
     _, shared = trained_by_us([given], example("tiny").make_model(given), logits)
     assert_equal(dict(made.lightning_module.model.named_parameters()), shared)

@@ -19,8 +19,8 @@ def logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
-    """With four micro-batches a step."""
-    given = options(tmp_path, "--accumulation 4")
+    """With two micro-batches a step."""
+    given = options(tmp_path, "--accumulation 2")
     model = example("plain_pytorch").train(given, None)
     (expected,), shared = trained_by_us([given], example("tiny").make_model(given), logits)
     assert_equal(dict(model.named_parameters()), expected)

@@ -50,8 +50,8 @@ def callback_of(made: Trainer) -> DiLoCoCallback:
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
-    """With four micro-batches a step; the model ends with the global parameters, and the logs have the figures."""
-    hf, given = example("hf_trainer"), options(tmp_path, "--accumulation 4")
+    """With two micro-batches a step; the model ends with the global parameters, and the logs have the figures."""
+    hf, given = example("hf_trainer"), options(tmp_path, "--accumulation 2")
     made = hf.make_trainer(hf.make_arguments(given, **QUIET), given, None)
     made.train()
     _, shared = trained_by_us([given], hf.make_llama(given), logits)
