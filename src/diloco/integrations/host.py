@@ -37,7 +37,11 @@ __all__ = [
     "bare_optimizer",
     "check_parameters",
     "check_ranks",
+    "held_values",
+    "hold_values",
     "is_sharded",
+    "make_diloco",
+    "names_of_kinds",
     "required",
 ]
 
