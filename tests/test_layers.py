@@ -21,6 +21,7 @@ ORDER = (
     "train",
     "monitor",
     "simulate",
+    "integrations",
     "config",
     "cli",
 )

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from diloco.algorithm.schedule import Merge, Send, SyncSchedule
     from diloco.algorithm.value_schedule import ValueSchedule
     from diloco.errors import DiLoCoError
+    from diloco.integrations.shares import replica_share
     from diloco.train.replica import DiLoCo
+    from diloco.transport.hivemind.library import connect_peer
     from diloco.transport.in_process import InProcessTransport
     from diloco.transport.links import Link, VirtualNetwork
     from diloco.transport.torch_distributed.library import connect_replica
@@ -42,9 +44,11 @@ _HOMES = {
     "SyncSchedule": "diloco.algorithm.schedule",
     "ValueSchedule": "diloco.algorithm.value_schedule",
     "VirtualNetwork": "diloco.transport.links",
+    "connect_peer": "diloco.transport.hivemind.library",
     "connect_replica": "diloco.transport.torch_distributed.library",
     "make_codec": "diloco.algorithm.codec",
     "partition": "diloco.algorithm.fragments",
+    "replica_share": "diloco.integrations.shares",
 }
 
 __all__ = [
@@ -66,9 +70,11 @@ __all__ = [
     "ValueSchedule",
     "VirtualNetwork",
     "__version__",
+    "connect_peer",
     "connect_replica",
     "make_codec",
     "partition",
+    "replica_share",
 ]
 
 

@@ -8,14 +8,14 @@ from benchmarks.wan.counters import DEVICE
 from benchmarks.wan.plan import Job
 from diloco import Link as SenderLink
 from diloco import connect_replica
-from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.base import Transport
 
 __all__ = ["make_transport"]
 
 PORT = 29400
 
 
-def make_transport(job: Job, replica: int) -> AbstractContextManager[PeerTransport]:
+def make_transport(job: Job, replica: int) -> AbstractContextManager[Transport]:
     """Replica ``replica``'s way to the others, with the package's defaults but for what ``job`` says.
 
     The method's option ``streams``: payload connections to each peer; absent or 0: the transport's own choice.

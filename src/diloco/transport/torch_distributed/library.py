@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch.distributed as dist
+
+from diloco.errors import ConfigurationError
 from diloco.transport.address import parse_address
+from diloco.transport.base import Transport
+from diloco.transport.leader import LeaderTransport
 from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 
 __all__ = ["connect_replica", "replica_connection"]
@@ -20,10 +27,11 @@ def connect_replica(
     replica: int,
     num_replicas: int,
     rendezvous: str,
+    ranks: Literal["alone", "whole", "sharded"] = "alone",
     on_failure: Literal["stop", "continue"] = "stop",
     facts: Mapping[str, str] | None = None,
     **wire: Any,
-) -> Iterator[PeerTransport]:
+) -> Iterator[Transport]:
     """A transport to the other replicas, which run the same in processes of their own, here or elsewhere.
 
     Leaving the ``with`` waits until all replicas have come as far, and parts. An error on its way out parts at once.
@@ -32,6 +40,10 @@ def connect_replica(
         replica: m, counted from 0.
         num_replicas: M.
         rendezvous: ``HOST:PORT`` of a machine that all can reach; replica 0 listens there.
+        ranks: where torch.distributed is initialised, its ranks together are this replica, and all of them call this.
+            ``whole``: each holds the whole model (DistributedDataParallel), and the first speaks for all; ``sharded``:
+            each holds shards of it (FSDP2), and speaks for those; ``alone``: this process is the replica, whatever
+            torch.distributed is used for.
         on_failure: when a replica is lost, ``stop``: every round from then on raises `ReplicaLostError` on the others;
             ``continue``: they go on in a smaller view.
         facts: what must be the same on all replicas, name -> value; a difference is refused before anything starts.
@@ -45,22 +57,41 @@ def connect_replica(
     ...     transport.view
     View(id=0, members=(0,))
     """
-    connected = replica_connection(
+    if ranks not in ("alone", "whole", "sharded"):
+        raise ConfigurationError(f"ranks={ranks!r} was given; alone, whole or sharded would work. Nothing was started.")
+    group = ReplicaGroup(_process_group(), replica=replica) if ranks != "alone" else ReplicaGroup(replica=replica)
+    position, size = (group.position, group.size) if ranks == "sharded" else (0, 1)
+    place = Place(
         replica=replica,
         num_replicas=num_replicas,
-        rendezvous=rendezvous,
-        on_failure=on_failure,
-        facts=facts or {},
-        **wire,
+        position=position,
+        ranks_per_replica=size,
+        rendezvous=parse_address(rendezvous, key="the rendezvous"),
     )
-    transport = connected.transport
-    try:
+    opened: list[PeerTransport] = []
+
+    def begin() -> None:
+        connected = connect(place, TcpWire(go_on=on_failure == "continue", facts=facts or {}, **wire))
+        opened.append(connected.transport)
         if connected.joining:
             raise connected.already_running()
-        yield transport
-        transport.meet("finished", 0)
+
+    def end() -> None:
+        opened[0].meet("finished", 0)
+
+    led = ranks == "whole" and group.size > 1
+    try:
+        if led:
+            group.done_by_leader(begin)
+            yield LeaderTransport(group, opened[0] if opened else None)
+            group.done_by_leader(end)
+        else:
+            begin()
+            yield opened[0]
+            end()
     finally:
-        transport.close()
+        for transport in opened:
+            transport.close()
 
 
 def replica_connection(
@@ -85,3 +116,20 @@ def replica_connection(
         replica=replica, num_replicas=num_replicas, rendezvous=parse_address(rendezvous, key="the rendezvous")
     )
     return connect(place, TcpWire(go_on=on_failure == "continue", facts=facts or {}, **wire))
+
+
+def _process_group() -> dist.ProcessGroup | None:
+    """All ranks of torch.distributed, in a group where CPU tensors can travel, too; None where there is but this."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and not dist.is_initialized():
+        raise ConfigurationError(
+            f"a launcher has started {launched} processes (WORLD_SIZE), and torch.distributed is not initialised, so "
+            "that each would take itself for the whole replica; after TrainingArguments(...) or Accelerator(), which "
+            "initialise it, or init_process_group, it would work. Nothing was started."
+        )
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else "gloo"
+    group = dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    return group

@@ -1,0 +1,121 @@
+"""DiLoCo in a loop of Hugging Face Accelerate: around what ``accelerator.prepare`` gave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Unpack
+
+from torch import nn
+
+from diloco.errors import ConfigurationError
+from diloco.integrations.host import (
+    DiLoCoArguments,
+    Figures,
+    GlobalsInModel,
+    StepWatch,
+    bare_model,
+    bare_optimizer,
+    check_ranks,
+    required,
+)
+from diloco.integrations.state import load_state, save_state
+from diloco.train.replica import DiLoCo
+from diloco.transport.base import Transport
+
+required("accelerate", "hf")
+from accelerate import Accelerator  # noqa: E402  # once it is sure to be there
+
+__all__ = ["AcceleratedDiLoCo"]
+
+_UNFIT = {
+    "DEEPSPEED": "DeepSpeed keeps the parameters to itself",
+    "MEGATRON_LM": "Megatron keeps its parameters in pieces that are no DTensors",
+    "XLA": "torch_xla does not run here",
+}
+
+
+class AcceleratedDiLoCo(DiLoCo):
+    """`DiLoCo` for a model and an optimizer that an `Accelerator` prepared.
+
+    `step` may be called after every micro-batch: under ``accelerator.accumulate`` it counts where gradients were
+    synchronised, and only there, so once for each step of the optimizer. A step that the gradient scaler of
+    ``mixed_precision="fp16"`` skipped counts as one that trained nothing.
+
+    ``accelerator.save_state`` and ``load_state`` save and load its state, too, in files beside theirs; it need not be
+    registered for checkpointing. The model that they save has the local parameters; for the global ones use
+    ``with diloco.global_model() as model``.
+
+    Args:
+        accelerator: that prepared both.
+        model: as prepared.
+        optimizer: as prepared.
+        transport: this replica's way to the others; None: alone.
+        arguments: of `DiLoCo`.
+
+    Raises:
+        ConfigurationError: for what can't work, such as DeepSpeed.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        transport: Transport | None = None,
+        **arguments: Unpack[DiLoCoArguments],
+    ) -> None:
+        kind = accelerator.distributed_type.name
+        if kind in _UNFIT:
+            raise ConfigurationError(
+                f"an Accelerator for {kind} was given; {_UNFIT[kind]}, so DiLoCo can't serve it. "
+                "DistributedDataParallel or FSDP2 would work. Nothing was started."
+            )
+        bare, bare_inner = bare_model(model), bare_optimizer(optimizer)
+        check_ranks(bare, transport)
+        self.figures = Figures(arguments.get("on_event"))
+        super().__init__(bare, bare_inner, transport=transport, **(arguments | {"on_event": self.figures.handle}))
+        self._accelerator = accelerator
+        self._watch = StepWatch(bare_inner)
+        self._hooks = (
+            accelerator.register_save_state_pre_hook(self._save),
+            accelerator.register_load_state_pre_hook(self._load),
+        )
+
+    def begin(self, trained: float = 1.0) -> None:
+        """The first half of `step`; does nothing where gradients are still accumulated."""
+        if self._stepped():
+            super().begin(trained * self._watch.trained())
+
+    def finish(self) -> None:
+        """The second half of `step`; does nothing where gradients are still accumulated."""
+        if self._accelerator.sync_gradients:
+            super().finish()
+
+    def logs(self) -> dict[str, float]:
+        """Figures of the rounds so far, for ``accelerator.log``."""
+        return self.figures.of(self)
+
+    def close(self) -> None:
+        """Leave optimizer and accelerator as they were; leaving a ``with`` does the same."""
+        self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.close()
+
+    def _stepped(self) -> bool:
+        """Whether the optimizer was to step: it did, or a gradient scaler may have skipped it."""
+        synchronised = bool(self._accelerator.sync_gradients)
+        return synchronised and (self._watch.taken or self._accelerator.scaler is not None)
+
+    def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        save_state(Path(folder), self, GlobalsInModel(self))
+
+    def _load(self, models: list[nn.Module], folder: str) -> None:
+        load_state(Path(folder), self, check_model=False)

@@ -1,0 +1,235 @@
+"""DiLoCo in Lightning's `Trainer`: a callback.
+
+Not a strategy: what happens inside a replica is the business of Lightning's own strategies, one device or DDP, and
+DiLoCo goes around each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.integrations.host import (
+    DiLoCoArguments,
+    Figures,
+    GlobalsInModel,
+    Parameters,
+    StepWatch,
+    bare_model,
+    bare_optimizer,
+    check_parameters,
+    hold_values,
+    make_diloco,
+    names_of_kinds,
+    required,
+)
+from diloco.train.replica import DiLoCo
+from diloco.transport.base import Transport
+
+required("lightning", "lightning")
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # once it is sure to be there
+
+__all__ = ["Connect", "DiLoCoCallback"]
+
+Connect = Callable[[], AbstractContextManager[Transport]]
+"""Connects to the other replicas when training begins, and parts when it has ended: a `functools.partial` of
+`connect_replica`, for one."""
+
+_UNFIT = {
+    "DeepSpeedStrategy": "DeepSpeed keeps the parameters to itself",
+    "FSDPStrategy": "FSDP1 keeps its parameters in flat pieces that are no DTensors",
+    "ModelParallelStrategy": "its checkpoints keep nothing of a callback but what its first rank has",
+    "XLAStrategy": "torch_xla does not run here",
+    "SingleDeviceXLAStrategy": "torch_xla does not run here",
+}
+
+
+class DiLoCoCallback(Callback):
+    """Makes a Lightning `Trainer` one replica among others.
+
+    After every optimizer step, however many batches it accumulated, fragments are sent and merged as the schedule says;
+    a step that a gradient scaler skipped counts as one that trained nothing. DiLoCo's state is in Lightning's
+    checkpoints, and ``trainer.fit(ckpt_path=...)`` goes on exactly. Figures of the rounds are logged by names that
+    begin with ``diloco/``.
+
+    Every replica is a process of its own, or the processes of one ``strategy="ddp"``, with a ``default_root_dir`` of
+    its own. All must begin with the same weights, take the same number of optimizer steps (``max_steps``), and see
+    other data (`diloco.replica_share`).
+
+    Args:
+        transport: this replica's way to the others, or how to connect to them when training begins (with DDP it must be
+            this, since Lightning starts the other processes first); None: alone.
+        parameters: whose values are validated, saved as the ``state_dict`` of a checkpoint, and left in the module at
+            the end. global: those that all replicas agree on; resuming is exact all the same, since the local ones are
+            in the checkpoint, too (not with ``save_weights_only``).
+        begin_from_checkpoint: whether ``fit`` may resume from a checkpoint without DiLoCo, which then begins there.
+        arguments: of `DiLoCo`: schedule, codec, outer_optimizer, merge, on_event and more.
+
+    Attributes:
+        diloco: once training has begun.
+
+    Raises:
+        ConfigurationError: for what can't work; most of it when training begins.
+    """
+
+    diloco: DiLoCo | None = None
+
+    def __init__(
+        self,
+        *,
+        transport: Transport | Connect | None = None,
+        parameters: Parameters = "global",
+        begin_from_checkpoint: bool = False,
+        **arguments: Unpack[DiLoCoArguments],
+    ) -> None:
+        check_parameters(parameters)
+        self.transport = transport
+        self.parameters = parameters
+        self.begin_from_checkpoint = begin_from_checkpoint
+        self.arguments = arguments
+        self.figures = Figures(arguments.get("on_event"))
+        self._training = False
+        self._loaded: Mapping[str, Any] | None = None
+        self._connection = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what can't work before anything is set up for it."""
+        for name in names_of_kinds(trainer.strategy):
+            if stage == "fit" and name in _UNFIT:
+                raise ConfigurationError(
+                    f"DiLoCoCallback was given to a Trainer with {name}; {_UNFIT[name]}. One device or DDP would work; "
+                    "so would Accelerate with FSDP2. Nothing was started."
+                )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Connect, and make the `DiLoCo`, at its beginning or where a checkpoint was saved."""
+        if self.diloco is not None:
+            raise ConfigurationError(
+                "DiLoCoCallback was given to a second fit(), and its rounds are over; a new one, with a new transport, "
+                "would work. Nothing was started."
+            )
+        if len(trainer.optimizers) != 1:
+            raise ConfigurationError(
+                f"DiLoCoCallback was given to a module of {len(trainer.optimizers)} optimizers, whose steps Lightning "
+                "adds up; one optimizer, or DiLoCo around a loop of your own, would work. Nothing was started."
+            )
+        transport = self.transport
+        if callable(transport):
+            transport = self._connection.enter_context(transport())
+        bare = bare_optimizer(trainer.optimizers[0])
+        self.diloco = make_diloco(bare_model(pl_module), bare, transport, self.figures, self.arguments)
+        self._globals = GlobalsInModel(self.diloco)
+        if self._loaded is not None:
+            self._resume(self.diloco, self._loaded)
+        elif trainer.global_step and not self.begin_from_checkpoint:
+            raise CheckpointError(
+                f"the Trainer resumes at step {trainer.global_step} from a checkpoint without DiLoCo's state; one that "
+                "was saved with DiLoCoCallback, or begin_from_checkpoint=True, would work. Nothing was started."
+            )
+        self._watch = StepWatch(bare)
+        self._counted = trainer.global_step
+        self._restore_hook = _saving_globals(pl_module, self._put_globals)
+        self._training = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Where this batch completed an optimizer step, it is counted."""
+        assert self.diloco is not None, "training has begun"
+        steps = trainer.global_step - self._counted
+        self._counted = trainer.global_step
+        if steps > 1:
+            raise ConfigurationError(
+                f"training_step took {steps} steps of the optimizer with one batch, between which DiLoCo would have to "
+                "merge; one step a batch, or DiLoCo around a loop of your own, would work. Training stops here."
+            )
+        if steps:
+            self.diloco.step(self._watch.trained())
+        pl_module.log_dict(self.figures.of(self.diloco))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The module takes the parameters that are to be validated."""
+        if self._training and self.parameters == "global":
+            self._globals.show()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training goes on with the local parameters."""
+        if self._training:
+            self._globals.hide()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Merge what is in flight, leave the module with the parameters that were asked for, and part."""
+        assert self.diloco is not None, "training has begun"
+        self._globals.hide()
+        self.diloco.drain()
+        if self.parameters == "global":
+            self._globals.keep()
+        self._end()
+        self._connection.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Part at once."""
+        if self._training:
+            self._globals.hide()
+            self._end()
+        self._connection.__exit__(type(exception), exception, sys.exc_info()[2])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning keeps of this callback in a checkpoint."""
+        if self.diloco is None:
+            return dict(self._loaded or {})
+        local = self._globals.local() if self._training and self.parameters == "global" else None
+        return {"diloco": self.diloco.state_dict(), "local": local, "replica": self.diloco.transport.replica}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, when training begins."""
+        self._loaded = state_dict or None
+
+    def _resume(self, diloco: DiLoCo, state: Mapping[str, Any]) -> None:
+        if state["replica"] != diloco.transport.replica:
+            raise CheckpointError(
+                f"the checkpoint is of replica {state['replica']}, and this is replica {diloco.transport.replica}; "
+                "each replica's own would work. Nothing was started."
+            )
+        if state["local"] is not None:
+            hold_values(diloco.model, state["local"])
+        diloco.load_state_dict(state["diloco"])
+
+    def _put_globals(self, module: LightningModule, state_dict: dict[str, Tensor]) -> None:
+        """Replace the parameters in what Lightning is about to save."""
+        assert self.diloco is not None, "training has begun"
+        if self.parameters == "global":
+            values = {id(module.get_parameter(n)): v for n, v in self.diloco.outer_loop.named_global_params().items()}
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if id(parameter) in values and name in state_dict:
+                    state_dict[name] = values[id(parameter)].to(parameter.device, parameter.dtype, copy=True)
+
+    def _end(self) -> None:
+        self._training = False
+        self._restore_hook()
+        self._watch.close()
+
+
+def _saving_globals(
+    module: LightningModule, put: Callable[[LightningModule, dict[str, Tensor]], None]
+) -> Callable[[], None]:
+    """Call ``put`` with every ``state_dict`` that Lightning saves of ``module``, until what is returned is called.
+
+    In the module's own hook, since Lightning does not ask callbacks where it saves weights only.
+    """
+    saving = module.on_save_checkpoint
+
+    @functools.wraps(saving)
+    def with_globals(checkpoint: dict[str, Any]) -> None:
+        put(module, checkpoint["state_dict"])
+        saving(checkpoint)
+
+    # as an attribute of the object: its class may have others
+    object.__setattr__(module, "on_save_checkpoint", with_globals)
+    return lambda: object.__delattr__(module, "on_save_checkpoint")

@@ -1,0 +1,240 @@
+"""DiLoCo in Hugging Face's `Trainer`: a callback."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+from torch import nn
+
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.integrations.host import (
+    DiLoCoArguments,
+    Figures,
+    GlobalsInModel,
+    Parameters,
+    StepWatch,
+    bare_model,
+    bare_optimizer,
+    check_parameters,
+    held_values,
+    hold_values,
+    make_diloco,
+    required,
+)
+from diloco.integrations.state import has_state, load_state, save_state
+from diloco.train.replica import DiLoCo
+from diloco.transport.base import Transport
+
+required("accelerate", "hf")
+required("transformers", "hf")
+from transformers import (  # noqa: E402  # once it is sure to be there
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+__all__ = ["DiLoCoCallback"]
+
+
+class DiLoCoCallback(TrainerCallback):
+    """Makes a `Trainer` one replica among others.
+
+    After every optimizer step, however many micro-batches it took, fragments are sent and merged as the schedule says.
+    DiLoCo's state is saved with the Trainer's checkpoints, and ``trainer.train(resume_from_checkpoint=...)`` goes on
+    exactly. Figures of the rounds are added to the Trainer's logs, by names that begin with ``diloco/``.
+
+    Every replica is a process of its own, or a group of processes of `torchrun` that train it together with
+    DistributedDataParallel or FSDP2, with an ``output_dir`` of its own. All must begin with the same weights, take the
+    same number of optimizer steps (``max_steps``), and see other data (`diloco.replica_share`).
+
+    Args:
+        transport: this replica's way to the others; None: alone.
+        parameters: whose values are evaluated, saved as the model of a checkpoint, and left in the model at the end.
+            global: those that all replicas agree on, so that a decision from an evaluation is the same on all of them;
+            resuming is exact all the same, since the local ones are saved beside them.
+        resume_from_checkpoint: the folder that ``trainer.train`` is told to resume from, where it is none of
+            ``output_dir``.
+        begin_from_checkpoint: whether a checkpoint of a Trainer without DiLoCo may be resumed from; DiLoCo then begins
+            there, with the same checkpoint on all replicas.
+        arguments: of `DiLoCo`: schedule, codec, outer_optimizer, merge, on_event and more.
+
+    Attributes:
+        diloco: once training has begun.
+
+    Raises:
+        ConfigurationError: for what can't work; most of it when training begins.
+    """
+
+    diloco: DiLoCo | None = None
+
+    def __init__(
+        self,
+        *,
+        transport: Transport | None = None,
+        parameters: Parameters = "global",
+        resume_from_checkpoint: str | Path | None = None,
+        begin_from_checkpoint: bool = False,
+        **arguments: Unpack[DiLoCoArguments],
+    ) -> None:
+        check_parameters(parameters)
+        self.transport = transport
+        self.parameters = parameters
+        self.resume_from_checkpoint = resume_from_checkpoint
+        self.begin_from_checkpoint = begin_from_checkpoint
+        self.arguments = arguments
+        self.figures = Figures(arguments.get("on_event"))
+
+    def add_to(self, trainer: Trainer) -> Self:
+        """Instead of ``Trainer(callbacks=[...])``: the figures then reach TensorBoard, W&B and other trackers,
+        whose callbacks stand before all others."""
+        trainer.callback_handler.callbacks.insert(0, _FiguresFirst(self))
+        trainer.add_callback(self)
+        return self
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make the `DiLoCo`, at its beginning or where a checkpoint was saved."""
+        assert model is not None, "a Trainer gives its model"
+        self._refuse_unfit(args, state)
+        bare = bare_optimizer(optimizer)
+        self.diloco = make_diloco(bare_model(model), bare, self.transport, self.figures, self.arguments)
+        self._globals = GlobalsInModel(self.diloco)
+        if state.global_step:
+            self._resume(args, state)
+        self._watch = StepWatch(bare)
+        if args.eval_on_start:
+            self._show()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Training goes on with the local parameters."""
+        self._globals.hide()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Training goes on with the local parameters."""
+        self._globals.hide()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The optimizer has stepped, or a gradient scaler has skipped the step."""
+        assert self.diloco is not None, "training has begun"
+        self.diloco.step(self._watch.trained())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before an evaluation or a checkpoint the model takes the parameters that it is to have there."""
+        if control.should_evaluate or control.should_save:
+            self._show()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """As `on_step_end`."""
+        self.on_step_end(args, state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save DiLoCo's state beside the optimizer's, unless the Trainer saves the model only."""
+        assert self.diloco is not None, "training has begun"
+        folder = _checkpoint_of(args, state)
+        if self.parameters == "global" and not self._globals.shown:
+            warnings.warn(
+                f"{folder} holds local parameters, since a callback behind DiLoCoCallback asked for it to be saved; "
+                "DiLoCoCallback as the last one would save the global ones.",
+                stacklevel=2,
+            )
+        if not args.save_only_model:
+            save_state(folder, self.diloco, self._globals)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the figures to what the Trainer logs of training, and to its history."""
+        if self.diloco is not None and logs is not None and {"loss", "train_loss"} & logs.keys():
+            figures = self.figures.of(self.diloco)
+            logs.update(figures)
+            state.log_history[-1].update(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Merge what is in flight, and leave the model with the parameters that were asked for.
+
+        Where the Trainer loaded the best model at the end, that is what it keeps.
+        """
+        assert self.diloco is not None, "training has begun"
+        best = None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            best = {name: values.clone() for name, values in held_values(self.diloco.model).items()}
+        self._globals.hide()
+        self.diloco.drain()
+        if best is not None:
+            hold_values(self.diloco.model, best)
+        elif self.parameters == "global":
+            self._globals.keep()
+        self._watch.close()
+
+    def _show(self) -> None:
+        if self.parameters == "global":
+            self._globals.show()
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        assert self.diloco is not None, "it was made"
+        given = self.resume_from_checkpoint or args.resume_from_checkpoint
+        folder = Path(given) if isinstance(given, str | Path) and Path(given).is_dir() else _checkpoint_of(args, state)
+        if has_state(folder):
+            load_state(folder, self.diloco, check_model=True)
+        elif not self.begin_from_checkpoint:
+            raise CheckpointError(
+                f"the Trainer resumes at step {state.global_step}, and {folder} has no state of DiLoCo. Where it "
+                "resumes from another folder, DiLoCoCallback(resume_from_checkpoint=that folder) would work; where a "
+                "Trainer without DiLoCo saved it, begin_from_checkpoint=True. Nothing was started."
+            )
+
+    def _refuse_unfit(self, args: TrainingArguments, state: TrainerState) -> None:
+        refused = {
+            "DeepSpeed, which keeps the parameters to itself": args.deepspeed is not None,
+            "a hyperparameter search, whose trials would meet the others at other steps": state.is_hyper_param_search,
+            "enable_jit_checkpoint, which saves without asking any callback": args.enable_jit_checkpoint,
+            "a second train() with one DiLoCoCallback, whose rounds are over": self.diloco is not None,
+        }
+        for what, given in refused.items():
+            if given:
+                raise ConfigurationError(
+                    f"DiLoCoCallback was given to a Trainer with {what}; without that, it would work. "
+                    "Nothing was started."
+                )
+
+
+class _FiguresFirst(TrainerCallback):
+    """Stands before the trackers, so that they see what `DiLoCoCallback.on_log` adds."""
+
+    def __init__(self, callback: DiLoCoCallback) -> None:
+        self._callback = callback
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._callback.on_log(args, state, control, **kwargs)
+
+
+def _checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer saves, and by default resumes from, at the step of ``state``."""
+    assert args.output_dir is not None, "the Trainer has set it"
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

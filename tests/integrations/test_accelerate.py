@@ -1,0 +1,110 @@
+"""A loop with `AcceleratedDiLoCo` trains what our own trainer trains, and resumes exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from diloco import SyncSchedule
+from diloco.errors import ConfigurationError
+from diloco.events import Event, RoundSent
+from diloco.integrations.accelerate import AcceleratedDiLoCo
+from diloco.transport.base import Transport
+from tests.integrations.reference import assert_equal, example, options, trained_by_us
+from tests.integrations.turns import in_turns
+
+
+def logits(module: nn.Module, tokens: Tensor) -> Tensor:
+    found: Tensor = module(tokens)
+    return found
+
+
+def train(given: Any, transport: Transport | None = None) -> nn.Module:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=given.accumulation)
+    model: nn.Module = example("accelerate_loop").train(accelerator, given, transport)
+    return model
+
+
+def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
+    """With two micro-batches a step."""
+    given = options(tmp_path, "--accumulation 2")
+    model = train(given)
+    (expected,), _ = trained_by_us([given], example("tiny").make_model(given), logits)
+    assert_equal(dict(model.named_parameters()), expected)
+
+
+def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
+    given = [options(tmp_path / str(m), "", m, 2) for m in (0, 1)]
+    models = in_turns(lambda replica, transport: train(given[replica], transport))
+    expected, _ = trained_by_us(given, example("tiny").make_model(given[0]), logits)
+    for model, local in zip(models, expected, strict=True):
+        assert_equal(dict(model.named_parameters()), local)
+
+
+def test_stopped_with_a_round_in_flight_and_resumed_it_is_the_same(tmp_path: Path) -> None:
+    straight = train(options(tmp_path, "--save-steps 22 --codec int8"))
+    resumed = train(options(tmp_path / "resumed", f"--resume {tmp_path / 'step-22'} --codec int8"))
+    for name, values in straight.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], values), name
+
+
+class Loop:
+    """Micro-batches of a small model, at will."""
+
+    def __init__(self, accumulation: int, scale: float | None = None, **arguments: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        if scale is not None:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.events: list[Event] = []
+        self.diloco = AcceleratedDiLoCo(
+            self.accelerator, self.model, self.optimizer, on_event=self.events.append, **arguments
+        )
+
+    def micro_batch(self, loss_factor: float = 1.0) -> None:
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(loss_factor * self.model(torch.ones(1, 2)).sum())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.diloco.step()
+
+
+def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:
+    """12 micro-batches are 3 steps, of which the scaler skips the second."""
+    loop = Loop(4, 1024.0, schedule=SyncSchedule(inner_steps=3))
+    for number in range(12):
+        loop.micro_batch(float("inf") if number == 5 else 1.0)
+        assert loop.diloco.steps == (number + 1) // 4
+    (sent,) = (event for event in loop.events if isinstance(event, RoundSent))
+    assert sent.weight == 2 / 3
+    loop.diloco.close()
+
+
+def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself() -> None:
+    loop = Loop(1, schedule=SyncSchedule(inner_steps=3))
+    for number in range(12):
+        loop.accelerator.backward(loop.model(torch.ones(1, 2)).sum())
+        if number % 4 == 3:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        loop.diloco.step()
+    assert (loop.diloco.steps, loop.diloco.rounds_committed) == (3, 1)
+    assert loop.diloco.logs()["diloco/rounds"] == 1
+    loop.diloco.close()
+
+
+def test_deepspeed_is_refused() -> None:
+    with (
+        mock.patch.object(Accelerator, "distributed_type", DistributedType.DEEPSPEED),
+        pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters to itself"),
+    ):
+        AcceleratedDiLoCo(Accelerator(cpu=True), nn.Linear(1, 1), None)

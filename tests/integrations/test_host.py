@@ -1,0 +1,112 @@
+"""What integrations find behind the wrappers of a framework, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import DiLoCo, SyncSchedule
+from diloco.errors import ConfigurationError
+from diloco.integrations.host import GlobalsInModel, StepWatch, bare_model, bare_optimizer, required
+from diloco.integrations.shares import replica_share
+
+
+def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:
+    return type(name, (base,), {"__module__": module})
+
+
+def test_a_compiled_model_is_unwrapped_and_fragments_have_its_names() -> None:
+    inner = nn.Linear(1, 1)
+    compiled = a_class_of("torch._dynamo.eval_frame", "OptimizedModule")()
+    compiled._orig_mod = inner
+    assert bare_model(nn.DataParallel(compiled)) is inner
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "why"),
+    [
+        ("deepspeed.runtime.engine", "DeepSpeedEngine", "DeepSpeed keeps the parameters"),
+        ("accelerate.utils.megatron_lm", "MegatronEngine", "Megatron keeps its parameters in pieces"),
+        (
+            "torch.distributed.fsdp.fully_sharded_data_parallel",
+            "FullyShardedDataParallel",
+            "FSDP1 keeps its parameters",
+        ),
+    ],
+)
+def test_models_that_keep_their_parameters_to_themselves_are_refused(module: str, name: str, why: str) -> None:
+    kept = a_class_of(module, name)()
+    for model in (kept, nn.Sequential(nn.Linear(1, 1), kept)):
+        with pytest.raises(ConfigurationError, match=rf"{name} of \w+ was given; {why}"):
+            bare_model(model)
+
+
+def test_what_is_no_optimizer_of_torch_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"builtins\.dict was given"):
+        bare_optimizer({})
+    wrapped = a_class_of("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper", object)()
+    with pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters"):
+        bare_optimizer(wrapped)
+
+
+def test_a_fused_optimizer_that_skips_the_step_itself_has_not_trained() -> None:
+    """`GradScaler.step` calls it all the same, with ``found_inf`` as an attribute, and its kernel does nothing."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([parameter], fused=True)
+    watch, scaler = StepWatch(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor, trained in ((1.0, 1.0), (float("inf"), 0.0), (1.0, 1.0)):
+        optimizer.zero_grad()
+        scaler.scale(factor * parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert watch.trained() == trained
+    watch.close()
+    optimizer.step()
+    assert watch.trained() == 0.0
+
+
+def test_globals_are_shown_and_hidden_and_kept() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    began = model.weight.item()
+    diloco = DiLoCo(model, torch.optim.SGD(model.parameters()), schedule=SyncSchedule(inner_steps=2))
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    globals_in_model = GlobalsInModel(diloco)
+    for _ in range(2):
+        globals_in_model.show()
+        globals_in_model.show()  # the local ones are not lost
+        assert model.weight.item() == began
+        assert globals_in_model.local()["weight"].item() == began + 1
+        globals_in_model.hide()
+        globals_in_model.hide()
+        assert model.weight.item() == began + 1
+    globals_in_model.keep()
+    globals_in_model.hide()
+    assert model.weight.item() == began
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+    with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[hf\]' would work"):
+        required("diloco_has_no_such_module", "hf")
+
+
+@pytest.mark.parametrize("seed", [None, 0, 5])
+@pytest.mark.parametrize(("samples", "replicas"), [(7, 1), (7, 2), (8, 4), (11, 4), (4, 4)])
+def test_shares_are_of_one_size_and_have_nothing_in_common(seed: int | None, samples: int, replicas: int) -> None:
+    shares = [list(replica_share(range(samples), replica=m, num_replicas=replicas, seed=seed)) for m in range(replicas)]
+    dealt = [sample for share in shares for sample in share]
+    assert {len(share) for share in shares} == {samples // replicas}
+    assert len(set(dealt)) == len(dealt)
+    assert set(dealt) <= set(range(samples))
+
+
+def test_what_can_not_be_shared_out_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="replica=2 of 2 was given"):
+        replica_share(range(5), replica=2, num_replicas=2)
+    with pytest.raises(ConfigurationError, match="1 samples were given to 2 replicas"):
+        replica_share(range(1), replica=0, num_replicas=2)
+    with pytest.raises(ConfigurationError, match=r"split_dataset_by_node\(dataset, rank=1, world_size=2\)"):
+        replica_share(iter(range(5)), replica=1, num_replicas=2)

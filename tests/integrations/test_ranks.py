@@ -1,0 +1,107 @@
+"""Replicas of several processes, as a host framework starts them: `connect_replica` fits what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco import DiLoCo, SyncSchedule, connect_replica
+from diloco.algorithm.fragments import local_shard
+from diloco.errors import ConfigurationError
+from diloco.integrations.host import GlobalsInModel, bare_model, check_ranks
+from diloco.integrations.state import load_state, save_state
+from diloco.transport.address import Address
+from diloco.transport.in_process import InProcessTransport
+from tests.processes import Processes
+from tests.transport.nowhere import free_address
+from tests.transport.wires import QUICK
+
+Held = Literal["whole", "sharded"]
+PATIENT = QUICK | {"round_timeout_s": 300.0, "silence_s": 300.0, "rendezvous_timeout_s": 300.0}
+
+
+def model_of(held: Held) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(4, 2)
+    if held == "whole":
+        return DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model)  # type: ignore[return-value]  # the module itself, of another class
+
+
+def trained(rank: int, held: Held, address: Address, folder: Path) -> dict[str, Any]:
+    """Three steps, a round in flight, the state saved and loaded, and two steps more."""
+    replica, position = divmod(rank, 2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / f"store-{replica}"), 2), rank=position, world_size=2
+    )
+    model = model_of(held)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, Any] = {}
+    with pytest.raises(ConfigurationError, match=rf"connect_replica\(..., ranks='{held}'\)"):
+        check_ranks(bare_model(model), _unfit(held))
+    where = {"replica": replica, "num_replicas": 2, "rendezvous": str(address)}
+    with connect_replica(**where, ranks=held, **PATIENT) as transport:
+        check_ranks(bare_model(model), transport)
+        schedule = SyncSchedule(inner_steps=2, overlap_steps=1)
+        with DiLoCo(bare_model(model), optimizer, transport=transport, schedule=schedule, codec="int8") as diloco:
+            for step in range(5):
+                model(torch.full((1, 4), float(1 + rank + step))).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.begin()
+                if step == 2:
+                    save_state(folder / f"of-{replica}", diloco, GlobalsInModel(diloco))
+                diloco.finish()
+        found["digest"] = diloco.outer_loop.digest(0)
+        found["local"] = torch.cat([local_shard(p).flatten() for p in model.parameters()])
+        found["rounds"] = diloco.rounds_committed
+    alone = InProcessTransport(2).endpoint(replica)
+    again = DiLoCo(bare_model(model), optimizer, transport=alone, schedule=schedule, codec="int8")
+    load_state(folder / f"of-{replica}", again, check_model=False)
+    found["steps"] = again.steps
+    dist.destroy_process_group()
+    return found
+
+
+def _unfit(held: Held) -> Any:
+    """A transport for the other kind."""
+    if held == "whole":
+        return InProcessTransport(2).endpoint(0)
+    from diloco.transport.leader import LeaderTransport
+
+    return LeaderTransport.__new__(LeaderTransport)
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launcher's are, before the framework has initialised torch.distributed: each would be replica 0."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    connecting = connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0", ranks="whole")
+    with pytest.raises(ConfigurationError, match=r"has started 2 processes \(WORLD_SIZE\)"), connecting:
+        pass
+    with connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
+        assert transport.view.members == (0,)
+
+
+@pytest.mark.parametrize("held", ["whole", "sharded"])
+def test_two_replicas_of_two_ranks(held: Held, tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(4, trained, held, free_address(), tmp_path)
+        found = processes.results(timeout_s=240)
+    for position in (0, 1):  # rank 0 and 1 are replica 0, 2 and 3 replica 1
+        assert found[position]["digest"] == found[2 + position]["digest"]
+        assert found[position]["rounds"] == 2
+        assert found[position]["steps"] == 3
+    if held == "whole":
+        assert torch.equal(found[0]["local"], found[1]["local"])
+        assert found[0]["digest"] == found[1]["digest"]
+    assert not torch.equal(found[0]["local"], found[2]["local"])  # they saw other data, and are a step ahead
+    saved = sorted(path.name for path in (tmp_path / "of-0" / "diloco").iterdir())
+    assert saved == (["replica-0"] if held == "whole" else ["replica-0-rank-0-of-2", "replica-0-rank-1-of-2"])

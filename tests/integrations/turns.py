@@ -1,0 +1,73 @@
+"""Two training scripts in one process, of which one runs at a time: it hands over when it waits for the other.
+
+So whatever a framework keeps once for the process, such as random generators and warning filters, is used by one at a
+time, and a test repeats itself exactly.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from diloco.algorithm.averaging import Contribution
+from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from diloco.transport.in_process import InProcessTransport
+
+__all__ = ["in_turns"]
+
+
+class _TurnTaking(Transport):
+    def __init__(self, transport: Transport, turn: threading.Lock) -> None:
+        self._transport = transport
+        self._turn = turn
+        self.replica = transport.replica
+        self.view = transport.view
+
+    def average(self, contribution: Contribution) -> Pending:
+        return _TurnTakingPending(self._transport.average(contribution), self._turn)
+
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
+        self._transport.publish(source, version)
+
+    def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+        return self._transport.fetch(fragment, donors, expected_bytes)
+
+    def tick(self) -> None:
+        self._transport.tick()
+
+
+class _TurnTakingPending:
+    def __init__(self, pending: Pending, turn: threading.Lock) -> None:
+        self._pending = pending
+        self._turn = turn
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        self._turn.release()
+        try:
+            return self._pending.wait(60.0)
+        finally:
+            self._turn.acquire()
+
+
+def in_turns(train: Callable[[int, Transport], Any], replicas: int = 2) -> list[Any]:
+    """What ``train(replica, transport)`` returns for each replica; the first error that one raises is raised."""
+    hub, turn = InProcessTransport(replicas), threading.Lock()
+    results: dict[int, Any] = {}
+
+    def run(replica: int) -> None:
+        with turn:
+            try:
+                results[replica] = train(replica, _TurnTaking(hub.endpoint(replica), turn))
+            except BaseException as error:  # raised again below
+                results[replica] = error
+
+    threads = [threading.Thread(target=run, args=(replica,)) for replica in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[replica] for replica in range(replicas)]
