@@ -94,7 +94,6 @@ def test_a_replica_on_the_gpus_of_a_node_is_started_by_torchrun(slurm: Slurm, tm
         "transport.name": "torch",
         "transport.replicas": 2,
         "transport.replica_size": 8,
-        "monitor.console": "plain",
         "train.steps": 5,
     }
     assert (tmp_path / "srun").read_text().startswith("--kill-on-bad-exit=0 torchrun ")

@@ -40,6 +40,11 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def service() -> Iterator[None]:
     """wandb's own process ends with these tests."""
     yield
+    end_service()
+
+
+def end_service() -> None:
+    """End wandb's own process, which writes a run's last records some time after the run has ended."""
     import wandb
 
     wandb.teardown()
@@ -124,6 +129,7 @@ def test_a_run_and_its_continuation_are_one_run_offline(tmp_path: Path) -> None:
         sink.handle(events.SampleGenerated(step=first + 3, prompt="def ", text="<b>"))
         sink.handle(events.RunFinished(step=first + 3, summary={"heldout_loss": 3.5, "interrupted": None}))
         sink.close()
+        end_service()
     records = sent(folder)
     runs = [record["run"] for record in records if "run" in record]
     assert {run["run_id"] for run in runs} == {run_id(folder)}
@@ -156,6 +162,7 @@ def test_a_server_that_cannot_be_reached_costs_a_sentence(
     sink.handle(started())
     sink.handle(step(1, 2.0))
     sink.close()
+    end_service()
     words = capsys.readouterr().err
     assert "W&B can't be reached" in words
     assert f"is written to {tmp_path / 'run' / 'wandb'} instead" in words
