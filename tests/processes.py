@@ -177,6 +177,12 @@ class Processes:
         assert member.process.exitcode is not None
         return member.process.exitcode
 
+    def is_running(self, rank: int) -> bool:
+        """Whether process ``rank`` has neither returned, failed nor ended; what it said so far is taken in."""
+        self._take_in(0.0)
+        member = self._members[rank]
+        return not (member.over or member.result)
+
     def kill(self, rank: int) -> None:
         """SIGKILL; afterwards the process is gone."""
         member = self._members[rank]

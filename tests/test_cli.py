@@ -454,7 +454,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
     calls = ["--help", "--version", "presets", "train --help", "evaluate --help", "train --codec zip"]
     codes = [main(call.split()) for call in calls]
 assert codes == [0, 0, 0, 0, 0, 2], codes
-print([name for name in ("torch", "tensorboard", "rich", "tokenizers", "pyarrow") if name in sys.modules])
+print([name for name in ("torch", "tensorboard", "rich", "tokenizers", "pyarrow", "wandb") if name in sys.modules])
 """
     process = python("-c", code)
     out, err = process.communicate()

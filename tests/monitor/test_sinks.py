@@ -135,6 +135,33 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_sink_of_the_users_own_hears_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the working directory, as it is where somebody tries something."""
+    (tmp_path / "my_sinks.py").write_text(
+        "class Steps:\n"
+        "    def __init__(self, folder): self.file = (folder / 'steps.txt').open('w')\n"
+        "    def handle(self, event): self.file.write(f'{event.step} ')\n"
+        "    def close(self): self.file.close()\n"
+        "number = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sinks = make_sinks(
+        MonitorSettings(console="quiet", tensorboard=False, sinks=("my_sinks:Steps",)), tmp_path, is_terminal=False
+    )
+    tell(sinks, 1, 2)
+    sinks.close()
+    assert (tmp_path / "steps.txt").read_text() == "1 2 "
+    for name, words in (
+        ("my_sinks:Stops", "no attribute 'Stops'"),
+        ("my_sinks:number", "no function"),
+        ("Steps", "MOD"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            make_sinks(MonitorSettings(sinks=(name,)), tmp_path / "run", is_terminal=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_quiet_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sinks = make_sinks(MonitorSettings(console="quiet", every_steps=1), tmp_path, is_terminal=True)
     sinks.handle(RunStarted(step=0, total_steps=9, algorithm="diloco", num_replicas=1, parameters=1, tokens_per_step=1))

@@ -104,6 +104,19 @@ def test_a_second_signal_ends_the_process_at_once(first: str, second: str) -> No
     assert done.stderr == "\x1b[?25hstopped at once; nothing more was saved\n"
 
 
+def test_a_signal_that_a_launcher_passes_on_is_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm sends SIGTERM to torchrun and to the ranks that torchrun sends it to."""
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == "SIGTERM"
+        ended: list[int] = []
+        monkeypatch.setattr("os._exit", ended.append)
+        monkeypatch.setattr("diloco.train.stopping._ECHO_S", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == [130]
+
+
 def test_outside_the_main_thread_nothing_is_installed() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     seen: list[object] = []

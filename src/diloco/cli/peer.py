@@ -14,7 +14,7 @@ __all__ = ["train_peer"]
 def train_peer(plan: RunPlan, folder: Path) -> int:
     """Take part in the run that the settings name, until it is over or a signal asks this replica to leave."""
     from diloco.cli.train import continue_record
-    from diloco.monitor.sinks import make_sinks
+    from diloco.cli.watching import watch
     from diloco.train.checkpoint import held_step
     from diloco.train.follow import OVER
     from diloco.train.run import run_training
@@ -32,7 +32,7 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
             print(line, file=sys.stderr, flush=True)
         return fleet
 
-    sink = make_sinks(settings.monitor, folder, is_terminal=sys.stdout.isatty())
+    sink = watch(settings, folder)
     try:
         summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes, meet=meet)
     finally:

@@ -49,7 +49,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         ConfigurationError: if its folder holds something of another run.
     """
     from diloco.cli.train import continue_record
-    from diloco.monitor.sinks import make_sinks
+    from diloco.cli.watching import watch
     from diloco.train.checkpoint import held_step
     from diloco.train.components import choose_device
     from diloco.train.resize import checkpoint_home
@@ -81,7 +81,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         return fleet
 
     settings = dataclasses.replace(settings, train=_on_own_device(settings.train, role))
-    sink = make_sinks(settings.monitor, folder, is_terminal=sys.stdout.isatty())
+    sink = watch(settings, folder, role)
     try:
         summary = run_training(
             settings,

@@ -66,12 +66,12 @@ def _fitted(line: CommandLine, torchrun: TorchRun | None) -> CommandLine:
 
 
 def _train(plan: RunPlan, folder: Path) -> int:
-    from diloco.monitor.sinks import make_sinks
+    from diloco.cli.watching import watch
     from diloco.train.run import run_training
 
     if plan.source is not None:
         continue_record(plan, plan.source, folder)
-    sink = make_sinks(plan.configuration.monitor, folder, is_terminal=sys.stdout.isatty())
+    sink = watch(plan.configuration, folder)
     try:
         summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes)
     finally:

@@ -46,6 +46,7 @@ from typing import Any
 
 from diloco import events
 from diloco.errors import ConfigurationError, DataError
+from diloco.monitor.curves import Curves, Point
 
 __all__ = ["MetricsFile", "TensorBoardSink", "read_metrics"]
 
@@ -109,14 +110,7 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
 
 
 class TensorBoardSink:
-    """Curves for TensorBoard, with units in their names, and the generated samples as text.
-
-    Every ``every_steps`` steps, and at the last one, a point of: ``loss/train(nats)`` and ``time/step(s)``, means over
-    the steps since the point before; ``transport/wait(s)``, the mean over the rounds committed since then of one
-    replica's wait for one round; ``transport/sent(bytes)`` by one replica so far; ``time/compute_utilization(%)``,
-    ``optimizer/learning_rate`` and ``optimizer/gradient_norm`` as they are. ``time/throughput(tokens per s)`` of all
-    replicas, and where the device's peak is known ``time/model_flops_utilization(%)``, over the steps since the point
-    before. ``loss/heldout(nats)`` at each evaluation.
+    """The `Curves` of a run for TensorBoard, and the generated samples as text.
 
     `RunStarted` must come first. A resumed run adds a file of its own, which tells TensorBoard to hide what came after
     the step it resumed from.
@@ -140,73 +134,29 @@ class TensorBoardSink:
         self._make_writer = SummaryWriter
         self._writer: Any = None
         self._folder = folder
-        self._every_steps = every_steps
-        self._last: events.StepFinished | None = None
-        self._losses: list[float] = []
-        self._step_s: list[float] = []
-        self._utilizations: list[tuple[float, float]] = []  # (fraction, seconds)
-        self._tokens: list[int] = []  # seen at the last point, and at the steps since then
-        self._tokens_per_step = 0
-        self._wait_s: list[float] = []
+        self._curves = Curves(every_steps)
 
     def handle(self, event: events.Event) -> None:
         """Note ``event``; the writing is done by TensorBoard's own thread."""
-        match event:
-            case events.RunStarted():
-                self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
-                self._tokens_per_step = event.tokens_per_step
-            case events.StepFinished():
-                self._last = event
-                self._losses.append(event.loss)
-                self._step_s.append(event.step_s)
-                self._tokens = [*(self._tokens or [event.tokens - self._tokens_per_step]), event.tokens]
-                if event.model_flops_utilization is not None:
-                    self._utilizations.append((event.model_flops_utilization, event.step_s))
-                if event.step % self._every_steps == 0:
-                    self._point()
-            case events.RoundCommitted():
-                self._wait_s.append(event.wait_s)
-            case events.Evaluated():
-                self._writer.add_scalar("loss/heldout(nats)", event.heldout_loss, event.step)
-            case events.SampleGenerated():
-                self._writer.add_text("sample", _literal(event.prompt + event.text), event.step)
-            case events.RunFinished():
-                self._point()
-                self._writer.flush()
+        if isinstance(event, events.RunStarted):
+            self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
+        self._draw(self._curves.take(event))
+        if isinstance(event, events.SampleGenerated):
+            self._writer.add_text("sample", _literal(event.prompt + event.text), event.step)
+        elif isinstance(event, events.RunFinished):
+            self._writer.flush()
 
     def close(self) -> None:
         """Write what is left and end TensorBoard's thread."""
         if self._writer is not None:
-            self._point()
+            self._draw(self._curves.rest())
             self._writer.close()
 
-    def _point(self) -> None:
-        last = self._last
-        if last is None or not self._losses:
-            return
-        values = {
-            "loss/train(nats)": _mean(self._losses),
-            "time/step(s)": _mean(self._step_s),
-            "time/throughput(tokens per s)": (self._tokens[-1] - self._tokens[0]) / max(1e-9, sum(self._step_s)),
-            "time/compute_utilization(%)": 100 * last.compute_utilization,
-            "transport/sent(bytes)": last.sent_bytes,
-            "optimizer/learning_rate": last.learning_rate,
-            "optimizer/gradient_norm": last.gradient_norm,
-        }
-        if self._wait_s:
-            values["transport/wait(s)"] = _mean(self._wait_s)
-        if self._utilizations:
-            useful_s = sum(fraction * step_s for fraction, step_s in self._utilizations)
-            spent_s = sum(step_s for _, step_s in self._utilizations)
-            values["time/model_flops_utilization(%)"] = 100 * useful_s / spent_s
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, last.step)
-        self._losses, self._step_s, self._wait_s, self._utilizations = [], [], [], []
-        self._tokens = self._tokens[-1:]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    def _draw(self, point: Point | None) -> None:
+        if point is not None:
+            step, values = point
+            for tag, value in values.items():
+                self._writer.add_scalar(tag, value, step)
 
 
 def _literal(text: str) -> str:

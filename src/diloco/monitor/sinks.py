@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.events import Event, Sink
 from diloco.monitor.settings import MonitorSettings
 
-__all__ = ["Sinks", "make_sinks"]
+__all__ = ["About", "Sinks", "make_sinks"]
 
 _CONSOLES = ("auto", "live", "plain", "quiet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a tracker elsewhere tells runs apart by.
+
+    Attributes:
+        name: of the run, or of this replica of it; "": that of its folder.
+        group: what the replicas of the run have in common; None where all are in this process.
+        config: the settings by section.
+    """
+
+    name: str = ""
+    group: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Sinks:
@@ -65,13 +84,14 @@ class Sinks:
         _say(f"{name} failed at step {step} and is no longer written ({_words(error)}); training goes on.")
 
 
-def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool) -> Sinks:
-    """The sinks that ``settings`` ask for: a console, ``folder``/metrics.jsonl and ``folder``/tensorboard.
+def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, about: About | None = None) -> Sinks:
+    """The sinks that ``settings`` ask for: a console, ``folder``/metrics.jsonl, ``folder``/tensorboard, trackers.
 
     Args:
         settings: what to show and to write.
         folder: the run's; made if it is not there.
         is_terminal: whether the standard output is a terminal that can move its cursor.
+        about: the run, for trackers elsewhere.
 
     Raises:
         ConfigurationError: for settings that cannot work, before anything is written.
@@ -93,7 +113,22 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool) ->
     from diloco.monitor.console import LiveConsole, PlainConsole
     from diloco.monitor.files import MetricsFile, TensorBoardSink
 
+    makers = {name: _load(name) for name in settings.sinks}
     sinks: dict[str, Sink] = {}
+    if settings.wandb.mode != "off":
+        from diloco.monitor.wandb_runs import WandbSink
+
+        of = about or About()
+        sinks["W&B"] = WandbSink(
+            settings.wandb,
+            folder,
+            every_steps=settings.every_steps,
+            name=of.name or folder.resolve().name,
+            group=of.group,
+            config=of.config,
+        )
+    for name, make in makers.items():
+        sinks[name] = make(folder)
     if settings.tensorboard:
         sinks["TensorBoard"] = TensorBoardSink(folder / "tensorboard", settings.every_steps)
     sinks["metrics.jsonl"] = MetricsFile(folder / "metrics.jsonl")
@@ -102,6 +137,26 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool) ->
     elif kind != "quiet":
         sinks["the plain output"] = PlainConsole(every_steps=settings.every_steps)
     return Sinks(sinks)
+
+
+def _load(name: str) -> Any:
+    """The callable that MODULE:CALLABLE names; modules in the working directory are found, too."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"monitor.sinks={name!r} was given and can't be used ({error}); MODULE:CALLABLE, of an installed module or "
+            "one in the working directory, would work. Nothing was started."
+        ) from error
+    if not callable(found):
+        raise ConfigurationError(
+            f"monitor.sinks={name!r} was given, which is no function or class; one that makes a sink of a folder would "
+            "work. Nothing was started."
+        )
+    return found
 
 
 def _words(error: Exception) -> str:

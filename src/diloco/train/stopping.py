@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM: the first asks the run to save and stop after the step, a second ends the process at once."""
+"""SIGINT and SIGTERM: the first asks the run to save and stop after the step, a second ends the process at once.
+
+A batch system sends SIGTERM to every process, and ``torchrun`` passes it on to those that have it already: a SIGTERM
+that follows a SIGTERM at once is the same request.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -14,6 +19,7 @@ from typing import Any, Self
 __all__ = ["StopAsked", "StopRequest"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ECHO_S = 5.0
 
 
 class StopAsked(Exception):
@@ -38,6 +44,7 @@ class StopRequest:
         self.signal: str | None = None
         self._asked = asked
         self._interrupts = False
+        self._asked_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -72,10 +79,12 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
-            self.signal = signal.Signals(number).name
+            self.signal, self._asked_s = signal.Signals(number).name, time.monotonic()
             self._asked()
             if self._interrupts:
                 raise StopAsked
+            return
+        if number == signal.SIGTERM and self.signal == "SIGTERM" and time.monotonic() - self._asked_s < _ECHO_S:
             return
         # A live display hides the cursor; nothing else runs after this line.
         os.write(

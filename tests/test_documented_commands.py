@@ -1,0 +1,75 @@
+"""Every `diloco` command that the pages about starting and watching runs show has flags that its parser knows."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tyro
+
+from diloco.cli import COMMANDS
+from diloco.config.configuration import parse_arguments
+from diloco.config.flags import CommandLine
+from diloco.config.run_plan import plan_run
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("launching", "monitoring", "networks", "swarm", "three-clouds")]
+COMMAND = re.compile(
+    r"(?:[\w-]*\$ )?(?:torchrun .* -m )?(?:\w+=\S+ )*(?:(?:docker run|kubectl exec) .* diloco )?diloco ([a-z].*)"
+)
+ENDS = {"&", "&&", "||", "|", ";", ">", ">>", "2>&1", "2>"}
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """What follows the word `diloco` in the code blocks of a page, command by command."""
+    for number, block in enumerate(re.split(r"^```", text, flags=re.MULTILINE)):
+        language, _, lines = block.partition("\n")
+        if number % 2 == 0 or language not in ("", "sh", "bash"):
+            continue
+        for line in lines.replace("\\\n", " ").splitlines():
+            if found := COMMAND.match(line):
+                yield until_end(shlex.split(found[1], comments=True))
+
+
+def until_end(words: list[str]) -> list[str]:
+    ends = [number for number, word in enumerate(words) if word in ENDS or word == "..."]
+    return words[: ends[0]] if ends else words
+
+
+def parse(command: str, arguments: list[str]) -> None:
+    assert command in COMMANDS, command
+    if command == "train":
+        parse_arguments(arguments)
+        return
+    module = importlib.import_module(f"diloco.cli.{command}")
+    tyro.cli(getattr(module, "Options", None) or module.Arguments, args=arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_documented_commands_are_understood(page: Path) -> None:
+    seen: set[tuple[str, ...]] = set()
+    for command, *arguments in commands(page.read_text(encoding="utf-8")):
+        if (command, *arguments) not in seen:
+            seen.add((command, *arguments))
+            try:
+                parse(command, arguments)
+            except SystemExit:
+                pytest.fail(f"diloco {command} {shlex.join(arguments)}")
+
+
+def test_the_settings_of_the_eight_nodes_can_be_planned(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "three-clouds.md").read_text(), re.M | re.S)
+    (tmp_path / "run.toml").write_text(text)
+    settings = plan_run(CommandLine(file=tmp_path / "run.toml", print_config=False, values={})).configuration
+    assert settings.swarm.start_replicas == 8
+    assert settings.schedule.overlap_steps == 15
+
+
+def test_commands_are_found_where_pages_have_them() -> None:
+    text = "```\nmachine-a$ diloco doctor a:1 b:2   # a comment\nOUT=x diloco train \\\n    --steps 5 && ls\n```\n"
+    assert list(commands(text)) == [["doctor", "a:1", "b:2"], ["train", "--steps", "5"]]
+    assert sum(len(list(commands(page.read_text(encoding="utf-8")))) for page in PAGES) > 20
