@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diloco.transport.links import Link, VirtualNetwork
     from diloco.transport.torch_distributed.library import connect_replica
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 _HOMES = {
     "Adam": "diloco.algorithm.outer_optimizer",
