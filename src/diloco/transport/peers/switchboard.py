@@ -18,6 +18,7 @@ from weakref import WeakSet
 from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.last_words import hear_out
 from diloco.transport.peers.liveness import Loss, Pulse, Timing, silent_ones
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.within import within
@@ -226,6 +227,7 @@ class Switchboard:
         if before is not None:
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
+        hear_out(writer.transport)
         line = _Line(rank, address, writer, self.loop.time())
         self._lines[rank] = line
         line.task = self.loop.create_task(self._listen_to(line, reader))

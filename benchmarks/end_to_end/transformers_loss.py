@@ -1,0 +1,56 @@
+"""The held-out loss of an export, by transformers alone: its model, its tokenizer, its logits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.config.configuration import Configuration
+from diloco.config.keys import build
+from diloco.config.toml import read_toml
+from diloco.data.heldout import heldout_tokens
+from diloco.data.tokens import load_tokenizer
+from diloco.data.windows import heldout_batches
+
+__all__ = ["loss_with_transformers"]
+
+PROMPT = "def "
+
+
+def loss_with_transformers(run: Path, exported: Path, sequence_length: int) -> dict[str, Any]:
+    """Loss and perplexity of ``exported`` on what ``run`` has held out, and a continuation of a prompt.
+
+    The text is decoded and encoded by the export's own tokenizer on the way, so that a tokenizer that is not the run's
+    would show.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = build(Configuration, read_toml(run / "config.toml", Configuration))
+    ours = load_tokenizer(run)
+    tokens = heldout_tokens(settings.data, ours)
+    packed = torch.from_numpy(tokens[0 : len(tokens)].astype("int64"))
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model: Any = AutoModelForCausalLM.from_pretrained(exported)
+    model.train(False)
+    nats, count = 0.0, 0
+    with torch.no_grad():
+        batches = heldout_batches(packed.numpy(), sequence_length, 8, settings.evaluation.sequences)
+        for inputs, targets in batches:
+            logits = model(inputs).logits
+            nats += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+            count += targets.numel()
+        text = ours.decode(packed[:2000].tolist())
+        prompt = tokenizer(PROMPT, return_tensors="pt")
+        continued = model.generate(**prompt, max_new_tokens=60, do_sample=False)
+    return {
+        "class": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "heldout_loss": nats / count,
+        "perplexity": math.exp(nats / count),
+        "tokens": count,
+        "same_token_ids": tokenizer(text)["input_ids"] == ours.encode(text),
+        "continued": tokenizer.decode(continued[0], skip_special_tokens=True),
+    }

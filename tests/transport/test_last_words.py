@@ -1,0 +1,50 @@
+"""What a peer says before it hangs up is heard, whatever this side was doing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from diloco.transport.peers.last_words import hear_out
+
+
+async def broken(*, hears_out: bool, said: bytes) -> asyncio.StreamReader:
+    """A connection whose other end said something and hung up, and that breaks as this one writes before it reads."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    other, _ = listening.accept()
+    if hears_out:
+        hear_out(writer.transport)
+    writer.write(b"never read there")  # so that closing is a reset
+    other.send(said)
+    other.close()
+    listening.close()
+    while not writer.transport.is_closing():  # no turn of the loop in between
+        writer.write(b"more")
+    return reader
+
+
+@pytest.mark.parametrize("said", [b"excluded", b"x" * 100_000])
+def test_the_last_words_are_read(said: bytes) -> None:
+    async def read() -> bytes:
+        return await (await broken(hears_out=True, said=said)).read()
+
+    assert asyncio.run(read()) == said
+
+
+def test_asyncio_alone_forgets_them() -> None:
+    async def read() -> bytes:
+        return await (await broken(hears_out=False, said=b"excluded")).read()
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(read())
+
+
+def test_who_said_nothing_has_broken_off() -> None:
+    async def read() -> bytes:
+        return await (await broken(hears_out=True, said=b"")).read()
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(read())
