@@ -128,7 +128,7 @@ def save_checkpoint(folder: Path, step: int, parts: Mapping[str, Any], *, about:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | CheckpointError):
             raise CheckpointError(
-                f"Saving {place} failed: {error} The checkpoints that were complete before still are."
+                f"Saving {place} failed: {str(error).rstrip('.')}. The checkpoints that were complete before still are."
             ) from error
         raise
     for old in list_checkpoints(folder)[:-keep]:

@@ -48,7 +48,7 @@ def load_identity(path: Path) -> Identity:
     if path.stat().st_mode & 0o077:
         raise ConfigurationError(
             f"the private key {path} can be read by others (mode {path.stat().st_mode & 0o777:o}); chmod 600 would "
-            "work, or another transport.identity. Nothing was started."
+            "work, or another swarm.identity. Nothing was started."
         )
     data = path.read_bytes()
     try:
@@ -57,7 +57,7 @@ def load_identity(path: Path) -> Identity:
         key.__setstate__({"_private_key": engine.crypto_pb2.PrivateKey.FromString(data).data})
     except Exception as error:  # whatever its parsers raise
         raise ConfigurationError(
-            f"{path} holds no private key that can be used ({error}); another transport.identity, or none there, so "
+            f"{path} holds no private key that can be used ({error}); another swarm.identity, or none there, so "
             "that one is made, would work. Nothing was started."
         ) from error
     return Identity(path, peer_id, key)
