@@ -1,6 +1,7 @@
 # make train: train a small language model with four replicas. make test: run the tests. Both install first if needed.
 PYTHON ?= python3
 VENV ?= .venv
+TESTERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -22,8 +23,8 @@ setup: $(STAMP) ## make .venv and install
 train: $(STAMP) ## train the quick start: 4 replicas of Streaming DiLoCo on the standard library's text
 	$(BIN)/diloco train $(ARGS)
 
-test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP) ## run the tests, in two processes (TESTERS=1: in one)
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile $(ARGS)
 
 check: $(STAMP) ## lint, format and types
 	$(BIN)/ruff check .

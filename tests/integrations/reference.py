@@ -131,7 +131,7 @@ def session_of(
     def build(*_: Any, **__: Any) -> LanguageModel:
         return Wrapped(copy.deepcopy(module), logits)
 
-    with mock.patch("diloco.train.local_replica.build_model", build):
+    with mock.patch("diloco.train.local_replica.build_language_model", build):
         session = Session(settings, corpus, fleet, torch.device("cpu"), on_event)
     for replica, mine in zip(session.replicas, given, strict=True):
         replica.sampler = Batches(mine)  # type: ignore[assignment]
