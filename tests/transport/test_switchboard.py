@@ -172,6 +172,19 @@ def test_beats_alone_keep_a_rank_and_nobody_hears_of_them(make: Make) -> None:
     assert first.heard.empty()
 
 
+def test_who_opened_a_connection_says_that_it_stands_and_not_with_the_next_beat(make: Make) -> None:
+    """Else the other one might let it into a view before it knows the connection itself."""
+    first, second = pair(make, Timing(heartbeat_s=300.0, silence_s=900.0))  # the second one opened it
+
+    async def heard() -> None:
+        while not first.board.words(1):
+            first.board.arrived.clear()
+            await first.board.arrived.wait()
+
+    first.board.call(heard(), LIMIT_S)
+    assert second.board.words(0) == 0
+
+
 def test_who_hangs_up_hears_no_loss_and_the_other_one_does(make: Make) -> None:
     first, second = pair(make)
     first.board.post(first.board.hang_up, 1)

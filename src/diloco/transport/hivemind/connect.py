@@ -282,7 +282,7 @@ class _Arrival:
         return False
 
     async def _connected_to(self, rank: int) -> None:
-        while rank not in self.board.connected:
+        while not self.board.words(rank):  # its first one says that it knows the connection, as a member of a view must
             self.board.arrived.clear()
             await self.board.arrived.wait()
 

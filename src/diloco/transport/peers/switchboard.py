@@ -30,6 +30,7 @@ Message = Mapping[str, Any]
 Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a connection whose first message asked for it; the connection is closed when it returns."""
 
+_BEAT: Message = {"kind": "beat"}
 _FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
@@ -176,6 +177,7 @@ class Switchboard:
             writer.close()
             raise
         self._register(rank, address, reader, writer)
+        self.send(rank, _BEAT)  # so that the other end knows that the connection stands here, too
 
     def hang_up(self, rank: int) -> None:
         """End the connection to ``rank``; nobody is told of a loss."""
@@ -241,6 +243,8 @@ class Switchboard:
                 message, blob = await read_frame(reader)
                 line.heard_s = self.loop.time()
                 line.words += 1
+                if line.words == 1:
+                    self.arrived.set()
                 given_up = message["kind"] == "given-up"
                 if given_up or message["kind"] == "beat":
                     continue
@@ -293,7 +297,7 @@ class Switchboard:
         return Loss("cut", f"the connection to {line.address} ended ({reason}), though somebody listens there")
 
     async def _beat(self) -> None:
-        beat = pack({"kind": "beat"})
+        beat = pack(_BEAT)
         self._pulse.begin(self.loop.time())
         while True:
             await asyncio.sleep(self.timing.heartbeat_s)
