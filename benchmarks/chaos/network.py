@@ -40,7 +40,7 @@ class Loopback:
 
     def cut(self, node: int) -> None:
         """Not here."""
-        raise NotImplementedError
+        raise NotImplementedError("peers on loopback can't be cut off; --wan SCRIPT makes a network where they can")
 
     heal = cut
 

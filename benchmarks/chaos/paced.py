@@ -29,7 +29,7 @@ def pace(step_s: float) -> None:
         next_s = time.monotonic() + step_s
         return draw(self)
 
-    Sampler.next_batch = slowly  # type: ignore[method-assign]
+    Sampler.next_batch = slowly  # type: ignore[method-assign]  # paced
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     from benchmarks.decentralised.peers import make_peer
     from benchmarks.decentralised.training import NUM_FRAGMENTS, Trainer, work_of
     from diloco.events import Event, RoundCommitted
+    from diloco.transport.base import Fetching
     from diloco.transport.peers.connected import join
 
     torch.set_num_threads(1)
@@ -37,17 +38,27 @@ def main(arguments: Sequence[str]) -> None:
     voice.say("introduced")
 
     fetched = {"bytes": 0, "fetches": 0, "seconds": 0.0}
-    fetch = transport.fetch
+    fetch, fetch_beside = transport.fetch, transport.fetch_beside
+
+    def count(state: Mapping[str, Any], began_s: float) -> None:
+        fetched["bytes"] += sum(values.nbytes for values in (state["global_params"], *state["slots"].values()))
+        fetched["fetches"] += 1
+        fetched["seconds"] += time.monotonic() - began_s
 
     def counted(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         began_s = time.monotonic()
         state = fetch(fragment, donors, expected_bytes)
-        fetched["bytes"] += sum(values.nbytes for values in (state["global_params"], *state["slots"].values()))
-        fetched["fetches"] += 1
-        fetched["seconds"] += time.monotonic() - began_s
+        count(state, began_s)
         return state
 
-    transport.fetch = counted  # type: ignore[method-assign] # counts
+    def counted_beside(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+        began_s = time.monotonic()
+        fetching = fetch_beside(fragment, donors, expected_bytes)
+        threading.Thread(target=lambda: count(fetching.result(), began_s), daemon=True).start()
+        return fetching
+
+    transport.fetch = counted  # type: ignore[method-assign]  # counts
+    transport.fetch_beside = counted_beside  # type: ignore[method-assign]  # counts
     contributed: set[int] = set()
 
     def note(event: Event) -> None:

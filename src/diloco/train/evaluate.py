@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,24 +86,8 @@ def evaluate(
         document_masks: whether no token is to see those of other documents in its sequence.
     """
     batch_size = _fitting(batch_size, sequence_length, model)
-    device = next(model.parameters()).device
-    was_training = model.training
-    nats, count, num_bytes = 0.0, 0, 0
-    model.eval()
-    try:
-        with torch.no_grad():
-            for inputs, targets in heldout_batches(tokens, sequence_length, batch_size, sequences):
-                shown = to_device(inputs, device)
-                documents = document_numbers(shown, tokenizer.eos_id) if document_masks else None
-                logits = model(shown, documents=documents).float()
-                wanted = to_device(targets, device).flatten()
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted, reduction="sum")
-                nats += float(loss)
-                count += targets.numel()
-                num_bytes += tokenizer.num_bytes(targets)
-    finally:
-        model.train(was_training)
-    return Evaluation.of(nats, count, num_bytes)
+    batches = heldout_batches(tokens, sequence_length, batch_size, sequences)
+    return _evaluate_batches(model, tokenizer, batches, document_masks)
 
 
 class Window(NamedTuple):
@@ -182,19 +166,31 @@ def evaluate_windows(
         raise DataError("There is no token to predict; text with at least one would work. Nothing was evaluated.")
     batch_size = _fitting(batch_size, sequence_length, model)
     windows.sort(key=lambda pair: pair[1].begin - pair[1].end)  # batches of like lengths, the longest first
+    starts = range(0, len(windows), batch_size)
+    batches = (_padded(windows[start : start + batch_size]) for start in starts)
+    return _evaluate_batches(model, tokenizer, batches, document_masks)
+
+
+_NOT_COUNTED = -100
+
+
+def _evaluate_batches(
+    model: LanguageModel, tokenizer: Tokenizer, batches: Iterable[tuple[Tensor, Tensor]], document_masks: bool
+) -> Evaluation:
+    """Of all targets but `_NOT_COUNTED`; the model's mode is put back afterwards."""
     device = next(model.parameters()).device
     was_training = model.training
     nats, count, num_bytes = 0.0, 0, 0
     model.eval()
     try:
         with torch.no_grad():
-            for start in range(0, len(windows), batch_size):
-                inputs, targets = _padded(windows[start : start + batch_size])
+            for inputs, targets in batches:
                 shown = to_device(inputs, device)
                 documents = document_numbers(shown, tokenizer.eos_id) if document_masks else None
                 logits = model(shown, documents=documents).float()
+                wanted = to_device(targets, device).flatten()
                 loss = nn.functional.cross_entropy(
-                    logits.flatten(0, 1), targets.to(device).flatten(), ignore_index=_NOT_COUNTED, reduction="sum"
+                    logits.flatten(0, 1), wanted, ignore_index=_NOT_COUNTED, reduction="sum"
                 )
                 counted = targets[targets != _NOT_COUNTED]
                 nats += float(loss)
@@ -203,9 +199,6 @@ def evaluate_windows(
     finally:
         model.train(was_training)
     return Evaluation.of(nats, count, num_bytes)
-
-
-_NOT_COUNTED = -100
 
 
 def _fitting(batch_size: int, sequence_length: int, model: LanguageModel) -> int:

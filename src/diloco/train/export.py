@@ -213,7 +213,7 @@ def _without_progress() -> Iterator[None]:
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'  # theirs
     try:
         yield
     finally:

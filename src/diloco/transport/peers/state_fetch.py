@@ -154,7 +154,7 @@ class _Fetching:
                 self._tell()
                 with suppress(TimeoutError):  # it is asked again then, or once there is another choice
                     async with asyncio.timeout(side.pause_s):
-                        await self._until(lambda seen=seen: self.transfer is not seen)  # type: ignore[misc]
+                        await self._until(lambda seen=seen: self.transfer is not seen)  # type: ignore[misc]  # bound now
                 side.pause_s = min(2 * side.pause_s, _LONGEST_PAUSE_S)
         except Exception as error:  # of this file: whoever waits for this donor shall hear of it
             self._broken = error
