@@ -179,11 +179,16 @@ class DiLoCo:
             if isinstance(codec, ErrorFeedback):
                 codec.load_state_dict({"residual": torch.zeros_like(codec.residual)})
 
-    def drain(self) -> None:
-        """Merge every fragment in flight at once, in the order sent; for the end of a run."""
+    def drain(self, *, take_over: bool = True) -> None:
+        """Merge every fragment in flight at once, in the order sent; for the end of a run.
+
+        Args:
+            take_over: whether to wait for state that is being taken over; not where it will be fetched anew.
+        """
         for fragment in list(self._in_flight):
             self._merge(fragment)
-        self._take_over_what_came(wait=True)
+        if take_over:
+            self._take_over_what_came(wait=True)
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:

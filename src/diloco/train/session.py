@@ -281,7 +281,9 @@ class Session:
         """
         (replica,) = self.replicas
         if replica.diloco is not None:
-            replica.diloco.drain()  # what is in flight ends with the failure, and stays in the local parameters
+            replica.diloco.drain(
+                take_over=False
+            )  # what is in flight ends with the failure, and stays in the local parameters
         with looking():
             fleet.rejoin()
         replica.gradients = make_gradients(self.settings, replica.model, fleet, replica.number)
