@@ -43,7 +43,8 @@ class BlockReader:
     ) -> None:
         self.name = name
         self.size = size
-        self.blocks: int | None = None if source.size is None else -(-source.size // size)
+        self._blocks_at_once = None if source.size is None else -(-source.size // size)
+        self.blocks = self._blocks_at_once
         self._source = source
         self._tokenizer = tokenizer
         self._heldout_fraction = heldout_fraction
@@ -51,6 +52,10 @@ class BlockReader:
         self._records: Iterator[str] | None = None
         self._next = 0
         self._check_blocks(source.size)
+
+    def go_on(self, blocks: int | None) -> None:
+        """Know of an epoch's blocks what was known where a cursor was taken; what the source itself says is known."""
+        self.blocks = self._blocks_at_once if blocks is None else blocks
 
     def read(self, block: int) -> list[TokenArray]:
         """The block's records in the order in which they are drawn, each as its tokens and the one that ends it.

@@ -209,7 +209,7 @@ class DocumentStream:
         self._drawn, self._begun, self._places = drawn, begun, places
         self._read.clear()
         for place, reader in zip(places, self._readers, strict=True):
-            reader.blocks = reader.blocks if place.blocks is None else place.blocks
+            reader.go_on(place.blocks)
 
     def _parsed(self, state: Cursor) -> tuple[int, list[_Begun], list[_Place]]:
         differences = [
