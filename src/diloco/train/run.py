@@ -32,11 +32,11 @@ from diloco.train.components import choose_device, make_transport
 from diloco.train.definition import stored_definition
 from diloco.train.environment import describe_environment
 from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
-from diloco.train.fleet import InProcessFleet, TorchFleet
+from diloco.train.fleet import InProcessFleet
 from diloco.train.follow import follow_views
 from diloco.train.generate import generate
 from diloco.train.handshake import handshake_facts, model_fingerprint
-from diloco.train.leader_fleet import LeaderFleet
+from diloco.train.joining import JoinableFleet, join_run
 from diloco.train.reports import checkpoint_about, run_facts, run_summary
 from diloco.train.resize import checkpoint_home
 from diloco.train.session import Session
@@ -50,7 +50,7 @@ from diloco.train.whole_file import write_whole
 __all__ = ["run_training"]
 
 
-Meet = Callable[[Mapping[str, str], Path], TorchFleet | LeaderFleet | SwarmFleet]
+Meet = Callable[[Mapping[str, str], Path], JoinableFleet]
 """What the ranks must agree on, and the folder of this one -> its fleet."""
 
 
@@ -91,7 +91,7 @@ def run_training(
     check_vocabulary(outline, corpus.tokenizer.vocab_size)
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     resume = settings.checkpoint.resume
-    fleet: InProcessFleet | TorchFleet | LeaderFleet | SwarmFleet
+    fleet: InProcessFleet | JoinableFleet
     if meet is None:
         fleet = InProcessFleet(make_transport(settings.transport))
     else:
@@ -163,10 +163,10 @@ class _Run:
             self._emit(Note(step=self.step, text=words))
         self.resumed_from = str(checkpoint.path)
 
-    def find_place(self, fleet: TorchFleet | LeaderFleet | SwarmFleet) -> None:
+    def find_place(self, fleet: JoinableFleet) -> None:
         """Begin where the other processes are: with them at step 0, at a checkpoint that all have, or as a joiner."""
         if fleet.joining:
-            self.session.take_over(fleet, self.settings.transport.rendezvous_timeout_s)
+            join_run(self.session, fleet, self.settings.transport.rendezvous_timeout_s)
             self.resumed_from = "the other replicas"
             return
         if self.settings.checkpoint.resume is None:
