@@ -115,6 +115,8 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["presets", "tiny"], "tiny"),
         (["generate", "a", "--num-samples", "0"], "--num-samples 0 was given; at least 1"),
         (["generate", "a", "--batch-size", "0"], "--batch-size 0 was given; at least 1"),
+        (["generate", "a", "--seed", str(2**63)], f"--seed {2**63} was given; at most {2**63 - 2} would work"),
+        (["export", "a", "b", "--max-shard-size", "5XB"], "--max-shard-size 5XB was given; a number in KB, MB, GB"),
         (["generate", "a", "--top-p", "2.0"], "top_p=2.0 was given; a number above 0 and up to 1"),
         (["generate", "a", "--device", "gpu"], "--device='gpu' was given; auto, cpu, cuda"),
         (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "together with --prompt-file y; one of the two"),
@@ -375,6 +377,7 @@ def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys
     assert texts[0].startswith("doc")
     assert main([*arguments, "--num-samples", "2"]) == 0
     assert "--- sample 2 of 2" in capsys.readouterr().out
+    assert "--context 2000 was given; 1 to" in refused([*arguments, "--context", "2000"], capsys)
 
 
 def test_inspect_says_what_a_checkpoint_holds(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

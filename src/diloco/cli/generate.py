@@ -29,6 +29,9 @@ Examples:
   diloco generate exported --prompt-file beginning.txt --stop "\\n\\n"
   cat beginning.txt | diloco generate runs/streaming-tiny --prompt-file - --json"""
 
+_LARGEST_SEED = 2**63 - 1
+"""That a generator of torch takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -64,9 +67,19 @@ class Arguments:
 
     def __post_init__(self) -> None:
         check_device("--device", self.device)
-        for flag, value in (("--num-samples", self.num_samples), ("--batch-size", self.batch_size)):
-            if value < 1:
-                raise ConfigurationError(f"{flag} {value} was given; at least 1 would work. Nothing was started.")
+        for flag, value, least in (
+            ("--num-samples", self.num_samples, 1),
+            ("--batch-size", self.batch_size, 1),
+            ("--tokens", self.tokens, 0),
+            ("--seed", self.seed, 0),
+        ):
+            if value < least:
+                raise ConfigurationError(f"{flag} {value} was given; at least {least} would work. Nothing was started.")
+        if self.seed + self.num_samples > _LARGEST_SEED:
+            raise ConfigurationError(
+                f"--seed {self.seed} was given; at most {_LARGEST_SEED - self.num_samples} would work. "
+                "Nothing was started."
+            )
         if self.prompt and self.prompt_file is not None:
             raise ConfigurationError(
                 f"--prompt was given together with --prompt-file {self.prompt_file}; one of the two would work. "
@@ -87,7 +100,12 @@ def run(arguments: Sequence[str]) -> int:
 
     device = choose_device(TrainSettings(device=given.device))
     trained = load_trained(checkpoint_at(given.path, given.checkpoint), device, replica=given.replica)
-    tokenizer = trained.tokenizer
+    tokenizer, longest = trained.tokenizer, trained.model.max_sequence_length
+    if given.context is not None and not 1 <= given.context <= longest:
+        raise ConfigurationError(
+            f"--context {given.context} was given; 1 to {longest}, which the model serves, would work. "
+            "Nothing was generated."
+        )
     stops = [text.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\") for text in given.stop]
     samples = []
     for number in range(1, given.num_samples + 1):
@@ -192,7 +210,8 @@ def _read(path: Path) -> str:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"--prompt-file {path} was given, and cannot be read: {error}. A file of text in UTF-8, or - for standard "
+            f"--prompt-file {path} was given, and cannot be read: {reason}. A file of text in UTF-8, or - for standard "
             "input, would work. Nothing was generated."
         ) from error
