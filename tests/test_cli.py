@@ -340,6 +340,11 @@ def test_generate_reads_a_file_stops_at_a_text_and_tells_scripts(
     assert main([*arguments, "--prompt-file", "-", "--stop", "absent", text[4:6].replace("\n", "\\n")]) == 0
     [stopped] = json.loads(capsys.readouterr().out)
     assert (stopped["text"], stopped["ended_by"]) == (text[: text.index(text[4:6])], "stop")
+    together = [*arguments, "--prompt-file", str(tmp_path / "prompt"), "--num-samples", "2", "--stop"]
+    assert main([*together, text[4:6].replace("\n", "\\n")]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both == [stopped, both[1]]
+    assert both[1]["text"] == samples[1]["text"].partition(text[4:6])[0]  # it went on without the first
     (tmp_path / "prompt").write_bytes(b"\xff")
     broken = refused([*arguments, "--prompt-file", str(tmp_path / "prompt")], capsys, code=1)
     assert "cannot be read" in broken
