@@ -70,10 +70,10 @@ def sample_session(session: Session, emit: Callable[[Event], None], *, final: bo
             tokens = generate(
                 models[0],
                 tokenizer.encode(prompt) or [tokenizer.eos_id],
+                generator,
                 max_new_tokens=settings.sample_tokens,
-                generator=generator,
                 stop_token=tokenizer.eos_id,
                 window=session.settings.train.sequence_length,
             )
-        text = tokenizer.decode(tokens)
+            text = tokenizer.decode(list(tokens))
         emit(SampleGenerated(step=session.totals.steps, prompt=prompt, text=text, final=final))
