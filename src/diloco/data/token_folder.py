@@ -11,17 +11,18 @@
       heldout-00000.tokens ...
 
 Documents are in the order of their source and never lie across two files. A folder is written beside its place and
-renamed when it is complete.
+renamed when it is complete; where an empty folder is there already, in that one, and the manifest comes last.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -154,6 +155,7 @@ class TokenWriter:
     """
 
     def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
+        place = Path(os.path.realpath(place))  # a link stays one, and "." gets a name
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
             raise ConfigurationError(
                 f"{place} is there already; another place, or none there, would work. Nothing was written."
@@ -162,7 +164,9 @@ class TokenWriter:
         self.tokenizer = tokenizer
         self.shard_tokens = shard_tokens
         self._dtype = tokenizer.dtype.newbyteorder("<")
-        self._folder = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
+        partial = f".{place.name}.{secrets.token_hex(4)}.partial"
+        self._is_there = place.exists()  # perhaps a mounted disk, or where somebody works: no other can take its place
+        self._folder = place / partial if self._is_there else place.with_name(partial)
         self._sides = {name: _Side(self._folder, name) for name in SIDES}
 
     @contextmanager
@@ -171,6 +175,9 @@ class TokenWriter:
 
         Args:
             made: what the manifest shall say about how it was made; may be filled inside.
+
+        Raises:
+            DataError: it can't be written, such as for want of room.
         """
         try:
             self._folder.mkdir(parents=True)
@@ -178,10 +185,15 @@ class TokenWriter:
             for side in self._sides.values():
                 side.close()
             self._finish(made)
-        except BaseException:
+        except BaseException as error:
             for side in self._sides.values():
-                side.close()
+                side.drop()
             shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise DataError(
+                    f"{self.place} can't be written: {error}. A place that can be written to, with room in it, would "
+                    "work. Nothing is left of what was written."
+                ) from error
             raise
 
     @property
@@ -217,9 +229,14 @@ class TokenWriter:
             file.write(json.dumps(members, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        if self.place.exists():
-            self.place.rmdir()
-        os.replace(self._folder, self.place)
+        if not self._is_there:
+            os.replace(self._folder, self.place)
+            return
+        if os.listdir(self.place) != [self._folder.name]:
+            raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(self.place))
+        for part in sorted(self._folder.iterdir(), key=lambda part: part.name == MANIFEST):
+            os.replace(part, self.place / part.name)
+        self._folder.rmdir()
 
 
 class _Side:
@@ -271,6 +288,13 @@ class _Side:
         self._files = None
         self._shards.append((self._tokens, self._documents))
         self._tokens = self._documents = 0
+
+    def drop(self) -> None:
+        """Let go of the present file; what is not written yet may be lost."""
+        for file in self._files or ():
+            with suppress(OSError):  # of a full disk, once more
+                file.close()
+        self._files = None
 
     def told(self) -> Side:
         tokens, documents = (sum(each) for each in zip(*self._shards, strict=True)) if self._shards else (0, 0)
