@@ -16,7 +16,7 @@ from diloco.data.sources import open_source
 from diloco.data.split import split_documents
 from diloco.data.token_folder import TokenFolder, fingerprint_of, is_token_folder
 from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokens import given_tokenizer, load_tokenizer, make_tokenizer, vocabulary_size
+from diloco.data.tokens import given_tokenizer, make_tokenizer, vocabulary_size
 from diloco.errors import ConfigurationError
 
 __all__ = ["Corpus", "build_corpus", "corpus_vocabulary_size", "read_source", "split_documents", "token_folders"]
@@ -112,9 +112,9 @@ def _tokenizer(settings: DataSettings, folders: Sequence[TokenFolder], train: Ca
     """The one that all tokens are of; that of the folders where there are any."""
     if not folders:
         return make_tokenizer(settings, train())
-    first = load_tokenizer(folders[0].path)
+    first = folders[0].tokenizer()
     for folder in folders[1:]:
-        if load_tokenizer(folder.path).to_json() != first.to_json():
+        if folder.tokenizer().to_json() != first.to_json():
             raise ConfigurationError(
                 f"{folders[0].path} and {folder.path} are of different tokenizers; `diloco tokenize` with the same "
                 f"one, such as --data.tokenizer {folders[0].path}, would work. The corpus was not built."
@@ -133,7 +133,9 @@ def _mapped(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> Corpus:
     for name in ("train", "heldout"):
         parts = [folder.tokens(name) for folder in folders]
         digests = " ".join(part.digest for part in parts)  # those of the manifests: nothing is read for it
-        whole = PackedTokens([p for part in parts for p in part.pieces], xxhash.xxh3_64_hexdigest(digests.encode()))
+        pieces = [piece for part in parts for piece in part.pieces]
+        digest = xxhash.xxh3_64_hexdigest(digests.encode())
+        whole = PackedTokens(pieces, digest, vocab_size=tokenizer.vocab_size)
         tokens[name] = parts[0] if len(parts) == 1 else whole
     count = {
         f"{name}_{what}": sum(getattr(folder.sides[name], what) for folder in folders)
@@ -180,7 +182,7 @@ def _mixed(sources: Sequence[SourceSettings], corpora: Sequence[Corpus]) -> Corp
     told = [[source.name, share, corpus.fingerprint] for (source, corpus), share in zip(pairs, shares, strict=True)]
     return Corpus(
         train=Mixture([Part(source.name, corpus.train, source.weight) for source, corpus in pairs]),
-        heldout=PackedTokens(heldout),
+        heldout=PackedTokens(heldout, vocab_size=corpora[0].tokenizer.vocab_size),
         tokenizer=corpora[0].tokenizer,
         train_documents=sum(corpus.train_documents for corpus in corpora),
         heldout_documents=sum(corpus.heldout_documents for corpus in corpora),

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from diloco.data.packed import PackedTokens
 from diloco.data.tokenizer import Tokenizer
+from diloco.data.tokens import load_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "Side", "TokenFolder", "TokenWriter", "fingerprint_of", "is_token_folder"]
@@ -79,6 +80,8 @@ class TokenFolder:
         path: the folder.
 
     Attributes:
+        vocab_size: of its tokenizer.
+        eos_id: the token that ends each document.
         sides: of "train" and "heldout".
         fingerprint: equal for equal tokens, split and vocabulary, also where they were not read from a folder.
         made: how it was made.
@@ -98,7 +101,7 @@ class TokenFolder:
                     "source would work. The data was not read."
                 )
             self.dtype = np.dtype(_DTYPES[members["dtype"]])
-            self.vocab_size = int(members["vocab_size"])
+            self.vocab_size, self.eos_id = int(members["vocab_size"]), int(members["eos_id"])
             self.fingerprint = str(members["fingerprint"])
             self.made: Mapping[str, Any] = members["made"]
             self.sides = {
@@ -115,11 +118,27 @@ class TokenFolder:
                 self._check(self._file(name, number, "tokens"), tokens * self.dtype.itemsize)
                 self._check(self._file(name, number, "ends"), documents * 8)
 
+    def tokenizer(self) -> Tokenizer:
+        """That of its tokens.
+
+        Raises:
+            DataError: there is none, or it is another one.
+        """
+        tokenizer = load_tokenizer(self.path)
+        if (tokenizer.vocab_size, tokenizer.eos_id) != (self.vocab_size, self.eos_id):
+            raise DataError(
+                f"{self.path} holds a tokenizer of {tokenizer.vocab_size} ids that ends documents with "
+                f"{tokenizer.eos_id}, and its tokens are of one of {self.vocab_size} that ends them with "
+                f"{self.eos_id}; the tokenizer.json and tokenizer_config.json that were made with them would work. "
+                "The data was not read."
+            )
+        return tokenizer
+
     def tokens(self, side: str) -> PackedTokens:
         """The packed tokens of "train" or "heldout", memory-mapped."""
         shards = range(len(self.sides[side].shards))
         pieces = [_mapped(self._file(side, number, "tokens"), self.dtype) for number in shards]
-        return PackedTokens(pieces, self.sides[side].digest)
+        return PackedTokens(pieces, self.sides[side].digest, vocab_size=self.vocab_size)
 
     def ends(self, side: str) -> NDArray[np.int64]:
         """(documents,) int64: where in the packed tokens each document ends, the token that ends it included."""
