@@ -44,8 +44,8 @@ class Arguments:
     """Of the weights."""
     max_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """hf: the longest sequence that the model says it serves. Default: what it was trained with."""
-    max_shard_size: str = "5GB"
-    """hf: largest file of weights."""
+    max_shard_size: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    """hf: largest file of weights, such as 500MB. Default: 5GB."""
     overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Replace an earlier export."""
 
@@ -53,11 +53,13 @@ class Arguments:
 def run(arguments: Sequence[str]) -> int:
     """Load, write, and say what was written."""
     given = tyro.cli(Arguments, prog="diloco export", description=DESCRIPTION, args=list(arguments))
-    if given.to == "safetensors" and given.max_length is not None:
-        raise ConfigurationError(
-            "--max-length was given with --to safetensors, which holds nothing but parameters; --to hf would work. "
-            "Nothing was exported."
-        )
+    if given.to == "safetensors":
+        for flag, value in (("--max-length", given.max_length), ("--max-shard-size", given.max_shard_size)):
+            if value is not None:
+                raise ConfigurationError(
+                    f"{flag} was given with --to safetensors, one file that holds nothing but parameters; --to hf "
+                    "would work. Nothing was exported."
+                )
 
     from diloco.train.export import export_huggingface, export_safetensors
     from diloco.train.trained import checkpoint_at, load_trained
@@ -71,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
             given.out,
             dtype=given.dtype,
             max_length=given.max_length,
-            max_shard_size=given.max_shard_size,
+            max_shard_size=given.max_shard_size or "5GB",
             overwrite=given.overwrite,
         )
         kind, files = type(made).__name__, list(given.out.iterdir())
