@@ -64,6 +64,8 @@ def build_huggingface(
                 "leaving it out, or --model.weights fresh, would work. Nothing was started."
             )
         config.vocab_size = size
+    if isinstance(config.pad_token_id, int) and not 0 <= config.pad_token_id < config.vocab_size:
+        config.pad_token_id = None  # of a larger vocabulary; nothing is padded here
     with _in_words(type(config).__name__):
         if on_meta:
             with torch.device("meta"):
@@ -232,7 +234,16 @@ def _in_words(what: str) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, OSError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        OSError,
+        AssertionError,
+    ) as error:
         raise ConfigurationError(
             f"transformers refused {what}: {str(error).strip() or type(error).__name__} Nothing was started."
         ) from error
