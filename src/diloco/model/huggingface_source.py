@@ -64,7 +64,8 @@ def build_huggingface(
                 "leaving it out, or --model.weights fresh, would work. Nothing was started."
             )
         config.vocab_size = size
-    if isinstance(config.pad_token_id, int) and not 0 <= config.pad_token_id < config.vocab_size:
+    pad = getattr(config, "pad_token_id", None)  # not every architecture has one
+    if isinstance(pad, int) and not 0 <= pad < config.vocab_size:
         config.pad_token_id = None  # of a larger vocabulary; nothing is padded here
     with _in_words(type(config).__name__):
         if on_meta:
@@ -77,7 +78,8 @@ def build_huggingface(
             wrapped = auto.from_config(config, dtype=torch.float32)
     model = HuggingFaceModel(wrapped.float(), z_loss=settings.z_loss)
     if not on_meta:
-        model.probe()
+        with _in_words(f"{type(config).__name__}, in a first forward pass"):
+            model.probe()
     if folder is not None and (not on_meta or settings.weights == "fresh" or stored):
         model.weights = "stored" if stored else "fresh"
     return model
