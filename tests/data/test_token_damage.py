@@ -14,7 +14,7 @@ from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings
 from diloco.data.tokenize import tokenize
 from diloco.data.tokenizer import ByteTokenizer
-from diloco.errors import DataError
+from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 
 
@@ -66,3 +66,14 @@ def test_another_tokenizer_beside_the_tokens_is_refused(folder: Path, tmp_path: 
         shutil.copy(other / name, folder / name)
     with pytest.raises(DataError, match=r"of 270 ids that ends documents with 0, and its tokens are of one of 257"):
         build_corpus(DataSettings(paths=(folder,)))
+
+
+def test_another_fraction_to_hold_out_is_not_passed_over(folder: Path, tmp_path: Path) -> None:
+    """What is held out was settled when the folder was made."""
+    with pytest.raises(ConfigurationError, match=r"heldout_fraction=0.5 was given, and \S+tokens was made with 0.3"):
+        build_corpus(DataSettings(paths=(folder,), heldout_fraction=0.5))
+    whole = build_corpus(DataSettings(paths=(folder,)))
+    same = build_corpus(DataSettings(paths=(folder,), heldout_fraction=0.3))
+    assert same.heldout[:].tolist() == whole.heldout[:].tolist()
+    sources = {"a": {"data": str(folder)}, "b": {"data": str(tmp_path / "text")}}
+    assert build_corpus(DataSettings(sources=sources, heldout_fraction=0.5)).heldout_documents > whole.heldout_documents

@@ -56,6 +56,8 @@ def build_corpus(settings: DataSettings) -> Corpus:
             f"data.max_documents={settings.max_documents} was given with tokens that are ready; given to `diloco "
             "tokenize` it would work. The corpus was not built."
         )
+    if all(folders.values()):
+        _check_heldout(settings, [folder for found in folders.values() for folder in found])
     texts = {
         source.name: split_documents(read_source(source), settings.heldout_fraction, settings.max_documents)
         for source in sources
@@ -75,6 +77,18 @@ def build_corpus(settings: DataSettings) -> Corpus:
     if not settings.sources:
         return corpora[0]
     return _mixed(sources, corpora)
+
+
+def _check_heldout(settings: DataSettings, folders: Sequence[TokenFolder]) -> None:
+    """Refuse a fraction to hold out that was asked for, where all documents were parted by another."""
+    asked = settings.heldout_fraction
+    for folder in folders:
+        made = folder.made.get("heldout_fraction", asked)
+        if asked not in (made, DataSettings().heldout_fraction):
+            raise ConfigurationError(
+                f"data.heldout_fraction={asked:g} was given, and {folder.path} was made with {made:g}, which settles "
+                "what is held out of it; without, or given to `diloco tokenize`, it would work. The corpus was not built."
+            )
 
 
 def read_source(source: SourceSettings) -> Iterable[str]:
