@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Arguments:
     max_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """hf: the longest sequence that the model says it serves. Default: what it was trained with."""
     max_shard_size: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
-    """hf: largest file of weights, such as 500MB. Default: 5GB."""
+    """hf: largest file of weights, such as 500MB (KB, MB, GB or TB). Default: 5GB."""
     overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Replace an earlier export."""
 
@@ -60,6 +61,12 @@ def run(arguments: Sequence[str]) -> int:
                     f"{flag} was given with --to safetensors, one file that holds nothing but parameters; --to hf "
                     "would work. Nothing was exported."
                 )
+    largest = "5GB" if given.max_shard_size is None else given.max_shard_size
+    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", largest, re.IGNORECASE):
+        raise ConfigurationError(
+            f"--max-shard-size {largest} was given; a number in KB, MB, GB or TB, such as 500MB, would "
+            "work. Nothing was exported."
+        )
 
     from diloco.train.export import export_huggingface, export_safetensors
     from diloco.train.trained import checkpoint_at, load_trained
@@ -73,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
             given.out,
             dtype=given.dtype,
             max_length=given.max_length,
-            max_shard_size=given.max_shard_size or "5GB",
+            max_shard_size=largest,
             overwrite=given.overwrite,
         )
         kind, files = type(made).__name__, list(given.out.iterdir())

@@ -87,7 +87,8 @@ def _check_heldout(settings: DataSettings, folders: Sequence[TokenFolder]) -> No
         if asked not in (made, DataSettings().heldout_fraction):
             raise ConfigurationError(
                 f"data.heldout_fraction={asked:g} was given, and {folder.path} was made with {made:g}, which settles "
-                "what is held out of it; without, or given to `diloco tokenize`, it would work. The corpus was not built."
+                "what is held out of it; without, or given to `diloco tokenize`, it would work. The corpus was not "
+                "built."
             )
 
 

@@ -63,9 +63,9 @@ def export_huggingface(
     """
     folder = Path(os.path.realpath(folder))  # a link stays one
     served = _longest_sequence(trained, max_length)
-    if not re.fullmatch(r"[1-9]\d*\s*[KMGT]B", max_shard_size, re.IGNORECASE):
+    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B", max_shard_size, re.IGNORECASE):
         raise ConfigurationError(
-            f"files of at most {max_shard_size!r} were asked for; a whole number of KB, MB, GB or TB, such as 5GB, "
+            f"files of at most {max_shard_size!r} were asked for; a positive number of KB, MB, GB or TB, such as 5GB, "
             "would work. Nothing was exported."
         )
     _check_place(folder, overwrite, MARK)
