@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import RunOverError
+from diloco.train.held import Held
 from diloco.train.swarm_fleet import SwarmFleet
 from diloco.transport.hivemind.connect import SwarmPlace
 from diloco.transport.hivemind.gate import Gate
@@ -39,7 +40,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             SwarmFleet(
                 place,
                 Wire(**QUICK | {"rendezvous_timeout_s": 15.0}),
-                held_step,
+                Held(held_step),
                 start_replicas=1,
                 margin=1,
                 batch_size=1,

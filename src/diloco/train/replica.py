@@ -211,6 +211,7 @@ class DiLoCo:
     def _send(self, round_id: RoundId) -> None:
         index = round_id.fragment
         codec = self._codecs[index]
+        self._taking_over.sending(index)
         delta, sent, largest = self.outer_loop.pseudo_gradient(index, keep_local=self.merge_rule.keeps_sent)
         buffers, integers = collect_buffers(self.model) if index == len(self.fragments) - 1 else (None, None)
         contribution = Contribution(

@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from diloco.errors import ConfigurationError
 from diloco.train.components import make_links
 from diloco.train.fleet import TorchFleet
+from diloco.train.held import held_checkpoint
 from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
@@ -55,18 +56,18 @@ def connect_rank(
     return LeaderFleet(group, leader)
 
 
-def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str], held_step: int) -> SwarmFleet:
+def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> SwarmFleet:
     """Become a replica of the swarm that ``run.swarm`` names, or found it.
 
     Args:
         run: resolved.
         folder: of the run; its private key lies there where no other place is given.
         facts: what all replicas must agree on.
-        held_step: the newest step that this replica could resume from; -1 for none.
 
     Raises:
         RendezvousError: if the others can't be found or joined.
         ConfigurationError: if the secret or the key can't be used.
+        CheckpointError: if the checkpoint that it is to go on from can't be read.
     """
     settings, swarm = run.transport, run.swarm
     place = SwarmPlace(
@@ -92,7 +93,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str], held_
     return SwarmFleet(
         place,
         wire,
-        held_step,
+        held_checkpoint(run.checkpoint.resume),
         start_replicas=swarm.start_replicas,
         margin=2 * run.schedule.inner_steps + 1,
         batch_size=run.train.batch_size,
