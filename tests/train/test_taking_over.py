@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,8 +16,11 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov
+from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import TransportError
+from diloco.events import Event, Note
 from diloco.membership.view import View
+from diloco.train.replica import DiLoCo
 from diloco.train.shared_state import SharedState
 from diloco.train.taking_over import TakingOver
 from diloco.transport.base import Average, Pending, Transport
@@ -313,6 +316,45 @@ def test_what_is_no_state_of_the_fragment_is_told_of_and_changes_nothing(odd: di
     assert failure.startswith("Taking over the state of replica 0 failed: what came is no state of fragment 0: ")
     assert pair.joiner.outer_loop.digest(0) == before
     assert not pair.taking_over.lacking
+
+
+class NotThere(FakeTransport):
+    """Every round is the others': this replica is always taking over."""
+
+    def average(self, contribution: Contribution) -> Pending:
+        pair, index = self.pair, contribution.round.fragment
+        return Had(replace(pair.average(index, 0), round=contribution.round, values=torch.zeros(contribution.numel)))
+
+    def publish(self, source: Any, version: Any = None) -> None:
+        pass
+
+
+@dataclass
+class Had:
+    """A round that is over."""
+
+    average: Average
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        return self.average
+
+
+def test_who_goes_on_from_a_checkpoint_with_an_old_state_is_told_so() -> None:
+    said: list[Event] = []
+
+    def one() -> DiLoCo:
+        model = nn.Linear(2, 1)
+        inner, schedule = torch.optim.SGD(model.parameters()), SyncSchedule(inner_steps=2)
+        return DiLoCo(model, inner, transport=NotThere(Pair()), schedule=schedule, on_event=said.append)
+
+    joiner = one()
+    joiner.step()
+    one().load_state_dict(joiner.state_dict())
+    assert not [each for each in said if isinstance(each, Note)]
+    joiner.step()
+    one().load_state_dict(joiner.state_dict())
+    (note,) = (each for each in said if isinstance(each, Note))
+    assert note.text == "When this was saved, the state of fragment 0 was on its way from others; it holds an old one."
 
 
 fragments = st.integers(0, FRAGMENTS - 1)

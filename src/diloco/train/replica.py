@@ -339,6 +339,7 @@ class DiLoCo:
             "codecs": [codec.state_dict() if isinstance(codec, ErrorFeedback) else None for codec in self._codecs],
             "in_flight": [entry.state_dict() for entry in self._in_flight.values()],
             "finished_rounds": list(self._shared.finished_rounds),
+            "lacking": list(self._taking_over.lacking),
             "trained_steps": self._trained.state_dict(),
         }
 
@@ -365,6 +366,11 @@ class DiLoCo:
             if isinstance(codec, ErrorFeedback):
                 codec.load_state_dict(saved)
         self._shared.finished_rounds = [int(count) for count in state["finished_rounds"]]
+        if lacking := ", ".join(map(str, state.get("lacking", ()))):
+            words = (
+                f"When this was saved, the state of fragment {lacking} was on its way from others; it holds an old one."
+            )
+            self._on_event(Note(step=self.steps, text=words))
         self._in_flight.clear()
         device = self.outer_loop.device
         for entry in state["in_flight"]:

@@ -227,17 +227,20 @@ class SwarmFleet:
         return ("diloco: others take part by", *(f"  {command} {address}" for address in found))
 
     def beginning(self) -> tuple[str, ...]:
-        """What becomes of the checkpoint that it could go on from, and who knows of it; a sentence each."""
-        held, alone = self._held.step, not self._place.node.join
-        nobody = "It knows of nobody else (no --join)" if alone else "Nobody of the run was found"
-        if self.joining and held >= 0:
-            return (
-                f"It takes over the state of the others, who are at step {self.connected.table.step}. Its own checkpoint "
-                f"of step {held} is not used; what it had not shared by then is lost.",
-            )
-        if held >= 0:
-            return (f"{nobody}, so it founds the swarm anew, at step {held}. Whoever joins takes over its state.",)
-        return ()
+        """What becomes of the checkpoint that it could go on from, and who knows of it; a sentence or two each."""
+        held, table = self._held, self.connected.table
+        if held.step < 0:
+            return ()
+        if not self.joining:
+            nobody = "Nobody of the run was found" if self._place.node.join else "It knows of nobody else (no --join)"
+            return (f"{nobody}, so it founds the swarm anew, at step {held.step}. Whoever joins takes over its state.",)
+        lost = "what it had not shared by then is lost"
+        if self.connected.swarm != held.swarm and table.founded_step < held.step:
+            lost = f"the others went on from step {table.founded_step}, and do not have the steps after that either"
+        return (
+            f"It takes over the state of the others, who are at step {table.step}. Its own checkpoint of step "
+            f"{held.step} is not used: {lost}.",
+        )
 
     def facts(self) -> dict[str, str]:
         transport, timing = self.transport, self.transport.timing
@@ -285,18 +288,14 @@ class SwarmFleet:
         with self._changed:
             if following.view is not None:
                 members, was_begun = following.view.members, self.begun
-                if was_begun:
-                    self.shares = self.shares.following(
-                        following.from_step - 1,
-                        members,
-                        joined=following.joined,
-                        left=dict(following.left),
-                        margin=self._margin,
-                        batch_size=self._batch_size,
-                    )
-                else:  # nobody has drawn anything yet
-                    last = dataclasses.replace(self.shares.chain[-1], members=members)
-                    self.shares = Shares((last,))
+                self.shares = self.shares.following(
+                    following.from_step - 1,
+                    members,
+                    joined=following.joined,
+                    left=dict(following.left),
+                    margin=self._margin if was_begun else 0,  # until it begins nobody takes a step
+                    batch_size=self._batch_size,
+                )
                 self._note_members(len(members))
                 self._assignments = self.shares.of_member(self.transport.replica)
                 self._untold.append(dataclasses.replace(following, reason=self.transport.reason))

@@ -31,9 +31,9 @@ class TakingOver:
 
     A replica that joins fetches all of them before it is a member (`all_from`). What the others change meanwhile it
     lacks, as it finds at its first exchange of each fragment. It fetches that fragment once more, *beside* the training
-    (`missed`, `poll`), one fragment at a time, and keeps the averages of the rounds that go by until it has it, 4 bytes
-    per value and round: the outer optimizer's steps with these bring what came up to date, so no fetch is ever too slow,
-    and nobody waits.
+    (`missed`, `poll`), one fragment at a time, and keeps the averages of the rounds that go by until it has it (4 bytes
+    per value and round): the outer optimizer's steps with these bring what came up to date, so no fetch is ever too
+    slow, and nobody waits.
 
     Args:
         shared: the state that is replaced.

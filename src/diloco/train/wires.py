@@ -31,6 +31,10 @@ __all__ = ["connect_peer", "connect_rank", "read_secret"]
 
 _SHORTEST_SECRET = 16
 
+_NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
+"""How long a peer waits for others before it founds a swarm. Machines that are started again together take longer to
+come up than what is lost if the newest checkpoint is not among those that are there."""
+
 
 def connect_rank(
     run: RunSettings, role: Role, facts: Mapping[str, str], held_step: int, device: torch.device
@@ -69,7 +73,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         ConfigurationError: if the secret or the key can't be used.
         CheckpointError: if the checkpoint that it is to go on from can't be read.
     """
-    settings, swarm = run.transport, run.swarm
+    settings, swarm, held = run.transport, run.swarm, held_checkpoint(run.checkpoint.resume)
     place = SwarmPlace(
         identity=swarm.identity or folder / "identity.key",
         gate=Gate(str(swarm.run), read_secret(swarm.secret_file), frozenset(swarm.allow)),
@@ -81,6 +85,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
             relay=swarm.relay,
         ),
         replica=settings.replica,
+        join_window_s=_NEW_WINDOW_S if held.step < 0 else _RESUMED_WINDOW_S,
     )
     wire = Wire(
         streams=settings.streams or 1,
@@ -93,7 +98,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
     return SwarmFleet(
         place,
         wire,
-        held_checkpoint(run.checkpoint.resume),
+        held,
         start_replicas=swarm.start_replicas,
         margin=2 * run.schedule.inner_steps + 1,
         batch_size=run.train.batch_size,

@@ -23,7 +23,7 @@ from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.records import PeerRecord
-from diloco.transport.hivemind.swarm import SwarmDesk, SwarmTable, ask_peer
+from diloco.transport.hivemind.swarm import NotNowError, SwarmDesk, SwarmTable, ask_peer
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.link_desk import LinkDesk
 from diloco.transport.peers.liveness import Timing
@@ -132,12 +132,14 @@ class _Arrival:
             self.transport.begin(View(0, (self.number,)), self.registry, open_link, member=True)
             call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))  # before anybody looks
         self.transport.close_to_joiners(self.place.closed)
+        founded_step = found.founded_step if found else max(0, self.held_step)
         SwarmDesk(
             self.board,
             self.streams,
             self.registry,
             self.mine,
             self.swarm,
+            founded_step,
             members=self._members,
             closed=lambda: self.transport.closed_to_joiners,
             step=lambda: self.transport.step,
@@ -145,7 +147,8 @@ class _Arrival:
         )
         self.board.post(self._keep_announcing)
         entries = dict(found.entries) if found else {}
-        table = Table({**entries, self.number: self.mine}, found is not None, found.step if found else 0)
+        everybody = {**entries, self.number: self.mine}
+        table = Table(everybody, found is not None, found.step if found else 0, founded_step)
         return Connected(self.transport, table, found is not None, self.swarm, self._refresh, self._finish)
 
     def _members(self) -> tuple[int, ...]:
@@ -185,41 +188,53 @@ class _Arrival:
             alone=not place.node.join,
             window_s=place.join_window_s,
         )
-        lookers, why = Lookers(self.wire.silence_s), {}
+        lookers, why = Lookers(self.wire.silence_s), dict[str, str]()
         began_s, said_s = loop.time(), -math.inf
+        known_s = math.inf  # when others could know of this peer; until then waiting for them says nothing
         while True:
             if loop.time() - said_s >= self.wire.silence_s / _BEATS:
                 said_s, self.beat = loop.time(), self.beat + 1
                 await node.announce(run, self._record(""))
-            records = [record for record in await node.find(run) if record.number >= 0]
-            for record in records:
-                self.streams.know(record.peer_id, record.addresses)
-            for record in records:
-                if record.swarm:
-                    try:
-                        table = await self._ask(record.peer_id)
-                        self._check_behind(table)
-                        await self._dial(table)
-                        return table
-                    except OSError as error:
-                        why[record.peer_id] = str(error)
-            looking, waited_s = lookers.hear(records, loop.time()), loop.time() - began_s
-            if founding.founds(records, looking, waited_s):
+                known_s = min(known_s, loop.time())
+            there = False  # somebody of a swarm, who can't be joined now
+            for record in (each for each in await self._records() if each.swarm):
+                try:
+                    table = await self._ask(record.peer_id)
+                    there = True
+                    self._check_behind(table)
+                    await self._dial(table)
+                    return table
+                except OSError as error:
+                    there = there or isinstance(error, NotNowError)
+                    why[record.peer_id] = str(error)
+            asked_s = loop.time()  # once more: where peers are gone, asking them takes long
+            records = await self._records()
+            looking = lookers.hear(records, asked_s)
+            there = there or any(record.swarm and record.peer_id not in why for record in records)
+            if not there and founding.founds(records, looking, asked_s - known_s):
                 return None
             self._stop_if_over(records)
-            if waited_s > self.patience_s:
+            if loop.time() - began_s > self.patience_s:
                 self._stop_looking(records, looking, why)
             await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _records(self) -> list[PeerRecord]:
+        """Of the other peers that train, or did within the last half hour."""
+        records = [each for each in await self.streams.node.find(self.place.gate.run) if each.number >= 0]
+        for record in records:
+            self.streams.know(record.peer_id, record.addresses)
+        return records
 
     def _check_behind(self, table: SwarmTable) -> None:
         """Who would take over the state of a swarm that is not as far as its own checkpoint would lose what is there.
 
         A swarm that it was a member of itself has that work, wherever it is now.
         """
-        if self.place.swarm or table.swarm == self.place.held_swarm or self.held_step <= table.step:
+        step = max(table.step, table.founded_step)  # its founder may not have loaded what it founds it with
+        if self.place.swarm or table.swarm == self.place.held_swarm or self.held_step <= step:
             return
         raise RendezvousError(
-            f"the swarm of run {self.place.gate.run!r} is at step {table.step}, and the newest checkpoint of replica "
+            f"the swarm of run {self.place.gate.run!r} is at step {step}, and the newest checkpoint of replica "
             f"{self.number} is of step {self.held_step}, which the others do not have. To go on from step "
             f"{self.held_step}, stop the others and start this one first; the others join it then. To join them as "
             "they are, and do without those steps, start it in another folder, without --resume. Nothing was started."
@@ -263,11 +278,14 @@ class _Arrival:
             table = SwarmTable.from_message(await ask_peer(self.streams, peer_id, question))
             if table.first.address not in (peer_id, self.mine.address):
                 self.streams.know(table.first.address, table.first.places)
-                table = SwarmTable.from_message(await ask_peer(self.streams, table.first.address, question))
+                try:
+                    table = SwarmTable.from_message(await ask_peer(self.streams, table.first.address, question))
+                except OSError as error:  # the one who named it is there
+                    raise NotNowError(str(error)) from error
         except (KeyError, ValueError, TypeError, TransportError) as error:
             if isinstance(error, RendezvousError):
                 raise
-            raise OSError(f"{peer_id} answered what is no table: {error}") from error
+            raise NotNowError(f"{peer_id} answered what is no table: {error}") from error
         self.registry.entries.update({rank: entry for rank, entry in table.entries.items() if rank != self.number})
         return table
 

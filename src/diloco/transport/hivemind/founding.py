@@ -70,7 +70,8 @@ class Founding:
         Args:
             records: of all peers of the run but this one.
             lookers: those of them who look, too.
-            waited_s: since it began to look.
+            waited_s: from the moment at which others could know of it to that at which ``records`` were asked for. Who
+                waits less than another one needs to tell of itself may not have heard of it.
 
         >>> newest = Founding(number=2, held_step=150, was_member=False, alone=False, window_s=3.0)
         >>> other = PeerRecord("Qm", number=1, held_step=100)
