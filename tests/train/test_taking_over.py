@@ -367,7 +367,7 @@ happenings = st.lists(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(happenings)
 def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings: list[tuple[str, int]]) -> None:
     """Rounds are void, donors leave, are behind or ahead, or give a state that is none of theirs."""
