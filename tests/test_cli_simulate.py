@@ -101,6 +101,29 @@ def test_unequal_replicas_and_jitter(capsys: pytest.CaptureFixture[str]) -> None
     assert shaken < equal
 
 
+def test_slow_replicas_that_leave_out_steps_keep_nobody_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "simulate --parameters 1e6 --layers 4 --bandwidth 1Tbit --step-time 0.1s 0.2s"
+    waiting, dynamic = (
+        {record["method"]: record for record in read(f"{arguments} {more}", capsys)} for more in ("", "--dynamic-steps")
+    )
+    assert waiting["diloco"]["compute_utilization"] == pytest.approx((0.5 + 1) / 2, abs=1e-3)
+    assert dynamic["diloco"]["compute_utilization"] == pytest.approx(1, abs=1e-3)
+    assert dynamic["diloco"]["wall_s"] == pytest.approx(waiting["diloco"]["wall_s"] / 2, rel=1e-3)
+    assert dynamic["diloco"]["trained_share"] == 0.75
+    assert dynamic["data-parallel"] == waiting["data-parallel"], "gradients are averaged at every step"
+    assert "take every step, and the others wait for them" in said(arguments, capsys)
+    assert "train 100, 50 of 100 steps (data-parallel: all), 75% of all" in said(f"{arguments} --dynamic-steps", capsys)
+    assert "slow ones" not in said(f"{arguments.removesuffix(' 0.2s')} --dynamic-steps", capsys)
+
+
+def test_with_clipping_every_payload_goes_to_everybody(capsys: pytest.CaptureFixture[str]) -> None:
+    """1e6 bfloat16 values of 8 replicas; without it a reduce-scatter and all-gather of float32 means sends less."""
+    arguments = "simulate --parameters 1e6 --layers 4 --replicas 8 --bandwidth 1Gbit --method diloco"
+    plain, clipped = (read(f"{arguments} {more}", capsys)["sent_bytes_per_replica"] for more in ("", "--clipping"))
+    assert clipped == 7 * 2e6
+    assert plain < clipped / 2
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png", "html"])
 def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
@@ -171,6 +194,16 @@ def test_a_plan_reaches_its_target_and_says_why(capsys: pytest.CaptureFixture[st
     assert "2501.18512" in words
     assert "why not" in words
     assert "reaches" in words
+
+
+def test_a_plan_says_which_settings_it_does_not_know_of(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = "plan --parameters 1e8 --layers 2 --bandwidth 500Mbit --target-utilization 80%"
+    (waiting,) = read(f"{plan} --replicas 2 --step-time 0.9s 1s", capsys)["left_out"]
+    assert waiting.startswith("Every replica takes every step, and the fast ones wait for the slow ones")
+    many = f"{plan} --replicas 16 --step-time 1s"
+    (clipping,) = read(many, capsys)["left_out"]
+    assert clipping.startswith("Nothing is clipped; ")
+    assert read(f"{plan} --replicas 2 --step-time 1s", capsys)["left_out"] == []
 
 
 def test_a_plan_that_reaches_nothing_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.transport.hivemind import lookout
+from tests.processes import Processes, report
 from tests.runs import SMALL, write_text
 
 LIMIT_S = 300
@@ -203,3 +206,61 @@ def test_why_a_peer_does_not_answer_is_told(
     found.clear()
     assert main(arguments) == 1
     assert "no peer of run 'mine'" in capsys.readouterr().err
+
+
+class Told(io.StringIO):
+    """What a process of `Processes` says, as it says it."""
+
+    def write(self, text: str) -> int:
+        report(text)
+        return super().write(text)
+
+
+def train(rank: int, words: list[str]) -> tuple[int, str]:
+    """`diloco train` in a process of its own: how it ended, and what it said."""
+    with contextlib.redirect_stderr(Told()) as told, contextlib.redirect_stdout(io.StringIO()):
+        return main(["train", *words, "--monitor.console", "quiet"]), told.getvalue()
+
+
+def finished(processes: Processes) -> None:
+    """All of them end well."""
+    ended = processes.results(LIMIT_S)
+    said = "\n".join(words for _, words in ended.values())
+    assert {rank: code for rank, (code, _) in ended.items()} == dict.fromkeys(ended, 0), said
+
+
+def address_told(processes: Processes, rank: int) -> str:
+    """By which others join a process."""
+    while not (found := re.search(r"--join (/ip4/127\S+)", processes.heard(rank, LIMIT_S))):
+        pass
+    return found[1]
+
+
+def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
+    """One peer stops early and one late; the late one founds the swarm again, and the other takes over its state."""
+    early, late = tmp_path / "early", tmp_path / "late"
+    new = f"{SMALL} {data} --steps 32 --transport hivemind --run test --start-replicas 2 {QUICK}".split()
+
+    def peer(*words: object) -> list[str]:
+        return [*map(str, words), *LOOPBACK.split()]
+
+    with Processes() as processes:
+        processes.start(1, train, peer(*new, "--out", early, "--stop-after", 6))
+        join = "--join", address_told(processes, 0)
+        processes.start(1, train, peer(*new, "--out", late, "--stop-after", 14, *join))
+        finished(processes)
+        processes.start(1, train, peer("--resume", late))
+        join = "--join", address_told(processes, 2)
+        processes.start(1, train, peer("--resume", early, *join))
+        finished(processes)
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (early, late)]
+    assert [summary["steps"] for summary in summaries] == [32, 32]
+    assert len({summary["global_params_digest"] for summary in summaries}) == 1
+    said = {
+        folder: [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (early, late)
+    }
+    notes = {folder: [record["text"] for record in said[folder] if record["event"] == "Note"] for folder in said}
+    assert any("so it founds the swarm anew, at step 14." in note for note in notes[late])
+    assert any("who are at step 14. Its own checkpoint of step 6 is not used" in note for note in notes[early])
+    assert [record["step"] for record in said[late] if record["event"] == "RunStarted"] == [0, 14]

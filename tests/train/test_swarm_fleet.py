@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.data.shares import Shares
 from diloco.errors import RunOverError
+from diloco.train.held import Held
 from diloco.train.swarm_fleet import SwarmFleet
 from diloco.transport.hivemind.connect import SwarmPlace
 from diloco.transport.hivemind.gate import Gate
@@ -25,7 +27,7 @@ Make = Callable[..., SwarmFleet]
 def make(tmp_path: Path) -> Iterator[Make]:
     fleets: list[SwarmFleet] = []
 
-    def made(number: int, *known: SwarmFleet, run: str = "run", held_step: int = -1) -> SwarmFleet:
+    def made(number: int, *known: SwarmFleet, run: str = "run", held_step: int = -1, start: int = 1) -> SwarmFleet:
         place = SwarmPlace(
             identity=tmp_path / f"{number}.key",
             gate=Gate(run, "", frozenset()),
@@ -39,8 +41,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
             SwarmFleet(
                 place,
                 Wire(**QUICK | {"rendezvous_timeout_s": 15.0}),
-                held_step,
-                start_replicas=1,
+                Held(held_step),
+                start_replicas=start,
                 margin=1,
                 batch_size=1,
             )
@@ -83,3 +85,54 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     with pytest.raises(RunOverError):
         make(2, standing)
     assert not make(3, standing, held_step=5).joining
+
+
+def test_what_the_others_would_have_drawn_is_drawn_by_who_goes_on_alone(make: Make) -> None:
+    """Of the stretch that was shared out already, and only of the steps that were not done."""
+    before = Shares.of((0, 1)).following(6, (0, 1, 2), joined=(2,), left={}, margin=4, batch_size=1)
+    fleet = make(0)
+    fleet.load_state_dict({"traffic": [0, 0], "step": 8, "shares": before.to_message(), "swarm": "another"})
+    (following,) = fleet.take_assignments()
+    assert (following.from_step, following.members) == (10, (0,))
+    drawn = [position for m in (0, 1, 2) for position in _drawn(before, m, range(8))]
+    drawn += _drawn(before, 0, range(8, 10)) + _drawn(fleet.shares, 0, range(10, 40))
+    assert sorted(drawn) == list(range(len(drawn))), "none twice, and none left out"
+
+
+def test_who_joins_before_training_goes_on_has_something_to_draw_at_once(make: Make) -> None:
+    """Where the founder's checkpoint is of when the members had just changed, and the next stretch had not begun."""
+    before = Shares.of((0, 1)).following(6, (0,), joined=(), left={1: 6}, margin=4, batch_size=1)
+    first = make(0, start=2)
+    first.load_state_dict({"traffic": [0, 0], "step": 8, "shares": before.to_message(), "swarm": "another"})
+    first.close_to_joiners("")
+    second = make(1, first, start=2)
+    assert second.join(LIMIT_S) == 8
+    assert [each.from_step for each in second.take_assignments()] == [8, 10]
+    drawn = [position for m in (0, 1) for position in _drawn(before, m, range(8 if m == 0 else 6))]
+    drawn += _drawn(before, 0, range(8, 10)) + _drawn(second.shares, 1, range(8, 20))
+    drawn += _drawn(second.shares, 0, range(10, 20))
+    assert sorted(drawn) == list(range(len(drawn)))
+    assert first.shares == second.shares
+
+
+def _drawn(shares: Shares, member: int, steps: range) -> list[int]:
+    """Positions, one a step, that a member draws, of the steps that it has assignments for."""
+    of_member = shares.of_member(member)
+    at = [(step, [each for each in of_member if each.from_step <= step]) for step in steps]
+    return [int(known[-1].positions(member, step, 1)[0]) for step, known in at if known]
+
+
+def test_a_peer_that_is_started_again_says_what_becomes_of_its_checkpoint(make: Make) -> None:
+    alone = make(0, held_step=30)
+    assert alone.beginning() == (
+        "It knows of nobody else (no --join), so it founds the swarm anew, at step 30. Whoever joins takes over its "
+        "state.",
+    )
+    alone.transport.step = 70
+    alone.close_to_joiners("")
+    (words,) = make(1, alone, held_step=50).beginning()
+    assert words == (
+        "It takes over the state of the others, who are at step 70. Its own checkpoint of step 50 is not used: the "
+        "others went on from step 30, and do not have the steps after that either."
+    )
+    assert make(2, alone).beginning() == ()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,11 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov
+from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import TransportError
+from diloco.events import Event, Note
 from diloco.membership.view import View
+from diloco.train.replica import DiLoCo
 from diloco.train.shared_state import SharedState
 from diloco.train.taking_over import TakingOver
 from diloco.transport.base import Average, Pending, Transport
@@ -37,6 +41,7 @@ class Slow:
 
     fragment: int
     donors: tuple[int, ...]
+    after: int
     outcome: Mapping[str, Any] | TransportError | None = None
 
     def done(self) -> bool:
@@ -53,6 +58,7 @@ class Slow:
 class FakeTransport(Transport):
     """Of replica 2."""
 
+    pair: Pair
     replica: int = 2
     view: View = VIEW
     fetches: list[Slow] = field(default_factory=list)
@@ -64,11 +70,27 @@ class FakeTransport(Transport):
         raise NotImplementedError
 
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        raise NotImplementedError
+        return self.pair.donor.snapshot(fragment)
 
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Slow:
-        self.fetches.append(Slow(fragment, tuple(donors)))
+        self.fetches.append(Slow(fragment, tuple(donors), self.pair.rounds[fragment]))
         return self.fetches[-1]
+
+
+@dataclass
+class Flight:
+    """A round on its way.
+
+    Attributes:
+        average: what comes of it, unless it is void.
+        matched: whether the joiner held the donor's state when it began.
+        applied: whether the donor is through with it.
+    """
+
+    average: Average
+    matched: bool
+    void: bool = False
+    applied: bool = False
 
 
 class Pair:
@@ -76,24 +98,59 @@ class Pair:
 
     def __init__(self) -> None:
         self.donor, self.joiner = SharedState(outer_loop(0)), SharedState(outer_loop(1))
-        self.transport = FakeTransport()
-        self.taking_over = TakingOver(self.joiner, self.transport)
         self.rounds = [0] * FRAGMENTS
-        self.sent_in_step: dict[int, bool] = {}
+        self.transport = FakeTransport(self)
+        self.taking_over = TakingOver(self.joiner, self.transport)
+        self.flights: dict[int, Flight] = {}
+        self.behind: dict[int, list[Flight]] = {fragment: [] for fragment in range(FRAGMENTS)}
 
     def send(self, fragment: int) -> None:
-        """The joiner's state as it is in a round's header."""
+        """Both begin a round; the joiner's state is as it says in the round's header."""
+        self.catch_up(fragment)
+        self.taking_over.sending(fragment)
         digests = [shared.outer_loop.digest(fragment) for shared in (self.donor, self.joiner)]
-        self.sent_in_step[fragment] = digests[0] == digests[1]
+        matched = digests[0] == digests[1]
+        self.flights[fragment] = Flight(self.average(fragment, None if matched else 0), matched)
 
-    def merge(self, fragment: int) -> str:
-        average = self.average(fragment, None if self.sent_in_step.pop(fragment) else 0)
-        self.apply(self.donor, average)
+    def merge(self, fragment: int, *, donor_lags: bool = False) -> str:
+        """The round ends; with a lag the donor's end of it comes when it catches up."""
+        flight = self.flights.pop(fragment)
         self.rounds[fragment] += 1
-        if average.donor is not None:
-            return self.taking_over.missed(average, average.donor)
-        self.apply(self.joiner, average)
+        self.behind[fragment].append(flight)
+        if not donor_lags:
+            self.catch_up(fragment)
+        if flight.void:
+            if not self.taking_over.lacks(fragment):
+                finished = self.joiner.finished_rounds[fragment]
+                self.joiner.finished_rounds[fragment] = max(finished, self.rounds[fragment])
+        elif flight.matched:
+            self.apply(self.joiner, flight.average)
+        else:
+            return self.taking_over.missed(flight.average, 0)
         return ""
+
+    def catch_up(self, fragment: int) -> None:
+        """The donor ends the rounds that the joiner has ended."""
+        for flight in self.behind[fragment]:
+            self.end_at_donor(flight)
+        self.behind[fragment].clear()
+
+    def end_at_donor(self, flight: Flight) -> None:
+        """Once."""
+        index, outer_step = flight.average.round.fragment, flight.average.round.outer_step
+        if not flight.applied and not flight.void:
+            self.apply(self.donor, flight.average)
+        flight.applied = True
+        self.donor.finished_rounds[index] = max(self.donor.finished_rounds[index], outer_step + 1)
+
+    def come_back(self) -> None:
+        """The joiner was left out: it takes all over anew, and what was in flight is the others' affair."""
+        self.transport = FakeTransport(self)
+        self.taking_over.change_transport(self.transport)
+        self.taking_over.all_from((0,), keep_work=True, taken=lambda index: None)
+        for fragment in list(self.flights):
+            self.behind[fragment].append(self.flights.pop(fragment))
+            self.rounds[fragment] += 1
 
     def average(self, fragment: int, donor: int | None) -> Average:
         round_id = RoundId(fragment, self.rounds[fragment])
@@ -119,9 +176,12 @@ class Pair:
             shared.finished_rounds[fragment] = average.round.outer_step + 1
 
     def answer(self, fragment: int) -> dict[str, Any]:
+        self.catch_up(fragment)
         return self.donor.snapshot(fragment)
 
     def differing(self) -> list[int]:
+        for fragment in range(FRAGMENTS):
+            self.catch_up(fragment)
         loops = self.donor.outer_loop, self.joiner.outer_loop
         return [f for f in range(FRAGMENTS) if loops[0].digest(f) != loops[1].digest(f)]
 
@@ -129,7 +189,7 @@ class Pair:
         """Answer everything that is asked, and let the rounds go on."""
         for _ in range(2 * FRAGMENTS + 2):
             for fragment in range(FRAGMENTS):
-                if fragment not in self.sent_in_step:
+                if fragment not in self.flights:
                     self.send(fragment)
             for fragment in range(FRAGMENTS):
                 self.merge(fragment)
@@ -224,42 +284,122 @@ def test_over_another_transport_nothing_of_the_old_one_is_taken() -> None:
     pair.send(0)
     pair.merge(0)
     old, before = pair.transport.fetches[0], pair.joiner.outer_loop.digest(0)
-    pair.taking_over.change_transport(FakeTransport())
+    pair.taking_over.change_transport(FakeTransport(pair))
     old.outcome = pair.answer(0)
     pair.taking_over.poll(wait=True)
     assert pair.joiner.outer_loop.digest(0) == before
 
 
+def test_a_state_that_turns_out_to_be_another_one_is_fetched_again() -> None:
+    """As of a donor that had lost its way itself: it says that all rounds are in it, and they are not."""
+    pair = Pair()
+    pair.send(0)
+    pair.merge(0)
+    pair.transport.fetches[0].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 1}
+    pair.taking_over.poll()
+    for _ in range(2):
+        pair.send(0)
+        assert "fetches beside the training" in pair.merge(0)
+    pair.transport.fetches[1].outcome = pair.answer(0)
+    pair.taking_over.poll()
+    assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
+
+
+@pytest.mark.parametrize("odd", [{"slots": {}}, {"finished_rounds": None}, {"outer_step": "many"}])
+def test_what_is_no_state_of_the_fragment_is_told_of_and_changes_nothing(odd: dict[str, Any]) -> None:
+    pair = Pair()
+    pair.send(0)
+    pair.merge(0)
+    before = pair.joiner.outer_loop.digest(0)
+    pair.transport.fetches[0].outcome = pair.answer(0) | odd
+    (failure,) = pair.taking_over.poll()
+    assert failure.startswith("Taking over the state of replica 0 failed: what came is no state of fragment 0: ")
+    assert pair.joiner.outer_loop.digest(0) == before
+    assert not pair.taking_over.lacking
+
+
+class NotThere(FakeTransport):
+    """Every round is the others': this replica is always taking over."""
+
+    def average(self, contribution: Contribution) -> Pending:
+        pair, index = self.pair, contribution.round.fragment
+        return Had(replace(pair.average(index, 0), round=contribution.round, values=torch.zeros(contribution.numel)))
+
+    def publish(self, source: Any, version: Any = None) -> None:
+        pass
+
+
+@dataclass
+class Had:
+    """A round that is over."""
+
+    average: Average
+
+    def wait(self, timeout_s: float | None = None) -> Average:
+        return self.average
+
+
+def test_who_goes_on_from_a_checkpoint_with_an_old_state_is_told_so() -> None:
+    said: list[Event] = []
+
+    def one() -> DiLoCo:
+        model = nn.Linear(2, 1)
+        inner, schedule = torch.optim.SGD(model.parameters()), SyncSchedule(inner_steps=2)
+        return DiLoCo(model, inner, transport=NotThere(Pair()), schedule=schedule, on_event=said.append)
+
+    joiner = one()
+    joiner.step()
+    one().load_state_dict(joiner.state_dict())
+    assert not [each for each in said if isinstance(each, Note)]
+    joiner.step()
+    one().load_state_dict(joiner.state_dict())
+    (note,) = (each for each in said if isinstance(each, Note))
+    assert note.text == "When this was saved, the state of fragment 0 was on its way from others; it holds an old one."
+
+
 fragments = st.integers(0, FRAGMENTS - 1)
 happenings = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["send", "merge", "read", "arrive", "fail"]), fragments),
-        st.tuples(st.just("poll"), st.just(0)),
+        st.tuples(st.sampled_from(["send", "void", "donor", "merge", "read", "arrive", "fail", "lie"]), fragments),
+        st.tuples(st.sampled_from(["poll", "poll", "come back"]), st.just(0)),
     ),
     max_size=40,
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(happenings)
 def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings: list[tuple[str, int]]) -> None:
+    """Rounds are void, donors leave, are behind or ahead, or give a state that is none of theirs."""
     pair = Pair()
     read: dict[int, dict[str, Any]] = {}  # a donor reads its state when it is asked or later, and it arrives later yet
     for what, fragment in happenings:
-        open_fetches = [f for f in pair.transport.fetches if f.outcome is None and f.fragment == fragment]
-        if what == "send" and fragment not in pair.sent_in_step:
+        flight = pair.flights.get(fragment)
+        open_fetch = next((f for f in pair.transport.fetches if f.outcome is None and f.fragment == fragment), None)
+        if what == "send" and flight is None:
             pair.send(fragment)
-        elif what == "merge" and fragment in pair.sent_in_step:
-            pair.merge(fragment)
-        elif what == "read" and open_fetches:
-            read[id(open_fetches[0])] = pair.answer(fragment)
-        elif what == "arrive" and open_fetches:
-            fetch = open_fetches[0]
-            fetch.outcome = read.get(id(fetch), pair.answer(fragment))
-        elif what == "fail" and open_fetches:
-            open_fetches[0].outcome = TransportError("gone.")
+        elif what == "void" and flight is not None and not flight.applied:
+            flight.void = True
+        elif what == "donor":
+            pair.catch_up(fragment)
+            if flight is not None:
+                pair.end_at_donor(flight)
+        elif what == "merge" and flight is not None:
+            pair.merge(fragment, donor_lags=True)
+        elif what == "read" and open_fetch is not None:
+            if pair.donor.finished_rounds[fragment] >= open_fetch.after:  # else it is told to ask later
+                read[id(open_fetch)] = pair.donor.snapshot(fragment)
+        elif what == "arrive" and open_fetch is not None:
+            open_fetch.outcome = read.get(id(open_fetch)) or pair.answer(fragment)
+        elif what == "fail" and open_fetch is not None:
+            open_fetch.outcome = TransportError("gone.")
+        elif what == "lie" and open_fetch is not None:
+            claimed = {"finished_rounds": open_fetch.after + 1}
+            open_fetch.outcome = SharedState(outer_loop(7)).snapshot(fragment) | claimed
         elif what == "poll":
             pair.taking_over.poll()
+        elif what == "come back":
+            pair.come_back()
     pair.settle()
     assert pair.differing() == []
     assert pair.joiner.finished_rounds == pair.donor.finished_rounds

@@ -63,6 +63,7 @@ class Swarms:
         hidden: bool = False,
         held_step: int = -1,
         swarm: str = "",
+        held_swarm: str = "",
         join_window_s: float = 0.5,
         **wire: Any,
     ) -> Connected:
@@ -82,6 +83,7 @@ class Swarms:
             ),
             replica=number,
             swarm=swarm,
+            held_swarm=held_swarm,
             join_window_s=join_window_s,
             status=lambda: {"words": f"of peer {number}"},
         )

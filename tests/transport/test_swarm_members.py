@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,39 @@ def test_of_those_who_look_at_once_one_founds_the_swarm(swarms: Swarms) -> None:
     found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m], **patient) for m in steps])
     assert [each.joining for each in found] == [True, False, True], "the lowest of those with the newest step"
     assert {each.swarm for each in found} == {found[1].swarm}
+
+
+def test_who_was_farther_than_the_swarm_does_not_take_over_its_state_unasked(swarms: Swarms) -> None:
+    """A founder that came back with an older checkpoint than somebody else's; what that one did would be lost."""
+    first = swarms.peer(0, held_step=30)
+    first.transport.step = 40
+    with pytest.raises(RendezvousError, match=r"is at step 40, and the newest checkpoint of replica 1 is of step 50"):
+        swarms.peer(1, [first.transport], held_step=50, **PATIENCE)
+    as_far = swarms.peer(1, [first.transport], held_step=40)
+    assert (as_far.joining, as_far.table.step, as_far.table.founded_step) == (True, 40, 30)
+    member = swarms.peer(2, [first.transport], held_step=50, held_swarm=first.swarm)
+    assert member.joining, "the swarm is the one that it was a member of"
+
+
+def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms) -> None:
+    """Its record stays, and says that it holds a newer step."""
+    standing = swarms.peer(7, run="a standing peer of another run").transport
+    with pytest.raises(RendezvousError):
+        swarms.peer(1, [standing], held_step=90, join_window_s=60.0, rendezvous_timeout_s=0.1)
+    began_s = time.monotonic()
+    assert not swarms.peer(2, [standing], held_step=50, silence_s=1.0).joining
+    assert time.monotonic() - began_s > 1.0
+
+
+def test_who_waits_for_one_that_looks_and_does_not_begin_is_told_whom(swarms: Swarms) -> None:
+    standing = swarms.peer(7, run="a standing peer of another run").transport
+    waiting = at_once(
+        [
+            lambda: swarms.peer(1, [standing], held_step=90, join_window_s=60.0, rendezvous_timeout_s=5.0),
+            lambda: swarms.peer(2, [standing], held_step=50, rendezvous_timeout_s=2.0),
+        ]
+    )
+    assert "replica 1 of run 'run', whose newest checkpoint is of step 90, looks for the others, too" in str(waiting[1])
 
 
 def test_nobody_at_the_address_is_an_error_that_names_it(swarms: Swarms) -> None:

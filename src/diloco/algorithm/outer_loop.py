@@ -145,10 +145,11 @@ class OuterLoop:
                 f"the state of fragment {index} holds {shapes[1]}, and {shapes[0]} is needed; that of the same model, "
                 "fragments and outer optimizer would work. Nothing was taken over."
             )
+        outer_step = int(state["outer_step"])  # may raise, while nothing has changed
         self.global_params[index].copy_(state["global_params"])
         for name, values in slots.items():
             values.copy_(state["slots"][name])
-        self.outer_states[index] = OuterState(int(state["outer_step"]), slots)
+        self.outer_states[index] = OuterState(outer_step, slots)
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32, device=self.device, pin_memory=self._pinned)

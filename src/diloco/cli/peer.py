@@ -15,7 +15,6 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
     """Take part in the run that the settings name, until it is over or a signal asks this replica to leave."""
     from diloco.cli.train import continue_record
     from diloco.cli.watching import watch
-    from diloco.train.checkpoint import held_step
     from diloco.train.follow import OVER
     from diloco.train.run import run_training
     from diloco.train.swarm_fleet import SwarmFleet
@@ -25,16 +24,18 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
     if plan.source is not None and (folder / CONFIG_FILE).exists():
         continue_record(plan, plan.source, folder)
 
+    notes = list(plan.notes)
+
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
-        held = held_step(own, settings.checkpoint.resume) if settings.checkpoint.resume else -1
-        fleet = connect_peer(settings, own, facts, held)
+        fleet = connect_peer(settings, own, facts)
+        notes.extend(fleet.beginning())
         for line in fleet.invitation():
             print(line, file=sys.stderr, flush=True)
         return fleet
 
     sink = watch(settings, folder)
     try:
-        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes, meet=meet)
+        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=notes, meet=meet)
     finally:
         sink.close()
     return 0 if summary["interrupted"] in (None, OVER) else 130

@@ -17,7 +17,7 @@ from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset
 from diloco.simulate.cluster import IDEAL
 from diloco.simulate.overheads import MEASURED, accuracy
-from diloco.simulate.planner import Candidate, Plan, Site, candidates, plan, predict
+from diloco.simulate.planner import Candidate, Plan, Site, candidates, clipped_bytes, plan, predict
 from diloco.train.resolve import resolve
 from diloco.transport.links import Link
 from diloco.units import format_bytes, format_count, format_duration, format_rate, parse_duration_s, parse_share
@@ -140,7 +140,26 @@ def _record(made: Plan, site: Site, steps: int, options: Options) -> dict[str, A
         "others": [_settings(candidate) | {"why_not": why} for candidate, why in made.others],
         "searched": made.searched,
         "accuracy": accuracy(),
+        "left_out": _left_out(made, site),
     }
+
+
+def _left_out(made: Plan, site: Site) -> list[str]:
+    """Settings of a run that would make these figures others, a sentence each."""
+    words = []
+    if len(set(site.step_time_s)) > 1:
+        words.append(
+            "Every replica takes every step, and the fast ones wait for the slow ones; with --swarm.dynamic-steps slow "
+            "ones leave out steps and nobody waits (`diloco simulate --dynamic-steps` says how many)."
+        )
+    chosen = made.choice or made.nearest
+    more = clipped_bytes(site, chosen) / max(1.0, chosen.sent_bytes_per_step)
+    if more > 1:
+        words.append(
+            f"Nothing is clipped; with outer.max_norm or outer.median_norm_factor every payload goes to everybody, and "
+            f"{more:.1f} times the bytes are sent."
+        )
+    return words
 
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
@@ -182,6 +201,10 @@ def _print(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping[
         "target": f"{made.target:.4g} of the time computing; {made.searched} settings looked at",
     }
     _facts(facts | _measured_in_words(measured))
+    for sentence in record["left_out"]:
+        print(f"note: {sentence}")
+    if record["left_out"]:
+        print()
     if made.choice is None:
         print(_nothing(made))
         return

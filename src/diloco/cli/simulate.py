@@ -48,6 +48,11 @@ class Options:
     """Each way, such as 500Mbit; one for all replicas, or one for each."""
     latency: tuple[str, ...] = ("0ms",)
     """One way, such as 80ms; one for all replicas, or one for each."""
+    dynamic_steps: bool = False
+    """A replica slower than the fastest leaves out inner steps, as with --swarm.dynamic-steps, and keeps nobody
+    waiting."""
+    clipping: bool = False
+    """Contributions are clipped (outer.max_norm, outer.median_norm_factor): every payload goes to everybody then."""
     half_duplex: bool = False
     """Sending and receiving take turns."""
     jitter: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,15 +68,16 @@ def run(options: Options) -> int:
     cluster = _cluster(options)
     workload = make_workload(options.preset, options.parameters, options.layers, float(cluster.step_time_s.mean()))
     traffics = {method: _traffic(options, method, workload) for method in methods}
-    facts = _facts(options, workload)
+    clusters = {method: _for_method(options, method, cluster) for method in methods}
+    facts = _facts(options, workload, cluster)
     if options.bandwidth:
-        records = [_on_link(method, traffics[method], cluster, options.timeline) for method in methods]
+        records = [_on_link(method, traffics[method], clusters[method], options.timeline) for method in methods]
         _print_on_link(records, facts, options)
     else:
-        found = {method: bandwidth_needed(traffics[method], cluster, targets) for method in methods}
+        found = {method: bandwidth_needed(traffics[method], clusters[method], targets) for method in methods}
         _print_needed(found, facts, options)
     if options.plot:
-        _plot(traffics, cluster, targets, f"{facts['model']}, {facts['run']}", options.plot)
+        _plot(traffics, clusters, targets, f"{facts['model']}, {facts['run']}", options.plot)
     for path in (options.plot, options.timeline):
         if path is not None and not options.json:
             print(f"\ndrawn: {path}")
@@ -101,10 +103,30 @@ def _traffic(options: Options, method: Method, workload: Workload) -> Traffic:
     schedule = method.schedule(
         workload, options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
     )
-    return workload.traffic(schedule, [codec], options.replicas, release=release)
+    return workload.traffic(schedule, [codec], options.replicas, release=release, clipping=options.clipping)
 
 
-def _facts(options: Options, workload: Workload) -> dict[str, str]:
+def _for_method(options: Options, method: Method, cluster: Cluster) -> Cluster:
+    """Gradients are averaged at every step, so no replica can leave one out."""
+    dynamic = options.dynamic_steps and not method.data_parallel
+    return dataclasses.replace(cluster, dynamic_of=options.inner_steps) if dynamic else cluster
+
+
+def _unequal(options: Options, cluster: Cluster) -> dict[str, str]:
+    """What slow replicas do, where some are slower than others."""
+    if len(set(cluster.step_time_s.tolist())) == 1:
+        return {}
+    if not options.dynamic_steps:
+        return {"slow ones": "take every step, and the others wait for them (--dynamic-steps: they leave some out)"}
+    steps = dataclasses.replace(cluster, dynamic_of=options.inner_steps).trained_steps
+    share = sum(steps) / len(steps) / options.inner_steps
+    return {
+        "slow ones": f"train {', '.join(map(str, steps))} of {options.inner_steps} steps (data-parallel: all), "
+        f"{share:.0%} of all sequences; what that does to the loss is not simulated"
+    }
+
+
+def _facts(options: Options, workload: Workload, cluster: Cluster) -> dict[str, str]:
     assumed = {
         "paper": "as the paper: nothing costs but payload; layers leave during the backward pass (--assume trainer "
         "says what `diloco train` does)",
@@ -114,6 +136,8 @@ def _facts(options: Options, workload: Workload) -> dict[str, str]:
         "model": f"{format_count(workload.parameters)} parameters, {workload.layers} layers",
         "run": f"{options.replicas} replicas, H = {options.inner_steps}, steps of {', '.join(options.step_time)}",
         "assumed": assumed[options.assume],
+        **_unequal(options, cluster),
+        **({"clipping": "every payload goes to everybody, but gradients"} if options.clipping else {}),
     }
 
 
@@ -125,7 +149,8 @@ def _on_link(method: Method, traffic: Traffic, cluster: Cluster, picture: Path |
     if picture is not None:
         title = f"{method.name}: {float(result.compute_utilization):.1%} compute utilisation"
         draw_timeline(timeline(result, cluster, steps), picture, title=title)
-    return {"method": method.name, **_numbers(result, cluster)}
+    share = sum(cluster.trained_steps) / cluster.num_replicas / (cluster.dynamic_of or 1)
+    return {"method": method.name, **_numbers(result, cluster), "trained_share": share}
 
 
 def _numbers(result: Simulated, cluster: Cluster) -> dict[str, Any]:
@@ -212,11 +237,13 @@ def _print_facts(facts: dict[str, str]) -> None:
     print()
 
 
-def _plot(traffics: dict[Method, Traffic], cluster: Cluster, targets: Sequence[float], title: str, path: Path) -> None:
+def _plot(
+    traffics: dict[Method, Traffic], clusters: dict[Method, Cluster], targets: Sequence[float], title: str, path: Path
+) -> None:
     """From where nobody computes much to where everybody does."""
     grid = np.logspace(4, 15, 441)
     curves = {
-        method.name: utilization_curve(traffic, cluster, [float(rate) for rate in grid])
+        method.name: utilization_curve(traffic, clusters[method], [float(rate) for rate in grid])
         for method, traffic in traffics.items()
     }
     low = min(int(np.argmax(curve > 0.02)) for curve in curves.values())

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from diloco.algorithm.pace import steps_to_train, trains_at
 from diloco.errors import ConfigurationError
 from diloco.transport.links import Link, LinkArrays
 
@@ -58,6 +59,7 @@ class Cluster:
         jitter: standard deviation of a step's time as a part of it; steps are drawn from a gamma distribution with the
             mean ``step_time_s``, independently, by ``seed``.
         seed: of the jitter.
+        dynamic_of: H, where a replica slower than the fastest leaves out steps (DyLU); None: all take every step.
         overheads: beside that.
     """
 
@@ -67,6 +69,7 @@ class Cluster:
     half_duplex: NDArray[np.bool_]
     jitter: float = 0.0
     seed: int = 0
+    dynamic_of: int | None = None
     overheads: Overheads = field(default_factory=Overheads)
 
     @classmethod
@@ -77,6 +80,7 @@ class Cluster:
         *,
         jitter: float = 0.0,
         seed: int = 0,
+        dynamic_of: int | None = None,
         overheads: Overheads = IDEAL,
     ) -> Cluster:
         """One link and one step time per replica; one step time for all is enough.
@@ -100,6 +104,7 @@ class Cluster:
             half_duplex=arrays.half_duplex,
             jitter=jitter,
             seed=seed,
+            dynamic_of=dynamic_of,
             overheads=overheads,
         )
 
@@ -113,10 +118,34 @@ class Cluster:
         """The links as payload sees them."""
         return LinkArrays(self.overheads.goodput * self.bandwidth_bits_per_s, self.latency_s, self.half_duplex)
 
+    @property
+    def trained_steps(self) -> tuple[int, ...]:
+        """Of every ``dynamic_of`` scheduled steps (of every one, where that is None), how many each replica trains.
+
+        >>> from diloco.transport.links import Link
+        >>> Cluster.of([Link(1e9)] * 3, [1.0, 2.0, 3.0], dynamic_of=10).trained_steps
+        (10, 5, 3)
+        """
+        if self.dynamic_of is None:
+            return (1,) * self.num_replicas
+        speeds = {replica: 1 / float(time_s) for replica, time_s in enumerate(self.step_time_s)}
+        return tuple(steps_to_train(replica, speeds, self.dynamic_of) for replica in speeds)
+
     def computed_s(self, steps: int) -> NDArray[np.float64]:
         """By step and replica, ``(steps + 1, M)``: compute time of the first so many steps. No schedule changes it."""
         if self.jitter < 1e-6:  # less than a step can be told from another by, and the draw itself would overflow
-            return np.arange(steps + 1)[:, None] * self.step_time_s
-        shape = 1 / self.jitter**2
-        drawn = np.random.default_rng(self.seed).gamma(shape, 1 / shape, (steps, self.num_replicas))
-        return np.concatenate([np.zeros((1, self.num_replicas)), np.cumsum(drawn * self.step_time_s, axis=0)])
+            if self.dynamic_of is None:
+                return np.arange(steps + 1)[:, None] * self.step_time_s
+            lasting = self._trained(steps) * self.step_time_s
+        else:
+            shape = 1 / self.jitter**2
+            drawn = np.random.default_rng(self.seed).gamma(shape, 1 / shape, (steps, self.num_replicas))
+            lasting = drawn * self.step_time_s * self._trained(steps)
+        return np.concatenate([np.zeros((1, self.num_replicas)), np.cumsum(lasting, axis=0)])
+
+    def _trained(self, steps: int) -> NDArray[np.float64]:
+        """By step and replica, ``(steps, M)`` or what broadcasts to it: 1, or 0 where it is left out."""
+        if self.dynamic_of is None:
+            return np.ones((1, 1))
+        rows = [[trains_at(step, k, self.dynamic_of) for k in self.trained_steps] for step in range(self.dynamic_of)]
+        return np.resize(np.array(rows, dtype=np.float64), (steps, self.num_replicas))

@@ -18,7 +18,7 @@ from diloco.simulate.utilization import simulate_cycles
 from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
 
-__all__ = ["INNER_STEPS", "OVERLAPS", "Candidate", "Plan", "Site", "candidates", "plan", "predict"]
+__all__ = ["INNER_STEPS", "OVERLAPS", "Candidate", "Plan", "Site", "candidates", "clipped_bytes", "plan", "predict"]
 
 INNER_STEPS = (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 125, 150, 200, 250, 300, 400, 500, 750, 1000)
 """H, as far as the papers went."""
@@ -145,6 +145,14 @@ def predict(site: Site, candidate: Candidate, overheads: Overheads) -> float:
     return same.compute_utilization
 
 
+def clipped_bytes(site: Site, candidate: Candidate) -> float:
+    """``sent_bytes_per_step`` if contributions were clipped, so that all of them went to everybody."""
+    if candidate.algorithm == "data-parallel":
+        return candidate.sent_bytes_per_step
+    parcels = _traffic(site, _schedule(candidate), [candidate.codec], clipping=True).parcels
+    return sum(float(parcel.sent_bytes.max()) for parcel in parcels) / candidate.inner_steps
+
+
 def plan(site: Site, target: float, found: Sequence[Candidate]) -> Plan:
     """Choose among ``found``.
 
@@ -208,13 +216,14 @@ def _schedule(candidate: Candidate) -> SyncSchedule:
     )
 
 
-def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str]) -> Traffic:
+def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str], *, clipping: bool = False) -> Traffic:
     return outer_traffic(
         schedule,
         site.workload.fragment_sizes(schedule.num_fragments),
         [make_codec(name) for name in codecs],
         len(site.links),
         positions=site.positions,
+        clipping=clipping,
     )
 
 

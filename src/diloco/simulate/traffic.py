@@ -64,6 +64,7 @@ def outer_traffic(
     *,
     positions: Sequence[int] | None = None,
     releases: Sequence[tuple[tuple[float, float], ...]] | None = None,
+    clipping: bool = False,
 ) -> Traffic:
     """DiLoCo's and Streaming DiLoCo's traffic: pseudo-gradients through a codec, by the cheaper exchange.
 
@@ -74,6 +75,7 @@ def outer_traffic(
         num_replicas: M.
         positions: the replicas to be told apart; default: all. Equal ones need only two of them.
         releases: by fragment; default: all at the end of the step.
+        clipping: contributions are clipped, so that every replica needs all of them whole.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> schedule = SyncSchedule(inner_steps=100)
@@ -82,7 +84,8 @@ def outer_traffic(
     """
     by_size: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
     for numel in set(fragment_sizes):
-        by_size[numel] = _bytes([plan_exchange(codec, numel, num_replicas) for codec in codecs], positions)
+        exchanges = [plan_exchange(codec, numel, num_replicas, whole=clipping) for codec in codecs]
+        by_size[numel] = _bytes(exchanges, positions)
     parcels = [
         Parcel(*by_size[numel], AT_END_OF_STEP if releases is None else releases[index], numel)
         for index, numel in enumerate(fragment_sizes)

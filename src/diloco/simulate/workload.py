@@ -114,6 +114,7 @@ class Workload:
         *,
         release: Release = "step",
         positions: Sequence[int] | None = None,
+        clipping: bool = False,
     ) -> Traffic:
         """What DiLoCo or Streaming DiLoCo sends, one scenario for each codec (none in front for a single one)."""
         graph = StepGraph(num_layers=self.layers)
@@ -122,7 +123,9 @@ class Workload:
             for layers in self.fragment_layers(schedule.num_fragments)
         ]
         sizes = self.fragment_sizes(schedule.num_fragments)
-        return outer_traffic(schedule, sizes, codecs, num_replicas, positions=positions, releases=releases)
+        return outer_traffic(
+            schedule, sizes, codecs, num_replicas, positions=positions, releases=releases, clipping=clipping
+        )
 
     def gradients(self, codec: Codec, num_replicas: int, *, release: Release = "layer") -> Traffic:
         """What data-parallel training sends at every step."""

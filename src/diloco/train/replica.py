@@ -248,6 +248,11 @@ class DiLoCo:
                 )
         self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
+        if lacking := ", ".join(map(str, state.get("lacking", ()))):
+            words = (
+                f"When this was saved, the state of fragment {lacking} was on its way from others; it holds an old one."
+            )
+            self._on_event(Note(step=self.steps, text=words))
 
     def _take_over_what_came(self, *, wait: bool = False) -> None:
         for failure in self._taking_over.poll(wait=wait):

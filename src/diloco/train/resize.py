@@ -19,6 +19,7 @@ from diloco.algorithm.averaging import RoundId
 from diloco.data.batches import Cursor
 from diloco.errors import CheckpointError
 from diloco.train.checkpoint import Checkpoint, held_step, list_checkpoints, open_checkpoint
+from diloco.train.held import replicas_in
 
 __all__ = ["Before", "base_home", "checkpoint_home", "grown_fleet_state", "without_rounds_in_flight"]
 
@@ -40,6 +41,24 @@ class Before:
         self.base = base
         self.now = now
         self.number = int(checkpoint.about["num_replicas"])
+        self._alone = False
+
+    @classmethod
+    def of_one(cls, checkpoint: Checkpoint, replica: int, now: int) -> Before:
+        """Of a replica in a swarm, which goes on with its own alone; who else takes part is up to the swarm.
+
+        Raises:
+            CheckpointError: if it is another replica's.
+        """
+        if replica not in (theirs := replicas_in(checkpoint)):
+            given = f"--replica {theirs[0]}, or leaving it out," if theirs else "one of this replica"
+            raise CheckpointError(
+                f"{checkpoint.path} is of replica {', '.join(map(str, theirs)) or 'none'}, and this is replica "
+                f"{replica}; {given} would work. Nothing was started."
+            )
+        before = cls(checkpoint, None, now)
+        before.number, before._alone = now, True
+        return before
 
     @property
     def differs(self) -> bool:
@@ -48,7 +67,7 @@ class Before:
 
     def source(self, replica: int) -> int:
         """Whose state a replica begins from."""
-        return replica if replica < self.number else 0
+        return replica if self._alone or replica < self.number else 0
 
     def cursor_of(self, replica: int) -> Cursor:
         """Where a replica stood in its data.

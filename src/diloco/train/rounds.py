@@ -97,6 +97,7 @@ class Rounds:
         """
         index = round_id.fragment
         codec = self.codecs[index]
+        self._taking_over.sending(index)
         delta, sent, largest = self._loop.pseudo_gradient(index, keep_local=self._merge_rule.keeps_sent)
         buffers, integers = collect_buffers(self._model) if index == len(self.codecs) - 1 else (None, None)
         contribution = Contribution(
@@ -184,6 +185,7 @@ class Rounds:
             "codecs": [codec.state_dict() if isinstance(codec, ErrorFeedback) else None for codec in self.codecs],
             "in_flight": [entry.state_dict() for entry in self._in_flight.values()],
             "finished_rounds": list(self._shared.finished_rounds),
+            "lacking": list(self._taking_over.lacking),
             "trained_steps": self.trained_steps.state_dict(),
         }
 

@@ -68,10 +68,12 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     """
     run = checkpoint.load("run")
     session.totals = Totals(**run["totals"])
-    base = None if session.in_one_process else base_home(home, session.replicas[0].number)
-    before = Before(checkpoint, base, session.settings.transport.replicas)
+    now = session.settings.transport.replicas
     if session.fleet.elastic:
-        before.number = before.now  # whoever is there goes on, and the rest is up to the swarm
+        before = Before.of_one(checkpoint, session.replicas[0].number, now)
+    else:
+        base = None if session.in_one_process else base_home(home, session.replicas[0].number)
+        before = Before(checkpoint, base, now)
     if before.differs and session.settings.algorithm == "none":
         raise CheckpointError(
             f"{checkpoint.path} is of {before.number} independent replicas, which agree on nothing that another "

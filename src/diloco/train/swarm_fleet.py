@@ -17,6 +17,7 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
+from diloco.train.held import Held
 from diloco.transport.base import Transport
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -41,7 +42,7 @@ class SwarmFleet:
     Args:
         place: which peer this is.
         wire: how contributions are exchanged.
-        held_step: the newest step that it could resume from.
+        held: what it could go on from.
         start_replicas: training begins with so many.
         margin: inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
@@ -52,11 +53,14 @@ class SwarmFleet:
     group = ReplicaGroup()
 
     def __init__(
-        self, place: SwarmPlace, wire: Wire, held_step: int, *, start_replicas: int, margin: int, batch_size: int
+        self, place: SwarmPlace, wire: Wire, held: Held, *, start_replicas: int, margin: int, batch_size: int
     ) -> None:
-        self._place = dataclasses.replace(place, status=self._status, closed=_STARTING)
+        number = held.replica if place.replica is None else place.replica
+        self._place = dataclasses.replace(
+            place, replica=number, held_swarm=held.swarm, status=self._status, closed=_STARTING
+        )
         self._wire = wire
-        self._held_step = held_step
+        self._held = held
         self._start_replicas = start_replicas
         self._margin = margin
         self._batch_size = batch_size
@@ -72,7 +76,7 @@ class SwarmFleet:
         self._connect()
 
     def _connect(self) -> None:
-        self.connected: Connected = connect_swarm(self._place, self._wire, held_step=self._held_step)
+        self.connected: Connected = connect_swarm(self._place, self._wire, held_step=self._held.step)
         self.transport: PeerTransport = self.connected.transport
         self.joining = self.connected.joining
         self.transport.on_change = self._follow
@@ -131,6 +135,7 @@ class SwarmFleet:
         self._place = dataclasses.replace(
             self._place, swarm=self.connected.swarm, replica=self.transport.replica, node=node, closed=""
         )
+        self._held = Held()  # it founds no other one
         self.transport.close()
         deadline_s = time.monotonic() + self._wire.rendezvous_timeout_s
         while True:
@@ -221,6 +226,22 @@ class SwarmFleet:
         command = f"diloco train --transport hivemind --run {self._place.gate.run} --join"
         return ("diloco: others take part by", *(f"  {command} {address}" for address in found))
 
+    def beginning(self) -> tuple[str, ...]:
+        """What becomes of the checkpoint that it could go on from, and who knows of it; a sentence or two each."""
+        held, table = self._held, self.connected.table
+        if held.step < 0:
+            return ()
+        if not self.joining:
+            nobody = "Nobody of the run was found" if self._place.node.join else "It knows of nobody else (no --join)"
+            return (f"{nobody}, so it founds the swarm anew, at step {held.step}. Whoever joins takes over its state.",)
+        lost = "what it had not shared by then is lost"
+        if self.connected.swarm != held.swarm and table.founded_step < held.step:
+            lost = f"the others went on from step {table.founded_step}, and do not have the steps after that either"
+        return (
+            f"It takes over the state of the others, who are at step {table.step}. Its own checkpoint of step "
+            f"{held.step} is not used: {lost}.",
+        )
+
     def facts(self) -> dict[str, str]:
         transport, timing = self.transport, self.transport.timing
         addresses = self.addresses()
@@ -246,7 +267,8 @@ class SwarmFleet:
 
     def state_dict(self) -> dict[str, Any]:
         with self._changed:
-            return {**self.transport.state_dict(), "shares": self.shares.to_message(), "begun": self.begun}
+            shares, swarm = self.shares.to_message(), self.connected.swarm
+            return {**self.transport.state_dict(), "shares": shares, "begun": self.begun, "swarm": swarm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave; this replica is the only member that is sure to be there."""
@@ -266,18 +288,14 @@ class SwarmFleet:
         with self._changed:
             if following.view is not None:
                 members, was_begun = following.view.members, self.begun
-                if was_begun:
-                    self.shares = self.shares.following(
-                        following.from_step - 1,
-                        members,
-                        joined=following.joined,
-                        left=dict(following.left),
-                        margin=self._margin,
-                        batch_size=self._batch_size,
-                    )
-                else:  # nobody has drawn anything yet
-                    last = dataclasses.replace(self.shares.chain[-1], members=members)
-                    self.shares = Shares((last,))
+                self.shares = self.shares.following(
+                    following.from_step - 1,
+                    members,
+                    joined=following.joined,
+                    left=dict(following.left),
+                    margin=self._margin if was_begun else 0,  # until it begins nobody takes a step
+                    batch_size=self._batch_size,
+                )
                 self._note_members(len(members))
                 self._assignments = self.shares.of_member(self.transport.replica)
                 self._untold.append(dataclasses.replace(following, reason=self.transport.reason))

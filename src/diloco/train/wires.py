@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from diloco.errors import ConfigurationError
 from diloco.train.components import make_links
 from diloco.train.fleet import TorchFleet
+from diloco.train.held import held_checkpoint
 from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
@@ -29,6 +30,10 @@ from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 __all__ = ["connect_peer", "connect_rank", "read_secret"]
 
 _SHORTEST_SECRET = 16
+
+_NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
+"""How long a peer waits for others before it founds a swarm. Machines that are started again together take longer to
+come up than what is lost if the newest checkpoint is not among those that are there."""
 
 
 def connect_rank(
@@ -55,20 +60,20 @@ def connect_rank(
     return LeaderFleet(group, leader)
 
 
-def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str], held_step: int) -> SwarmFleet:
+def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> SwarmFleet:
     """Become a replica of the swarm that ``run.swarm`` names, or found it.
 
     Args:
         run: resolved.
         folder: of the run; its private key lies there where no other place is given.
         facts: what all replicas must agree on.
-        held_step: the newest step that this replica could resume from; -1 for none.
 
     Raises:
         RendezvousError: if the others can't be found or joined.
         ConfigurationError: if the secret or the key can't be used.
+        CheckpointError: if the checkpoint that it is to go on from can't be read.
     """
-    settings, swarm = run.transport, run.swarm
+    settings, swarm, held = run.transport, run.swarm, held_checkpoint(run.checkpoint.resume)
     place = SwarmPlace(
         identity=swarm.identity or folder / "identity.key",
         gate=Gate(str(swarm.run), read_secret(swarm.secret_file), frozenset(swarm.allow)),
@@ -80,6 +85,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str], held_
             relay=swarm.relay,
         ),
         replica=settings.replica,
+        join_window_s=_NEW_WINDOW_S if held.step < 0 else _RESUMED_WINDOW_S,
     )
     wire = Wire(
         streams=settings.streams or 1,
@@ -92,7 +98,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str], held_
     return SwarmFleet(
         place,
         wire,
-        held_step,
+        held,
         start_replicas=swarm.start_replicas,
         margin=2 * run.schedule.inner_steps + 1,
         batch_size=run.train.batch_size,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ from typing import Any
 
 from diloco.errors import RendezvousError, RunOverError, TransportError
 from diloco.membership.view import View
+from diloco.transport.hivemind.founding import Founding, Lookers
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.records import PeerRecord
-from diloco.transport.hivemind.swarm import SwarmDesk, SwarmTable, ask_peer
+from diloco.transport.hivemind.swarm import NotNowError, SwarmDesk, SwarmTable, ask_peer
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.link_desk import LinkDesk
 from diloco.transport.peers.liveness import Timing
@@ -34,6 +36,7 @@ __all__ = ["SwarmPlace", "connect_swarm"]
 
 _LOOK_AGAIN_S = 0.5
 _ANNOUNCE_S = 60.0
+_BEATS = 4  # of one that looks, within the time after which it would count as gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class SwarmPlace:
         node: where this peer is, and whom it knows.
         replica: its number; None: one that follows from its identity.
         swarm: the swarm that it was a member of before; "": any.
+        held_swarm: the swarm in which it came to the newest step that it could resume from; "": not known.
         join_window_s: who finds no member waits this long for others that look, too, before one of them founds it.
         status: what people that look are told of this peer, as JSON.
         closed: why nobody can join at first; "": all can.
@@ -56,6 +60,7 @@ class SwarmPlace:
     node: NodePlace = field(default_factory=NodePlace)
     replica: int | None = None
     swarm: str = ""
+    held_swarm: str = ""
     join_window_s: float = 3.0
     status: Callable[[], Mapping[str, Any]] = dict
     closed: str = ""
@@ -71,7 +76,8 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Conn
             that was there before.
 
     Raises:
-        RendezvousError: if that does not succeed in time, or the peers do not fit together; nothing stays open.
+        RendezvousError: if that does not succeed in time, or the peers do not fit together, or the swarm is not as far
+            as this peer was; nothing stays open.
         TransportError: if the peer can't be started.
     """
     identity = load_identity(place.identity)
@@ -106,6 +112,7 @@ class _Arrival:
         self.number = transport.replica
         self.patience_s = wire.rendezvous_timeout_s
         self.finished = False
+        self.beat = 0
         self._calls: set[asyncio.Future[None]] = set()
         transport.on_introduction = self._call_back
 
@@ -125,12 +132,14 @@ class _Arrival:
             self.transport.begin(View(0, (self.number,)), self.registry, open_link, member=True)
             call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))  # before anybody looks
         self.transport.close_to_joiners(self.place.closed)
+        founded_step = found.founded_step if found else max(0, self.held_step)
         SwarmDesk(
             self.board,
             self.streams,
             self.registry,
             self.mine,
             self.swarm,
+            founded_step,
             members=self._members,
             closed=lambda: self.transport.closed_to_joiners,
             step=lambda: self.transport.step,
@@ -138,7 +147,8 @@ class _Arrival:
         )
         self.board.post(self._keep_announcing)
         entries = dict(found.entries) if found else {}
-        table = Table({**entries, self.number: self.mine}, found is not None, found.step if found else 0)
+        everybody = {**entries, self.number: self.mine}
+        table = Table(everybody, found is not None, found.step if found else 0, founded_step)
         return Connected(self.transport, table, found is not None, self.swarm, self._refresh, self._finish)
 
     def _members(self) -> tuple[int, ...]:
@@ -158,7 +168,7 @@ class _Arrival:
 
     def _record(self, swarm: str) -> PeerRecord:
         peer_id = self.streams.node.peer_id
-        return PeerRecord(peer_id, self.number, swarm, self.held_step, self.mine.places, self.finished)
+        return PeerRecord(peer_id, self.number, swarm, self.held_step, self.mine.places, self.finished, self.beat)
 
     def _finish(self) -> None:
         self.finished = True
@@ -170,39 +180,65 @@ class _Arrival:
         A member that can't be reached may be one that has just ended: the next table may be without it.
         """
         loop = asyncio.get_running_loop()
-        run, node = self.place.gate.run, self.streams.node
-        began_s = loop.time()
-        await node.announce(run, self._record(""))
-        why: dict[str, str] = {}
+        run, node, place = self.place.gate.run, self.streams.node, self.place
+        founding = Founding(
+            number=self.number,
+            held_step=self.held_step,
+            was_member=bool(place.swarm),
+            alone=not place.node.join,
+            window_s=place.join_window_s,
+        )
+        lookers, why = Lookers(self.wire.silence_s), dict[str, str]()
+        began_s, said_s = loop.time(), -math.inf
+        known_s = math.inf  # when others could know of this peer; until then waiting for them says nothing
         while True:
-            records = [record for record in await node.find(run) if record.number >= 0]
-            for record in records:
-                self.streams.know(record.peer_id, record.addresses)
-            for record in records:
-                if record.swarm:
-                    try:
-                        table = await self._ask(record.peer_id)
-                        await self._dial(table)
-                        return table
-                    except OSError as error:
-                        why[record.peer_id] = str(error)
-            waited_s = loop.time() - began_s
-            if self._founds(records, waited_s):
+            if loop.time() - said_s >= self.wire.silence_s / _BEATS:
+                said_s, self.beat = loop.time(), self.beat + 1
+                await node.announce(run, self._record(""))
+                known_s = min(known_s, loop.time())
+            there = False  # somebody of a swarm, who can't be joined now
+            for record in (each for each in await self._records() if each.swarm):
+                try:
+                    table = await self._ask(record.peer_id)
+                    there = True
+                    self._check_behind(table)
+                    await self._dial(table)
+                    return table
+                except OSError as error:
+                    there = there or isinstance(error, NotNowError)
+                    why[record.peer_id] = str(error)
+            asked_s = loop.time()  # once more: where peers are gone, asking them takes long
+            records = await self._records()
+            looking = lookers.hear(records, asked_s)
+            there = there or any(record.swarm and record.peer_id not in why for record in records)
+            if not there and founding.founds(records, looking, asked_s - known_s):
                 return None
             self._stop_if_over(records)
-            if waited_s > self.patience_s:
-                self._stop_looking(records, why)
+            if loop.time() - began_s > self.patience_s:
+                self._stop_looking(records, looking, why)
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    def _founds(self, records: Sequence[PeerRecord], waited_s: float) -> bool:
-        """Whether it is on this peer to found the swarm: of those who look, who holds the newest step, the lowest."""
-        if self.place.swarm or (self.held_step < 0 and any(record.swarm for record in records)):
-            return False  # it was there: a fresh start is no replacement
-        if not self.place.node.join:
-            return True
-        mine = (-self.held_step, self.number)
-        lookers = [(-record.held_step, record.number) for record in records if not record.swarm]
-        return waited_s >= self.place.join_window_s and mine <= min(lookers, default=mine)
+    async def _records(self) -> list[PeerRecord]:
+        """Of the other peers that train, or did within the last half hour."""
+        records = [each for each in await self.streams.node.find(self.place.gate.run) if each.number >= 0]
+        for record in records:
+            self.streams.know(record.peer_id, record.addresses)
+        return records
+
+    def _check_behind(self, table: SwarmTable) -> None:
+        """Who would take over the state of a swarm that is not as far as its own checkpoint would lose what is there.
+
+        A swarm that it was a member of itself has that work, wherever it is now.
+        """
+        step = max(table.step, table.founded_step)  # its founder may not have loaded what it founds it with
+        if self.place.swarm or table.swarm == self.place.held_swarm or self.held_step <= step:
+            return
+        raise RendezvousError(
+            f"the swarm of run {self.place.gate.run!r} is at step {step}, and the newest checkpoint of replica "
+            f"{self.number} is of step {self.held_step}, which the others do not have. To go on from step "
+            f"{self.held_step}, stop the others and start this one first; the others join it then. To join them as "
+            "they are, and do without those steps, start it in another folder, without --resume. Nothing was started."
+        )
 
     def _stop_if_over(self, records: Sequence[PeerRecord]) -> None:
         """For who would join, and finds nobody but peers that say that they have finished."""
@@ -213,7 +249,9 @@ class _Arrival:
                 "with --resume, from a checkpoint of it, or another --run would work."
             )
 
-    def _stop_looking(self, records: Sequence[PeerRecord], why: Mapping[str, str]) -> None:
+    def _stop_looking(
+        self, records: Sequence[PeerRecord], looking: Sequence[PeerRecord], why: Mapping[str, str]
+    ) -> None:
         run = self.place.gate.run
         if any(record.swarm for record in records):
             tried = "; ".join(why.values()) or "none of them answers"
@@ -221,6 +259,13 @@ class _Arrival:
                 f"run {run!r} has had a swarm within the last half hour, and nobody of it could be joined within "
                 f"{self.patience_s:g} s: {tried}. A way to one of its peers, --resume with a checkpoint of the run to "
                 "begin again from, or another --run, would work. Nothing was started."
+            )
+        if looking:
+            newest = min(looking, key=lambda each: (-each.held_step, each.number))
+            raise RendezvousError(
+                f"replica {newest.number} of run {run!r}, whose newest checkpoint is of step {newest.held_step}, looks "
+                f"for the others, too, and has not begun within {self.patience_s:g} s. Starting it again, or stopping "
+                "it, would work. Nothing was started."
             )
         raise RendezvousError(
             f"nobody of run {run!r} could be found within {self.patience_s:g} s. Nothing was started."
@@ -233,11 +278,14 @@ class _Arrival:
             table = SwarmTable.from_message(await ask_peer(self.streams, peer_id, question))
             if table.first.address not in (peer_id, self.mine.address):
                 self.streams.know(table.first.address, table.first.places)
-                table = SwarmTable.from_message(await ask_peer(self.streams, table.first.address, question))
+                try:
+                    table = SwarmTable.from_message(await ask_peer(self.streams, table.first.address, question))
+                except OSError as error:  # the one who named it is there
+                    raise NotNowError(str(error)) from error
         except (KeyError, ValueError, TypeError, TransportError) as error:
             if isinstance(error, RendezvousError):
                 raise
-            raise OSError(f"{peer_id} answered what is no table: {error}") from error
+            raise NotNowError(f"{peer_id} answered what is no table: {error}") from error
         self.registry.entries.update({rank: entry for rank, entry in table.entries.items() if rank != self.number})
         return table
 

@@ -30,6 +30,7 @@ class PeerRecord:
         held_step: the newest step that it could resume from; -1 for none.
         addresses: multiaddresses, ``/p2p/`` and its identity left out.
         finished: whether it has done all steps of the run, and is leaving.
+        beat: grows each time that the record is stored by one that looks.
     """
 
     peer_id: str
@@ -38,12 +39,13 @@ class PeerRecord:
     held_step: int = -1
     addresses: tuple[str, ...] = field(default=())
     finished: bool = False
+    beat: int = 0
 
     def to_bytes(self) -> bytes:
         """As it is stored."""
         addresses = list(self.addresses)[:_MAX_ADDRESSES]
         fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
-        return json.dumps(fields | {"finished": self.finished}).encode()
+        return json.dumps(fields | {"finished": self.finished, "beat": self.beat}).encode()
 
     @classmethod
     def from_bytes(cls, peer_id: str, data: bytes) -> PeerRecord:
@@ -51,7 +53,8 @@ class PeerRecord:
         fields = json.loads(data)
         addresses = tuple(str(each) for each in list(fields["addresses"])[:_MAX_ADDRESSES])
         number, held_step = int(fields["number"]), int(fields["held_step"])
-        return cls(peer_id, number, str(fields["swarm"])[:64], held_step, addresses, fields["finished"] is True)
+        finished, beat = fields["finished"] is True, int(fields.get("beat", 0))
+        return cls(peer_id, number, str(fields["swarm"])[:64], held_step, addresses, finished, beat)
 
 
 def run_key(run: str) -> str:

@@ -14,9 +14,13 @@ from diloco.transport.peers.registry import Entry, Registry, difference
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.within import within
 
-__all__ = ["SwarmDesk", "SwarmTable", "ask_peer"]
+__all__ = ["NotNowError", "SwarmDesk", "SwarmTable", "ask_peer"]
 
 _ANSWER_S = 10.0
+
+
+class NotNowError(OSError):
+    """A peer is there, and does not say what it was asked for: it is starting, or joining itself."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,14 @@ class SwarmTable:
         entries: rank -> entry, of the members and of those who are about to become some.
         members: ranks of the view.
         step: inner steps that the member has begun to synchronise.
+        founded_step: that of the checkpoint which the swarm was founded from; 0 for none.
     """
 
     swarm: str
     entries: Mapping[int, Entry]
     members: tuple[int, ...]
     step: int
+    founded_step: int = 0
 
     @property
     def first(self) -> Entry:
@@ -48,6 +54,7 @@ class SwarmTable:
             "entries": [entry.to_message() for entry in self.entries.values()],
             "members": list(self.members),
             "step": self.step,
+            "founded_step": self.founded_step,
         }
 
     @classmethod
@@ -55,7 +62,8 @@ class SwarmTable:
         """From JSON; `ValueError`, `TypeError` or `KeyError` for anything that is none."""
         entries = [Entry.from_message(each) for each in message["entries"]]
         members = tuple(sorted(int(rank) for rank in message["members"]))
-        table = cls(str(message["swarm"]), {entry.rank: entry for entry in entries}, members, int(message["step"]))
+        step, founded_step = int(message["step"]), int(message.get("founded_step", 0))
+        table = cls(str(message["swarm"]), {entry.rank: entry for entry in entries}, members, step, founded_step)
         if not members or any(rank not in table.entries for rank in members):
             raise ValueError("members without entries")
         return table
@@ -70,6 +78,7 @@ class SwarmDesk:
         registry: of all that are known.
         mine: this peer's own entry.
         swarm: name of the swarm.
+        founded_step: as in `SwarmTable`.
         members: tells the view's members; empty while this peer is none itself.
         closed: tells why nobody can join now, or "".
         step: tells the inner steps done.
@@ -83,6 +92,7 @@ class SwarmDesk:
         registry: Registry,
         mine: Entry,
         swarm: str,
+        founded_step: int,
         *,
         members: Callable[[], tuple[int, ...]],
         closed: Callable[[], str],
@@ -94,6 +104,7 @@ class SwarmDesk:
         self._registry = registry
         self._mine = mine
         self._swarm = swarm
+        self._founded_step = founded_step
         self._members = members
         self._closed = closed
         self._step = step
@@ -107,7 +118,7 @@ class SwarmDesk:
         members = self._members()
         ranks = {*members, *(self._board.connected & self._registry.entries.keys())}
         entries = {rank: self._registry.entries[rank] for rank in sorted(ranks) if rank in self._registry.entries}
-        return SwarmTable(self._swarm, entries, members, self._step())
+        return SwarmTable(self._swarm, entries, members, self._step(), self._founded_step)
 
     def admits(self, entry: Entry, swarm: str) -> str:
         """Why a peer can't take part; "" where it can."""
@@ -161,20 +172,21 @@ async def ask_peer(streams: PeerStreams, peer_id: str, question: Mapping[str, An
 
     Raises:
         RendezvousError: if it refuses for good; it says why.
-        OSError: if it does not answer, or not now.
+        NotNowError: if it is there and does not answer, or not now.
+        OSError: if it can't be reached.
     """
     reader, writer = await streams.open(PeerAddress(peer_id))
     try:
         writer.write(pack(question))
         answer, _ = await within(_ANSWER_S, read_frame(reader))
     except (EOFError, TimeoutError) as error:
-        raise OSError(f"{peer_id} does not answer") from error
+        raise NotNowError(f"{peer_id} does not answer") from error
     finally:
         writer.close()
     if answer["kind"] == "refused":
         if answer["for_good"]:
             raise RendezvousError(f"{peer_id} refuses: {answer['reason']}. Nothing was started.")
-        raise OSError(f"{peer_id} can't say yet: {answer['reason']}")
+        raise NotNowError(f"{peer_id} can't say yet: {answer['reason']}")
     return answer
 
 

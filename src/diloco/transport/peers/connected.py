@@ -24,11 +24,13 @@ class Table:
         entries: rank -> entry, my own included.
         running: whether the run was going on already when I asked.
         step: inner steps that were done then, where the network tells.
+        founded_step: that of the checkpoint which the run went on from, where the network tells.
     """
 
     entries: dict[int, Entry]
     running: bool
     step: int = 0
+    founded_step: int = 0
 
 
 @dataclass(frozen=True)
