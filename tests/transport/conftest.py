@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.transport.state_donors import Asker, MakeDonor, an_asker, donors
 from tests.transport.swarms import Swarms
+from tests.transport.wires import deaf_board
 
 
 @pytest.fixture
 def board() -> Iterator[Switchboard]:
     """A switchboard that hears nobody."""
-    made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
-    yield made
-    made.close()
+    with deaf_board(0) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from diloco.cli import main
+from tests.processes import free_port
 from tests.runs import SMALL, write_text
 
 LIMIT_S = 300
@@ -122,11 +123,3 @@ def test_a_signal_to_one_stops_all_at_one_step_and_saves(data: Path, tmp_path: P
     assert process.returncode == 130, words
     steps = {(folder / "checkpoints" / "latest").read_text() for folder in (out, out / "replica-1")}
     assert len(steps) == 1
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
