@@ -17,9 +17,10 @@ from diloco.membership.change import NextView, Report
 from diloco.membership.view import View
 from diloco.transport.peers.header import Header
 from diloco.transport.peers.view_messages import Leaving, RoundVote, adopted, change_message, next_view, read
-from tests.membership.network import Limits, Network, explore
-from tests.transport.simulated import LATE_S, TIMEOUT_S, Rank, simulate, simulated, without_threads
-from tests.transport.test_view_properties import LIMITS, NUMBERS, check_agreement
+from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
+from tests.transport.simulated import check_agreement, simulate, simulated
+from tests.transport.simulated_rank import LATE_S, TIMEOUT_S, Rank
+from tests.transport.without_io import without_threads
 
 HEADER = Header(RoundId(1, 0), 2, 1.0, "d", 3, None, "", False).to_message(0)
 VOTE = RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0).to_message(0)
