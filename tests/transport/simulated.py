@@ -84,3 +84,23 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
             assert (average.view, average.contributors) == (others.view, others.contributors)
             assert average.weight == sum(weight_of(replica, step) for replica in average.contributors)
             assert not whole or average.contributors == average.view.members
+
+
+def rank(network: Network, number: int) -> Rank:
+    node = network.nodes[number]
+    assert isinstance(node, Rank)
+    return node
+
+
+def begin(network: Network, *numbers: int) -> None:
+    """These send their first contribution, and it arrives; nobody exchanges payloads or votes yet."""
+    for number in numbers:
+        while rank(network, number).transport.step == 0 or rank(network, number).has_to_do:
+            assert rank(network, number).act()
+    settle(network)
+
+
+def settle(network: Network) -> None:
+    """Everything that was sent arrives, and every lost connection is noticed."""
+    while choices := network.choices():
+        network.happen(*choices[0], 0)

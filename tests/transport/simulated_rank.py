@@ -122,6 +122,11 @@ class Rank:
     def averages(self) -> dict[int, Average]:
         return {step: self._pending[step].outcome for step, committed in self.outcomes.items() if committed}
 
+    @property
+    def has_to_do(self) -> bool:
+        """Whether its control thread has something to do that nobody else needs to begin."""
+        return bool(self._todo)
+
     def act(self) -> bool:
         if self._todo:
             self._run(self._todo.popleft())

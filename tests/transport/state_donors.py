@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import torch
@@ -137,27 +137,7 @@ class Asker:
         return self.streams.received.get(donor.address.port, 0)
 
 
-def an_asker() -> Iterator[Asker]:
-    """For a fixture."""
-    made = Asker()
-    yield made
-    made.close()
-
-
 MakeDonor = Callable[..., Donor]
-
-
-def donors() -> Iterator[MakeDonor]:
-    """For a fixture: makes donors."""
-    made: list[Donor] = []
-
-    def one(*arguments: Any) -> Donor:
-        made.append(Donor(*arguments))
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.board.close()
 
 
 def size_of(held: Mapping[str, Any]) -> int:
