@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import SMALL, write_text
+from tests.runs import SMALL
 
 LIMIT_S = 300
 """Far more than any of these takes, for machines that are busy."""
@@ -92,11 +92,6 @@ class Peer:
         assert self.process.wait(LIMIT_S) == code, "".join(self.words)
         path = self.out / "summary.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from diloco.cli import main
 from tests.processes import free_port
-from tests.runs import SMALL, write_text
+from tests.runs import SMALL
 
 LIMIT_S = 300
 """Far more than any of these takes, for machines that are busy."""
@@ -43,11 +43,6 @@ def run(data: Path, out: Path, arguments: str, code: int = 0) -> dict[str, Any]:
 
 
 START = "--data-parallel-steps 3 --train.threads 1"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
