@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack, read_frame
@@ -31,14 +30,6 @@ def state(seed: int = 0, *, finished: int = 1, numel: int = NUMEL) -> dict[str, 
         "finished_rounds": finished,
         "rate": 0.1,
     }
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
-    return bool(one == other)
 
 
 class Donor:
