@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
+from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership.change import NextView
 from diloco.membership.view import View
 from diloco.transport.address import Address
@@ -57,6 +57,7 @@ class PeerTransport(Transport):
         address: of this rank's control port.
         step: inner steps that this rank has begun to synchronise; see `tick`.
         on_change: called with every next view, in the control thread; what it gives is told to those who join with it.
+        last_transfer: bytes of a contribution, and seconds until its round was decided; None: none yet.
         digests: by fragment, of the state that this rank contributed from last.
         on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
         welcome_note: what the others' `on_change` gave when this rank joined.
@@ -82,7 +83,7 @@ class PeerTransport(Transport):
         self.welcome_note: Mapping[str, Any] = {}
         self.on_introduction: Callable[[Entry], None] = lambda entry: None
         self.digests: dict[int, str] = {}
-        self.transfers: list[tuple[RoundId, int, float]] = []
+        self.last_transfer: tuple[int, float] | None = None
         self.mailbox = Mailbox()
         self._postman = Postman(Pacer(link) if link else None)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
@@ -116,7 +117,7 @@ class PeerTransport(Transport):
                 "contributes for itself. It was not taken."
             )
         before = self._sent.get(round_id.fragment)
-        if before is not None and before.round == round_id and not isinstance(before.outcome, RoundVoidError):
+        if before is not None and before.round == round_id and not before.void:
             raise TransportError(
                 f"replica {replica} has contributed to {round_id} already; one contribution a round is taken. "
                 "The first one stands.",
@@ -156,7 +157,7 @@ class PeerTransport(Transport):
     ) -> Callable[[], Mapping[str, Any]]:
         """What fetches, from those who are members now; for any thread."""
         sent = self._sent.get(fragment)
-        after = 0 if sent is None else sent.round.outer_step + (1 if sent.outcome is not None else 0)
+        after = 0 if sent is None else sent.round.outer_step + (1 if sent.decided else 0)
         members, entries = self.view.members, dict(self._registry.entries)
         return lambda: self._state.fetch(
             fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
@@ -400,7 +401,7 @@ class PeerTransport(Transport):
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
             if pending.decided_s is not None:
-                self.transfers.append((pending.round, pending.payload_bytes, pending.decided_s - pending.sent_s))
+                self.last_transfer = pending.payload_bytes, pending.decided_s - pending.sent_s
         elif not isinstance(outcome, ReplicaLostError):
             others = len(self.view.members) - 1
             self.sent_bytes += others * pending.payload_bytes
