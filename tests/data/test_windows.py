@@ -39,6 +39,19 @@ def test_the_permutation_is_even(size: int) -> None:
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 
 
+def test_the_permutation_tells_nothing_of_one_position_by_another() -> None:
+    """Each pair goes to every other pair equally often; after a few rounds, single positions do so but pairs don't."""
+    size, expected = 9, 20
+    images = [permute(np.arange(size), size, str(key)) for key in range(expected * size * (size - 1))]
+    freedom = size * (size - 1) - 1
+    for one, other in ((0, 1), (0, 3), (4, 8)):  # of a square of 3 by 3: in a row, in a column, and in neither
+        counts = np.zeros((size, size))
+        for image in images:
+            counts[image[one], image[other]] += 1
+        chi_square = ((counts - expected) ** 2 / expected)[~np.eye(size, dtype=bool)].sum()
+        assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
 @settings(deadline=None)
 @given(windows=st.integers(1, 40), batch_size=st.integers(1, 7), most=st.integers(0, 50))
 def test_heldout_windows_are_distinct_spread_and_always_the_same(windows: int, batch_size: int, most: int) -> None:
