@@ -1,7 +1,18 @@
-"""Shared by all tests: one thread of torch, so that bits and times do not depend on how many cores are free."""
+"""Shared by all tests: one thread of torch, so that bits and times do not depend on how many cores are free; a text."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .jsonl of short documents with something to learn in them; not to be changed."""
+    from tests.runs import write_text  # which imports all that trains
+
+    return write_text(tmp_path_factory.mktemp("data"))

@@ -13,6 +13,7 @@ import multiprocessing.forkserver
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -26,7 +27,7 @@ from unittest import mock
 
 import torch
 
-__all__ = ["Processes", "report", "told"]
+__all__ = ["Processes", "free_port", "report", "told"]
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "hypothesis", "pytest", "diloco.train.replica"]
@@ -46,6 +47,13 @@ def told(timeout_s: float = 60.0) -> Any:
     assert _parent is not None, "only a function that Processes started can be told something"
     assert _parent.poll(timeout_s), f"nothing was told within {timeout_s:g} s"
     return pickle.loads(_parent.recv_bytes())
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _child(rank: int, job: bytes, parent: Connection) -> None:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.codec import Codec
-from diloco.algorithm.merge import AlphaMerge, MergeRule
-from diloco.algorithm.outer_optimizer import OuterOptimizer, Sgd
+from diloco.algorithm.fragments import partition
+from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
+from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer, Sgd
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.events import Event
 from diloco.train.replica import DiLoCo
+from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
 
 Gradient = Callable[[int, int, nn.Module], None]
@@ -105,3 +107,26 @@ def quadratic(seed: int = 0, *, shared: bool = False) -> Gradient:
             parameter.grad = parameter.detach() - target + jitter
 
     return gradient
+
+
+BALANCED = {"fragments": partition(Vectors(), num_fragments=3, strategy="balanced")}
+STREAMING = SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=2)
+
+
+def streaming(num_replicas: int = 3, *, faults: Sequence[Fault] = (), least: int | None = None, **more: Any) -> Swarm:
+    """Streaming DiLoCo with all that its settings have by default, under `STREAMING`."""
+    arguments: dict[str, Any] = {
+        "outer": Nesterov(learning_rate=0.4),
+        "merge": RebaseMerge(),
+        "codec": "fp4",
+        "transport": InProcessTransport(num_replicas, faults=faults, min_contributors=least),
+        **BALANCED,
+        **more,
+    }
+    return Swarm(num_replicas, STREAMING, **arguments)
+
+
+def agree(swarm: Swarm) -> bool:
+    """Whether all replicas hold the same global parameters and outer state."""
+    digests = [[d.outer_loop.digest(p) for p in range(len(d.fragments))] for d in swarm.replicas]
+    return all(each == digests[0] for each in digests)

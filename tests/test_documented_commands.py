@@ -13,8 +13,8 @@ import tyro
 
 from diloco.cli import COMMANDS
 from diloco.config.configuration import parse_arguments
-from diloco.config.flags import CommandLine
 from diloco.config.run_plan import plan_run
+from tests.command_lines import command_line
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("launching", "monitoring", "networks", "swarm", "three-clouds")]
@@ -64,7 +64,7 @@ def test_documented_commands_are_understood(page: Path) -> None:
 def test_the_settings_of_the_eight_nodes_can_be_planned(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "three-clouds.md").read_text(), re.M | re.S)
     (tmp_path / "run.toml").write_text(text)
-    settings = plan_run(CommandLine(file=tmp_path / "run.toml", print_config=False, values={})).configuration
+    settings = plan_run(command_line(tmp_path / "run.toml")).configuration
     assert settings.swarm.start_replicas == 8
     assert settings.schedule.overlap_steps == 15
 

@@ -1,4 +1,4 @@
-"""Whoever comes and goes: no position of the stream is drawn twice, and none is lost by a clean leave."""
+"""Who draws which positions of the stream: none twice, and none is lost by a clean leave, whoever comes and goes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.data.assignment import Assignment, Range, windows_at
 from diloco.data.permutation import permute
-from diloco.data.sampler import Sampler
-from diloco.errors import CheckpointError, ConfigurationError
-
-LENGTH = 3
+from diloco.errors import ConfigurationError
 
 
 @dataclass
@@ -206,120 +202,3 @@ def test_a_batch_of_two_epochs_has_its_windows_of_both() -> None:
     shuffles = [permute(np.arange(7), 7, f"seed 3, epoch {epoch}").tolist() for epoch in range(3)]
     windows = windows_at(np.array([5, 12, 6]), num_windows=7, batch_size=2, seed=3)
     assert windows.tolist() == [shuffles[0][5], shuffles[2][0], shuffles[1][0]]
-
-
-def sampler(replica: int, num_replicas: int | None, windows: int = 100, **more: str) -> Sampler:
-    """Batches of 2 sequences, whose tokens tell their own place."""
-    tokens = np.arange(windows * LENGTH + 1)
-    arguments = {"sequence_length": LENGTH, "batch_size": 2, "seed": 1, **more}
-    return Sampler(tokens, replica=replica, num_replicas=num_replicas, **arguments)  # type: ignore[arg-type]
-
-
-def windows_of(own: Sampler) -> list[int]:
-    inputs, _ = own.next_batch()
-    return (inputs[:, 0] // LENGTH).tolist()
-
-
-def test_samplers_share_out_the_windows_while_members_change() -> None:
-    """Replica 1 knows at step 3 that it leaves, the others from step 5 on; replica 7 comes at step 8."""
-    first = Assignment.of(2)
-    second = first.following(5, (0,), 2, first.ranges(1, range(3, 5), 2))
-    third = second.following(8, (0, 7), 2)
-    stayer, leaver, joiner = sampler(0, None), sampler(1, None), sampler(7, None)
-    stayer.assign(first)
-    leaver.assign(first)
-    drawn = [window for _ in range(3) for each in (stayer, leaver) for window in windows_of(each)]
-    stayer.assign(second)
-    drawn += [window for _ in range(3) for window in windows_of(stayer)]
-    stayer.assign(third)
-    joiner.load_state_dict({**stayer.state_dict(), "drawn": 8})
-    drawn += [window for _ in range(2) for window in windows_of(stayer)]
-    assert joiner.state_dict() == stayer.state_dict()
-    drawn += [window for _ in range(3) for each in (stayer, joiner) for window in windows_of(each)]
-    # 3 + 3 batches of steps 0 to 2, replica 0's of steps 3 to 7, then 6 together: a prefix of the first epoch.
-    assert sorted(drawn) == sorted(windows_at(np.arange(2 * (6 + 5 + 6)), 100, 2, seed=1).tolist())
-
-
-def test_assignments_count_from_their_first_step_on_in_whatever_order_they_come() -> None:
-    own, fixed = sampler(1, 2), Assignment.of(2)
-    later, latest = Assignment(4, (1, 5), 50), Assignment(6, (1,), 70)
-    own.assign(latest)
-    own.assign(Assignment(4, (1,), 90))
-    own.assign(later)  # takes the place of the one before
-    assert own.state_dict()["assignments"] == [each.to_message() for each in (fixed, later, latest)]
-    expected = [fixed.positions(1, step, 2) for step in range(4)]
-    expected += [later.positions(1, step, 2) for step in (4, 5)] + [latest.positions(1, 6, 2)]
-    for positions in expected:
-        assert windows_of(own) == windows_at(positions, 100, 2, seed=1).tolist()
-    assert own.state_dict()["assignments"] == [latest.to_message()]
-    own.assign(Assignment(7, (0, 1), 10))
-    assert own.epoch == 0
-    assert windows_of(own) == windows_at(np.array([12, 13]), 100, 2, seed=1).tolist()
-
-
-@pytest.mark.parametrize("stop", range(9))
-def test_resuming_between_changes_equals_never_stopping(stop: int) -> None:
-    """An epoch is 5 batches; members change at the steps 3 and 6, and the cursor knows it from step 1 on."""
-    first = Assignment.of(2)
-    second = first.following(3, (1,), 2, first.ranges(0, range(2, 3), 2))
-    runs = [sampler(1, 2, windows=11) for _ in range(2)]
-    for step in range(10):
-        if step == 1:
-            for own in runs:
-                own.assign(second)
-                own.assign(second.following(6, (1, 3), 2))
-        if step == stop:
-            state = json.loads(json.dumps(runs[1].state_dict()))
-            runs[1] = sampler(1, 2, windows=11)
-            runs[1].load_state_dict(state)
-            assert runs[1].state_dict() == state
-        batches = [own.next_batch() for own in runs]
-        assert torch.equal(batches[0][0], batches[1][0])
-        assert torch.equal(batches[0][1], batches[1][1])
-
-
-def test_assignments_that_cannot_be_are_refused() -> None:
-    own, contiguous, new = sampler(1, 2), sampler(1, 2, sharding="contiguous"), sampler(7, None)
-    own.next_batch()
-    own.next_batch()
-    before = own.state_dict()
-    with pytest.raises(ConfigurationError, match=r"from step 1 on was given after 2 batches .* step 2 or later"):
-        own.assign(Assignment(1, (0, 1), 50))
-    with pytest.raises(ConfigurationError, match=r"to the members \(0, 2\) was given to replica 1"):
-        own.assign(Assignment(2, (0, 2), 50))
-    with pytest.raises(ConfigurationError, match=r"members can change with sharding='shuffled'"):
-        contiguous.assign(Assignment.of(2))
-    assert own.state_dict() == before
-    with pytest.raises(ConfigurationError, match=r"Replica 7 was to draw at step 0 and has assignments .* \[\]"):
-        new.next_batch()
-    new.assign(Assignment(4, (0, 7), 50))
-    with pytest.raises(ConfigurationError, match=r"from the steps \[4\] on"):
-        new.next_batch()
-    new.load_state_dict({**new.state_dict(), "drawn": 4})
-    assert windows_of(new) == windows_at(np.array([52, 53]), 100, 2, seed=1).tolist()
-    # It may take over a cursor of others that it is not among, but not draw by it.
-    new.load_state_dict({**new.state_dict(), "assignments": [[0, [0, 1], 0, []]]})
-    with pytest.raises(ConfigurationError, match=r"replica 7 draws at step 5 was asked for"):
-        new.next_batch()
-    assert new.state_dict()["drawn"] == 5
-
-
-@pytest.mark.parametrize(
-    ("assignments", "message"),
-    [
-        ([], r"at least one is needed"),
-        (None, r"the assignments None, which cannot be read"),
-        ([[0, [1, 0], 0, []]], r"cannot be read: An assignment to the members \(1, 0\)"),
-        ([[3, [0, 1], 0, []]], r"assignments from the steps \[3\] on after 1 batches"),
-        ([[0, [0, 1], 0, []], [0, [0], 0, []]], r"each from a later step than the one before"),
-    ],
-)
-def test_a_cursor_with_other_assignments_than_can_be_is_refused(assignments: object, message: str) -> None:
-    own, contiguous = sampler(0, 2), sampler(0, 2, sharding="contiguous")
-    own.next_batch()
-    before = own.state_dict()
-    with pytest.raises(CheckpointError, match=message):
-        own.load_state_dict({**before, "assignments": assignments})
-    assert own.state_dict() == before
-    with pytest.raises(CheckpointError, match=r"'contiguous' has none\. The cursor was not loaded"):
-        contiguous.load_state_dict({**contiguous.state_dict(), "assignments": [[0, [0, 1], 0, []]]})

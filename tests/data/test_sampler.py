@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from torch import Tensor
 
 from diloco.data.permutation import permute
 from diloco.data.sampler import Sampler, Sharding
-from diloco.data.windows import heldout_batches, num_windows
+from diloco.data.windows import heldout_batches
 from diloco.errors import CheckpointError, ConfigurationError, DataError
-
-LENGTH = 3
-
-
-def tokens_for(windows: int, rest: int = 0, dtype: type[np.integer[Any]] = np.uint32) -> NDArray[np.integer[Any]]:
-    """Tokens that tell their own place, so that a sequence tells its window."""
-    return np.arange(windows * LENGTH + 1 + rest, dtype=dtype)
+from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
 
 
 def samplers(
@@ -43,15 +34,6 @@ def samplers(
         )
         for replica in range(replicas)
     ]
-
-
-def windows_of(batch: tuple[Tensor, Tensor]) -> list[int]:
-    """Which windows a batch holds, after checking that they are whole."""
-    inputs, targets = batch
-    assert torch.equal(inputs, inputs[:, :1] + torch.arange(LENGTH))
-    assert torch.equal(targets, inputs + 1)
-    assert (inputs[:, 0] % LENGTH == 0).all()
-    return [int(first) // LENGTH for first in inputs[:, 0]]
 
 
 def draw(members: Sequence[Sampler], steps: int) -> list[list[int]]:
@@ -243,88 +225,3 @@ def test_seeds_and_epochs_shuffle_differently() -> None:
             epochs[seed, epoch] = tuple(window for batch in draw([sampler], 20) for window in batch)
     assert len(set(epochs.values())) == 4
     assert {tuple(sorted(order)) for order in epochs.values()} == {tuple(range(200))}
-
-
-@settings(deadline=None)
-@given(size=st.integers(1, 2000), key=st.text(max_size=5))
-def test_the_permutation_reaches_everything_once(size: int, key: str) -> None:
-    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
-
-
-def test_the_permutation_serves_ranges_that_no_array_could() -> None:
-    size = 2**61 + 12345
-    images = permute(np.arange(0, size, size // 1000), size, "large")
-    assert len(set(images.tolist())) == len(images)
-    assert images.min() >= 0
-    assert images.max() < size
-
-
-@pytest.mark.parametrize("size", [7, 64, 65])
-def test_the_permutation_is_even(size: int) -> None:
-    """Over many keys each position goes everywhere equally often (chi-square; a fixed set of keys, so no luck)."""
-    expected = 25
-    counts = np.zeros((size, size))
-    for key in range(expected * size):
-        counts[np.arange(size), permute(np.arange(size), size, str(key))] += 1
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    freedom = (size - 1) ** 2
-    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
-
-
-@settings(deadline=None)
-@given(windows=st.integers(1, 40), batch_size=st.integers(1, 7), most=st.integers(0, 50))
-def test_heldout_windows_are_distinct_spread_and_always_the_same(windows: int, batch_size: int, most: int) -> None:
-    tokens = tokens_for(windows, rest=1)
-    batches = [windows_of(batch) for batch in heldout_batches(tokens, LENGTH, batch_size, most)]
-    assert batches == [windows_of(batch) for batch in heldout_batches(tokens, LENGTH, batch_size, most)]
-    assert all(len(batch) == batch_size for batch in batches[:-1])
-    assert 1 <= len(batches[-1]) <= batch_size
-    chosen = [window for batch in batches for window in batch]
-    count = min(most, windows) if most else windows
-    assert len(chosen) == count
-    gaps = np.diff([*chosen, windows])
-    assert gaps.min() >= 1
-    assert gaps.max() - gaps.min() <= 1
-
-
-def test_all_heldout_windows_make_every_token_a_target_once() -> None:
-    tokens = tokens_for(10)
-    targets = [t for _, batch in heldout_batches(tokens, LENGTH, 4, 0) for t in batch.flatten().tolist()]
-    assert targets == tokens[1:].tolist()
-
-
-def test_too_few_heldout_tokens_are_refused_at_once() -> None:
-    with pytest.raises(DataError, match=r"3 held-out tokens were given; one sequence of 3 needs 4"):
-        heldout_batches(tokens_for(1)[:-1], LENGTH, 1, 0)
-    with pytest.raises(ConfigurationError, match=r"batch_size=0"):
-        heldout_batches(tokens_for(1), LENGTH, 0, 0)
-    assert num_windows(tokens_for(0)[:0], LENGTH) == 0
-
-
-def test_a_joiner_is_told_the_order_that_no_settings_say() -> None:
-    """After two replicas became three, one that joins draws what its place in the three is, and no more."""
-    tokens = tokens_for(60)
-
-    def make(replica: int, replicas: int | None) -> Sampler:
-        return Sampler(tokens, sequence_length=LENGTH, batch_size=2, replica=replica, num_replicas=replicas, seed=0)
-
-    before, fresh = make(0, 2), make(2, 3)
-    assert before.order == ""
-    for _ in range(4):
-        before.next_batch()
-    stayed, lost = make(0, 3), make(2, 3)
-    for sampler in (stayed, lost):
-        sampler.go_on_from(lambda _: before.state_dict(), 2)
-    for sampler in (stayed, lost):
-        for _ in range(3):
-            sampler.next_batch()
-    fresh.join_at(7, stayed.order)
-    assert torch.equal(fresh.next_batch()[0], lost.next_batch()[0])
-    assert fresh.order == stayed.order
-    unchanged, there = make(1, 2), make(1, 2)
-    for _ in range(4):
-        there.next_batch()
-    unchanged.join_at(4, before.order)
-    assert torch.equal(unchanged.next_batch()[0], there.next_batch()[0])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        fresh.join_at(9, '["no", "assignment"]')

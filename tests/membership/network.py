@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any, Protocol
 
-__all__ = ["Limits", "Network", "Node", "explore"]
+from hypothesis import strategies as st
+
+__all__ = ["LIMITS", "NUMBERS", "Limits", "Network", "Node", "explore"]
 
 
 class Node(Protocol):
@@ -49,6 +51,12 @@ class Limits:
     """Ranks that are started again after they have ended; `Network.make` makes their nodes."""
     own: Mapping[str, int] = field(default_factory=dict)
     """What else may befall a node, by the name that `Node.may` and `Node.suffer` know it by."""
+
+
+NUMBERS = st.lists(st.integers(0, 1 << 16), max_size=200)
+"""For `explore`."""
+
+LIMITS = st.builds(Limits, st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.booleans())
 
 
 class Network:

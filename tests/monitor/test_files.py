@@ -11,44 +11,11 @@ from diloco import events
 from diloco.errors import DataError
 from diloco.monitor import files
 from diloco.monitor.files import MetricsFile, TensorBoardSink, read_metrics
+from tests.monitor.made_events import committed, evaluated, started, step
 
 
 def note(step: int, text: str = "hello") -> events.Note:
     return events.Note(step=step, text=text)
-
-
-def started(step: int) -> events.RunStarted:
-    return events.RunStarted(
-        step=step, total_steps=9, algorithm="diloco", num_replicas=2, parameters=7, tokens_per_step=8, facts={"a": "b"}
-    )
-
-
-def step(number: int, loss: float = 1.0, utilization: float | None = None) -> events.StepFinished:
-    return events.StepFinished(
-        step=number,
-        loss=loss,
-        learning_rate=0.25,
-        gradient_norm=2.0,
-        tokens=number,
-        step_s=0.5 * number,
-        sent_bytes=1000 * number,
-        received_bytes=0,
-        compute_utilization=0.75,
-        model_flops_utilization=utilization,
-    )
-
-
-def committed(step: int, wait_s: float) -> events.RoundCommitted:
-    return events.RoundCommitted(
-        step=step,
-        replica=0,
-        fragment=1,
-        outer_step=0,
-        contributors=(0, 2),
-        sent_bytes=5,
-        received_bytes=6,
-        wait_s=wait_s,
-    )
 
 
 def written(path: Path, *facts: events.Event) -> Path:
@@ -60,7 +27,12 @@ def written(path: Path, *facts: events.Event) -> Path:
 
 
 def test_every_event_is_one_line_that_reads_back(tmp_path: Path) -> None:
-    facts = [started(0), step(1), committed(1, 0.5), note(2, 'line\nbreak "quoted" \u2028 é \ud800')]
+    facts = [
+        started(0),
+        step(1),
+        committed(0, 1, 0, step=1, wait_s=0.5),
+        note(2, 'line\nbreak "quoted" \u2028 é \ud800'),
+    ]
     began_s = time.time()
     path = written(tmp_path / "new" / "metrics.jsonl", *facts)
     assert len(path.read_bytes().splitlines()) == len(facts)
@@ -176,20 +148,16 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(p.step, p.value) for p in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
-def heldout(step: int, loss: float) -> events.Evaluated:
-    return events.Evaluated(step=step, heldout_loss=loss, perplexity=1.0, bits_per_byte=1.0, heldout_tokens=1)
-
-
 def test_tensorboard_reads_back_what_was_measured(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path, every_steps=2)
     for event in (
         started(0),
-        step(1, loss=4.0, utilization=0.75),
-        committed(1, 0.25),
-        committed(1, 0.75),
-        step(2, loss=2.0, utilization=0.375),
-        heldout(2, 3.5),
-        step(3, loss=1.0),
+        step(1, loss=4.0, model_flops_utilization=0.75),
+        committed(0, 1, 0, step=1, wait_s=0.25),
+        committed(0, 1, 0, step=1, wait_s=0.75),
+        step(2, loss=2.0, step_s=1.0, model_flops_utilization=0.375),
+        evaluated(2, 3.5),
+        step(3, loss=1.0, step_s=1.5),
     ):
         sink.handle(event)
     sink.close()
@@ -209,8 +177,8 @@ def test_tensorboard_reads_back_what_was_measured(tmp_path: Path) -> None:
 
 def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     for events_of_a_run in (
-        (started(0), step(1), heldout(1, 7.0), step(2), step(3, loss=9.0), heldout(3, 9.0)),
-        (started(2), step(3, loss=5.0), heldout(3, 5.0)),
+        (started(0), step(1), evaluated(1, 7.0), step(2), step(3, loss=9.0), evaluated(3, 9.0)),
+        (started(2), step(3, loss=5.0), evaluated(3, 5.0)),
     ):
         sink = TensorBoardSink(tmp_path, every_steps=1)
         for event in events_of_a_run:

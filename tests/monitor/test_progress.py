@@ -5,48 +5,7 @@ import pytest
 from diloco import events
 from diloco.monitor import wording
 from diloco.monitor.progress import Progress, Rounds
-
-
-def sent(replica: int, fragment: int, outer_step: int, *, saturated: bool = False) -> events.RoundSent:
-    return events.RoundSent(
-        step=1, replica=replica, fragment=fragment, outer_step=outer_step, payload_bytes=1, saturated=saturated
-    )
-
-
-def committed(replica: int, fragment: int, outer_step: int) -> events.RoundCommitted:
-    return events.RoundCommitted(
-        step=2,
-        replica=replica,
-        fragment=fragment,
-        outer_step=outer_step,
-        contributors=(0, 1),
-        sent_bytes=1,
-        received_bytes=1,
-        wait_s=0.0,
-    )
-
-
-def void(replica: int, fragment: int, outer_step: int, reason: str = "late") -> events.RoundVoid:
-    return events.RoundVoid(step=2, replica=replica, fragment=fragment, outer_step=outer_step, reason=reason)
-
-
-def step(number: int, loss: float = 1.0, skipped: int = 0) -> events.StepFinished:
-    return events.StepFinished(
-        step=number,
-        loss=loss,
-        learning_rate=0.1,
-        gradient_norm=1.0,
-        tokens=number,
-        step_s=1.0,
-        sent_bytes=0,
-        received_bytes=0,
-        compute_utilization=1.0,
-        skipped_replicas=skipped,
-    )
-
-
-def evaluated(number: int, loss: float) -> events.Evaluated:
-    return events.Evaluated(step=number, heldout_loss=loss, perplexity=1.0, bits_per_byte=1.0, heldout_tokens=1)
+from tests.monitor.made_events import committed, evaluated, sent, step, void
 
 
 def test_a_round_is_in_flight_until_its_last_replica_settles_it() -> None:
@@ -111,7 +70,7 @@ def test_clamped_values_are_told_once_per_fragment() -> None:
 
 def test_skipped_inner_steps_are_told_when_they_begin() -> None:
     progress = Progress()
-    assert [progress.take(step(n, skipped=s), 0.0) for n, s in ((1, 0), (2, 2), (3, 1), (4, 0), (5, 1))] == [
+    assert [progress.take(step(n, skipped_replicas=s), 0.0) for n, s in ((1, 0), (2, 2), (3, 1), (4, 0), (5, 1))] == [
         False,
         True,
         False,

@@ -18,9 +18,10 @@ from diloco.cli.watching import about_run
 from diloco.config import load_configuration
 from diloco.errors import ConfigurationError
 from diloco.monitor.settings import MonitorSettings, WandbSettings
-from diloco.monitor.sinks import About, Sinks, make_sinks
+from diloco.monitor.sinks import Sinks, make_sinks
 from diloco.monitor.wandb_runs import WandbSink, run_id
 from diloco.train.roles import Role
+from tests.monitor.made_events import evaluated, started, step
 from tests.runs import SMALL, write_text
 
 
@@ -48,30 +49,6 @@ def end_service() -> None:
     import wandb
 
     wandb.teardown()
-
-
-def started(step: int = 0) -> events.RunStarted:
-    return events.RunStarted(
-        step=step, total_steps=9, algorithm="diloco", num_replicas=2, parameters=7, tokens_per_step=8, facts={"a": "b"}
-    )
-
-
-def step(number: int, loss: float) -> events.StepFinished:
-    return events.StepFinished(
-        step=number,
-        loss=loss,
-        learning_rate=0.25,
-        gradient_norm=2.0,
-        tokens=number,
-        step_s=0.5,
-        sent_bytes=1000 * number,
-        received_bytes=0,
-        compute_utilization=0.75,
-    )
-
-
-def evaluated(number: int, loss: float) -> events.Evaluated:
-    return events.Evaluated(step=number, heldout_loss=loss, perplexity=9.0, bits_per_byte=2.0, heldout_tokens=5)
 
 
 def sent(folder: Path) -> list[dict[str, Any]]:
@@ -259,4 +236,3 @@ def test_all_replicas_of_a_run_stand_together(
     assert about.name == name
     assert about.group == group
     assert about.config["monitor"]["wandb"]["mode"] == "off"
-    assert isinstance(about, About)

@@ -14,14 +14,9 @@ from diloco.events import RoundCommitted, RunStarted
 from diloco.train.replica import DiLoCo
 from diloco.train.resolve import resolve
 from tests.replicas import Vectors
-from tests.runs import SMALL, Listener, train, write_text
+from tests.runs import SMALL, Listener, train
 
 PLAIN = "--fragments 1 --overlap-steps 0 --codec float32"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.mark.parametrize(
@@ -33,24 +28,24 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--outer.max-norm 1 --transport torch --replica-size 2", r"--train\.parallelism ddp would work"),
     ],
 )
-def test_bounds_that_cant_be_used_are_refused(text: Path, arguments: str, words: str) -> None:
-    configuration = load_configuration([*SMALL.split(), str(text), *arguments.split()])
+def test_bounds_that_cant_be_used_are_refused(data: Path, arguments: str, words: str) -> None:
+    configuration = load_configuration([*SMALL.split(), str(data), *arguments.split()])
     with pytest.raises(ConfigurationError, match=f"{words}.*Nothing was started"):
         resolve(configuration, num_layers=2)
 
 
-def test_a_run_says_what_is_clipped_and_whose(text: Path, tmp_path: Path) -> None:
+def test_a_run_says_what_is_clipped_and_whose(data: Path, tmp_path: Path) -> None:
     listener = Listener()
-    train(text, tmp_path / "run", "--outer.max-norm 1e-4 --outer.median-norm-factor 2", sink=listener)
+    train(data, tmp_path / "run", "--outer.max-norm 1e-4 --outer.median-norm-factor 2", sink=listener)
     (started,) = listener.of(RunStarted)
     words = "contributions are scaled down to the norm 0.0001, and to 2 times the median norm of a round"
     assert started.facts["clipping"] == words
     assert {event.clipped for event in listener.of(RoundCommitted)} == {(0, 1)}
 
 
-def test_bounds_that_nothing_exceeds_change_no_bit(text: Path, tmp_path: Path) -> None:
-    plain = train(text, tmp_path / "plain")
-    bounded = train(text, tmp_path / "bounded", "--outer.max-norm 1e6 --outer.median-norm-factor 1e6")
+def test_bounds_that_nothing_exceeds_change_no_bit(data: Path, tmp_path: Path) -> None:
+    plain = train(data, tmp_path / "plain")
+    bounded = train(data, tmp_path / "bounded", "--outer.max-norm 1e6 --outer.median-norm-factor 1e6")
     assert bounded["global_params_digest"] == plain["global_params_digest"]
 
 

@@ -16,6 +16,7 @@ from diloco.train.describe import describe
 from diloco.train.resolve import resolve
 from diloco.train.settings import RunSettings
 from diloco.units import format_bytes, format_ratio
+from tests.command_lines import dotted
 
 MODEL = ModelSettings(layers=4, width=16, ffn_width=32, heads=2, vocab_size=257)
 
@@ -26,8 +27,7 @@ def model() -> Transformer:
 
 
 def facts_of(model: Transformer, **values: Any) -> dict[str, str]:
-    dotted = {name.replace("__", "."): value for name, value in values.items()}
-    return describe(resolve(build(RunSettings, dotted), num_layers=4), model)
+    return describe(resolve(build(RunSettings, dotted(values)), num_layers=4), model)
 
 
 def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Transformer) -> None:

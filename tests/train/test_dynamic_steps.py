@@ -21,7 +21,7 @@ from diloco.train.fleet import InProcessFleet
 from diloco.train.resolve import resolve
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings
-from tests.runs import SMALL, write_text
+from tests.runs import SMALL
 
 
 class Others:
@@ -95,13 +95,8 @@ def test_how_many_train_a_step_counts_those_not_heard_of_as_training() -> None:
     assert [pace.members_training(step) for step in range(4)] == [2, 3, 2, 3]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-def session_of(text: Path, events: list[Event] | None = None) -> Session:
-    configuration = load_configuration([*SMALL.split(), str(text), "--replicas", "1", "--model.vocab-size", "257"])
+def session_of(data: Path, events: list[Event] | None = None) -> Session:
+    configuration = load_configuration([*SMALL.split(), str(data), "--replicas", "1", "--model.vocab-size", "257"])
     settings: RunSettings = resolve(configuration, num_layers=2)
     fleet = InProcessFleet(make_transport(settings.transport))
     corpus = build_corpus(settings.data)
@@ -119,16 +114,16 @@ class AtShare(DynamicSteps):
         return self.steps
 
 
-def test_a_step_that_is_left_out_only_advances_the_schedule(text: Path) -> None:
+def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path) -> None:
     events: list[Event] = []
-    session = session_of(text, events)
+    session = session_of(data, events)
     session.pace = AtShare(1)
     results = [session.step() for _ in range(12)]
     trained = [result.trained for result in results]
     assert trained == [step == 0 or trains_at(step, 1, 4) for step in range(12)], "the very first one is always trained"
     assert {result.pace for result in results} == {0.25}
     assert session.totals.steps == 12
-    whole = session_of(text)
+    whole = session_of(data)
     rates = [whole.step().inner[0].learning_rate for _ in range(12)]
     assert [r.inner[0].learning_rate for r in results if r.trained] == [rates[t] for t in range(12) if trained[t]]
     assert session.replicas[0].sampler.state_dict() == whole.replicas[0].sampler.state_dict()
@@ -139,8 +134,8 @@ def test_a_step_that_is_left_out_only_advances_the_schedule(text: Path) -> None:
     assert session.totals.sequences == 2 * sum(trains_at(step, 1, 4) for step in range(12))
 
 
-def test_a_step_that_is_left_out_moves_no_parameter_and_no_moment(text: Path) -> None:
-    session = session_of(text)
+def test_a_step_that_is_left_out_moves_no_parameter_and_no_moment(data: Path) -> None:
+    session = session_of(data)
     session.step()
     session.pace = AtShare(1)
     before = [parameter.detach().clone() for parameter in session.replicas[0].model.parameters()]
@@ -151,8 +146,8 @@ def test_a_step_that_is_left_out_moves_no_parameter_and_no_moment(text: Path) ->
     assert counts == {1}
 
 
-def test_whose_share_is_all_has_the_same_bits_as_without(text: Path) -> None:
-    plain, paced = session_of(text), session_of(text)
+def test_whose_share_is_all_has_the_same_bits_as_without(data: Path) -> None:
+    plain, paced = session_of(data), session_of(data)
     paced.pace = AtShare(4)
     for _ in range(12):
         plain.step()
@@ -162,8 +157,8 @@ def test_whose_share_is_all_has_the_same_bits_as_without(text: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "--transport torch", "--transport torch --algorithm data-parallel"])
-def test_is_refused_where_nobody_tells_its_speed(text: Path, arguments: str) -> None:
-    words = [*SMALL.split(), str(text), "--swarm.dynamic-steps", *arguments.split()]
+def test_is_refused_where_nobody_tells_its_speed(data: Path, arguments: str) -> None:
+    words = [*SMALL.split(), str(data), "--swarm.dynamic-steps", *arguments.split()]
     if "data-parallel" in arguments:
         words += ["--fragments", "1", "--overlap-steps", "0", "--codec", "float32"]
     configuration = load_configuration(words)
@@ -171,8 +166,8 @@ def test_is_refused_where_nobody_tells_its_speed(text: Path, arguments: str) -> 
         resolve(configuration, num_layers=2)
 
 
-def test_data_parallel_steps_of_a_swarm_are_refused_anyway(text: Path) -> None:
-    words = [*SMALL.split(), str(text), "--swarm.dynamic-steps", "--transport", "hivemind", "--run", "r"]
+def test_data_parallel_steps_of_a_swarm_are_refused_anyway(data: Path) -> None:
+    words = [*SMALL.split(), str(data), "--swarm.dynamic-steps", "--transport", "hivemind", "--run", "r"]
     words += ["--algorithm", "data-parallel", "--fragments", "1", "--overlap-steps", "0", "--codec", "float32"]
     with pytest.raises(ConfigurationError, match=r"algorithm='data-parallel' with transport\.name='hivemind'"):
         resolve(load_configuration(words), num_layers=2)

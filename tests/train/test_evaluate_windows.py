@@ -14,19 +14,12 @@ from hypothesis import strategies as st
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model.settings import ModelSettings
-from diloco.model.transformer import Transformer, build_model
+from diloco.model.transformer import Transformer
 from diloco.train.evaluate import document_streams, evaluate, evaluate_windows, sliding_windows
+from tests.model.decoders import build_lively
 
 SETTINGS = ModelSettings(layers=1, width=8, ffn_width=8, heads=2, vocab_size=257, max_sequence_length=12)
 TOKENIZER = ByteTokenizer()
-
-
-def lively() -> Transformer:
-    model = build_model(SETTINGS, seed=0)
-    assert model.head is not None
-    with torch.no_grad():
-        model.head.weight.mul_(30)
-    return model
 
 
 @given(num_targets=st.integers(0, 60), length=st.integers(1, 20), data=st.data())
@@ -70,7 +63,7 @@ def test_batches_of_windows_equal_predicting_token_by_token(
     stride = data.draw(st.integers(1, length))
     rng = np.random.default_rng(0)
     streams = [rng.integers(0, 257, size).astype(np.uint16) for size in lengths]
-    model = lively().train()
+    model = build_lively(SETTINGS).train()
     found = evaluate_windows(model, TOKENIZER, streams, sequence_length=length, stride=stride, batch_size=batch_size)
     nats, count = reference(model, streams, length, stride)
     assert model.training
@@ -94,7 +87,7 @@ def test_packed_documents_are_taken_apart_again(texts: list[str]) -> None:
 
 def test_without_overlap_it_is_the_evaluation_of_training() -> None:
     """Where the tokens are a whole number of sequences."""
-    model, tokens = lively(), np.random.default_rng(1).integers(0, 257, 12 * 7 + 1).astype(np.uint16)
+    model, tokens = build_lively(SETTINGS), np.random.default_rng(1).integers(0, 257, 12 * 7 + 1).astype(np.uint16)
     arguments: dict[str, Any] = {"sequence_length": 12, "batch_size": 3}
     packed = evaluate(model, TOKENIZER, tokens, **arguments)
     slid = evaluate_windows(model, TOKENIZER, [tokens], stride=12, **arguments)
@@ -106,6 +99,6 @@ def test_misuse_says_what_would_work() -> None:
     arguments: dict[str, Any] = {"sequence_length": 4, "batch_size": 1}
     for stride in (0, 5):
         with pytest.raises(ConfigurationError, match=f"a stride of {stride} was given; 1 to the sequence length, 4"):
-            evaluate_windows(lively(), TOKENIZER, [np.arange(9)], stride=stride, **arguments)
+            evaluate_windows(build_lively(SETTINGS), TOKENIZER, [np.arange(9)], stride=stride, **arguments)
     with pytest.raises(DataError, match="no token to predict"):
-        evaluate_windows(lively(), TOKENIZER, [np.arange(1)], stride=4, **arguments)
+        evaluate_windows(build_lively(SETTINGS), TOKENIZER, [np.arange(1)], stride=4, **arguments)

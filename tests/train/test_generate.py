@@ -13,18 +13,10 @@ from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.generate import generate, generate_together
 from diloco.train.sampling import Sampling
+from tests.model.decoders import build_lively
 
 SETTINGS = ModelSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
 PROMPT = [3, 1, 4, 1, 5]
-
-
-def build_lively(settings: ModelSettings = SETTINGS, seed: int = 0) -> Transformer:
-    """With logits far enough apart for greedy choices to vary and not to hang on round-off."""
-    model = build_model(settings, seed=seed)
-    assert model.head is not None
-    with torch.no_grad():
-        model.head.weight.mul_(20)
-    return model
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -59,14 +51,14 @@ def greedy_reference(model: Transformer, prompt: list[int], count: int, window: 
 @pytest.mark.parametrize("prompt_length", [1, 5, 12, 30])
 @pytest.mark.parametrize("window", [None, 12, 7, 2, 1])
 def test_greedy_equals_full_forward_passes_beyond_the_window(prompt_length: int, window: int | None) -> None:
-    model, prompt = build_lively(), torch.randint(23, (prompt_length,), generator=seeded(5)).tolist()
+    model, prompt = build_lively(SETTINGS), torch.randint(23, (prompt_length,), generator=seeded(5)).tolist()
     expected = greedy_reference(model, prompt, 25, window or 12)
     assert run(model, prompt_tokens=prompt, max_new_tokens=25, temperature=0, window=window) == expected
     assert len(set(expected)) > 1
 
 
 def test_the_model_reads_each_token_once_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, read = build_lively(), []
+    model, read = build_lively(SETTINGS), []
     forward = model.forward
 
     def counting(tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
@@ -93,7 +85,7 @@ def test_the_model_reads_each_token_once_within_the_window(monkeypatch: pytest.M
 def test_samples_are_drawn_from_the_stated_distribution(
     changes: dict[str, Any], temperature: float, kept: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, drawn_from, multinomial = build_lively(), [], torch.multinomial
+    model, drawn_from, multinomial = build_lively(SETTINGS), [], torch.multinomial
 
     def recording(probabilities: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         drawn_from.append((probabilities, multinomial(probabilities, *arguments, **keywords)))
@@ -114,7 +106,7 @@ def test_samples_are_drawn_from_the_stated_distribution(
 
 
 def test_min_p_leaves_out_what_is_much_less_likely(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, drawn_from, multinomial = build_lively(), [], torch.multinomial
+    model, drawn_from, multinomial = build_lively(SETTINGS), [], torch.multinomial
 
     def recording(probabilities: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         drawn_from.append(probabilities)
@@ -130,7 +122,7 @@ def test_min_p_leaves_out_what_is_much_less_likely(monkeypatch: pytest.MonkeyPat
 
 def test_a_repetition_penalty_is_that_of_the_paper() -> None:
     """Greedy, against logits penalised by hand: those of all tokens so far, the prompt's included."""
-    model, tokens = build_lively(), list(PROMPT)
+    model, tokens = build_lively(SETTINGS), list(PROMPT)
     for _ in range(7):
         logits = next_logits(model, tokens)
         for token in set(tokens):
@@ -140,7 +132,7 @@ def test_a_repetition_penalty_is_that_of_the_paper() -> None:
 
 
 def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> None:
-    model = build_lively().train()
+    model = build_lively(SETTINGS).train()
     tokens = generate(model, PROMPT, seeded(), max_new_tokens=7)
     first = next(tokens)
     assert torch.is_grad_enabled()
@@ -158,7 +150,7 @@ def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> No
 @pytest.mark.parametrize("window", [12, 7])
 def test_together_each_text_is_what_it_is_alone(window: int) -> None:
     """Beyond the window, with a token that ends some of them early, and read in one batch."""
-    model, sampling = build_lively(), Sampling(temperature=1.5, top_k=None, repetition_penalty=1.1)
+    model, sampling = build_lively(SETTINGS), Sampling(temperature=1.5, top_k=None, repetition_penalty=1.1)
     how: dict[str, Any] = {"max_new_tokens": 30, "sampling": sampling, "stop_token": 7, "window": window}
     alone = [list(generate(model, PROMPT, seeded(seed), **how)) for seed in range(5)]
     assert len({len(text) for text in alone}) > 2  # they end apart
@@ -169,20 +161,20 @@ def test_together_each_text_is_what_it_is_alone(window: int) -> None:
 
 
 def test_the_coldest_samples_are_the_greedy_choice() -> None:
-    model = build_lively()
+    model = build_lively(SETTINGS)
     greedy = run(model, temperature=0)
     assert run(model, temperature=1e-30) == run(model, top_k=1, temperature=2.0) == greedy
     assert run(model, temperature=2.0) != greedy
 
 
 def test_the_generator_decides() -> None:
-    model = build_lively()
+    model = build_lively(SETTINGS)
     assert run(model, generator=seeded(1), temperature=2.0) == run(model, generator=seeded(1), temperature=2.0)
     assert run(model, generator=seeded(1), temperature=2.0) != run(model, generator=seeded(2), temperature=2.0)
 
 
 def test_it_ends_at_the_stop_token_and_leaves_it_out() -> None:
-    model = build_lively()
+    model = build_lively(SETTINGS)
     free = run(model, temperature=0, max_new_tokens=30)
     stop = next(token for token in free if token != free[0])
     assert run(model, temperature=0, max_new_tokens=30, stop_token=stop) == free[: free.index(stop)]
@@ -190,12 +182,12 @@ def test_it_ends_at_the_stop_token_and_leaves_it_out() -> None:
 
 
 def test_no_new_tokens() -> None:
-    assert run(build_lively(), max_new_tokens=0) == []
+    assert run(build_lively(SETTINGS), max_new_tokens=0) == []
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_is_restored_also_after_an_error(training: bool) -> None:
-    model = build_lively().train(training)
+    model = build_lively(SETTINGS).train(training)
     modes = []
     model.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
     run(model)
@@ -211,7 +203,7 @@ def test_the_mode_is_restored_also_after_an_error(training: bool) -> None:
 
 def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> None:
     """FSDP gathers the parameters in such hooks."""
-    model, steps = build_lively(), []
+    model, steps = build_lively(SETTINGS), []
     model.register_forward_pre_hook(lambda *_: steps.append(1))
 
     def refuse(*_: object) -> None:
@@ -224,7 +216,7 @@ def test_a_compiled_model_is_not_compiled_anew_and_hooks_see_every_step() -> Non
 
 
 def test_parameters_can_be_trained_afterwards() -> None:
-    model = build_lively()
+    model = build_lively(SETTINGS)
     run(model)
     tokens = torch.tensor([PROMPT])
     torch.autograd.backward(model.loss(tokens, tokens).loss)
@@ -261,7 +253,7 @@ def test_bfloat16_autocast() -> None:
 )
 def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        run(build_lively(), **changes)
+        run(build_lively(SETTINGS), **changes)
 
 
 def test_the_generator_must_be_on_the_models_device() -> None:
@@ -271,4 +263,4 @@ def test_the_generator_must_be_on_the_models_device() -> None:
 
 def test_together_needs_somebody() -> None:
     with pytest.raises(ConfigurationError, match="no generator was given; one for each text would work"):
-        generate_together(build_lively(), PROMPT, [], max_new_tokens=1)
+        generate_together(build_lively(SETTINGS), PROMPT, [], max_new_tokens=1)

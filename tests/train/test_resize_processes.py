@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 from diloco.cli import main
 from diloco.train.checkpoint import list_checkpoints
 from tests.data.streams import numbered
-from tests.processes import Processes
+from tests.processes import Processes, free_port
 from tests.runs import SMALL
 
 STREAMING = "--data.streaming --data.streaming-block 3 --data.heldout-fraction 0.2 --data-parallel-steps 3"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def rank(replica: int, arguments: str, port: int) -> int:

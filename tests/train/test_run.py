@@ -44,11 +44,6 @@ CONTRACT = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
 def test_a_run_learns_and_leaves_what_scripts_count_on(data: Path, tmp_path: Path) -> None:
     listener = Listener()
     summary = train(data, tmp_path / "run", "--steps 60 --evaluation.every-steps 20", sink=listener)

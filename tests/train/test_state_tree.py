@@ -18,6 +18,7 @@ from torch import nn
 from diloco.errors import CheckpointError
 from diloco.train.state_tree import flatten, unflatten
 from diloco.train.tensor_file import DTYPE_NAMES, read_tensors, tensor_chunks
+from tests.same import raw, same
 
 
 def through_files(tree: Any, folder: Path) -> Any:
@@ -26,28 +27,6 @@ def through_files(tree: Any, folder: Path) -> Any:
     path = folder / "tensors.safetensors"
     path.write_bytes(b"".join(tensor_chunks(tensors)))
     return unflatten(json.loads(json.dumps(skeleton, allow_nan=False)), read_tensors(path, "cpu"))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal in type, order and bits, all the way down."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return (one.dtype, one.shape, raw(one)) == (other.dtype, other.shape, raw(other))
-    if isinstance(one, np.ndarray):
-        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-    if isinstance(one, dict):
-        return same(list(one.items()), list(other.items()))
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float):
-        return str(one) == str(other)  # NaN too, and the sign of zero
-    return bool(one == other)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    fresh = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # strides of its own
-    return fresh.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def of_bytes(dtype: torch.dtype, shape: list[int], seed: int, transposed: bool) -> torch.Tensor:

@@ -8,19 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
-from tests.transport.state_donors import Asker, MakeDonor, an_asker, donors
+from tests.transport.state_donors import Asker, Donor, MakeDonor
 from tests.transport.swarms import Swarms
+from tests.transport.switchboards import MakeRank, Rank, makes
+from tests.transport.wires import deaf_board
+from tests.transport.without_io import without_threads
 
 
 @pytest.fixture
 def board() -> Iterator[Switchboard]:
     """A switchboard that hears nobody."""
-    made = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
-    yield made
-    made.close()
+    with deaf_board(0) as made:
+        yield made
+
+
+@pytest.fixture
+def make_rank() -> Iterator[MakeRank]:
+    """Makes switchboards that remember what they are told."""
+    yield from makes(Rank)
 
 
 @pytest.fixture(scope="session")
@@ -39,12 +45,21 @@ def swarms(keys: Path) -> Iterator[Swarms]:
 
 
 @pytest.fixture
+def threadless() -> Iterator[None]:
+    """Ranks of the simulated network can be made."""
+    with without_threads():
+        yield
+
+
+@pytest.fixture
 def asker() -> Iterator[Asker]:
     """Somebody who wants a state."""
-    yield from an_asker()
+    made = Asker()
+    yield made
+    made.close()
 
 
 @pytest.fixture
 def make_donor() -> Iterator[MakeDonor]:
     """Makes those who have one."""
-    yield from donors()
+    yield from makes(Donor)

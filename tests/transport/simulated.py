@@ -1,321 +1,15 @@
-"""The real protocol of a rank, from `PeerTransport` to its votes, on the network of `tests.membership.network`.
-
-Only threads, sockets, clocks and payloads are replaced: what another thread would do later is a thing that the rank
-does next of its own accord, and a time is over when whoever holds the numbers says so.
-"""
+"""Networks of simulated ranks, and what must hold of those who go on."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn
-from unittest import mock
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
-
-from diloco.algorithm.averaging import Contribution, Mean, RoundId
-from diloco.algorithm.codec import make_codec
-from diloco.errors import RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.change import NextView
-from diloco.membership.lateness import Lateness
 from diloco.membership.quorum import Policy
-from diloco.membership.view import View
-from diloco.transport.address import Address
-from diloco.transport.base import Average
-from diloco.transport.peers import rounds, transport, view_links
-from diloco.transport.peers.data_link import LinkRequest
-from diloco.transport.peers.liveness import Loss, Timing
-from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.views import Policies, ViewKeeper
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+from diloco.transport.peers.views import Policies
 from tests.membership.network import Limits, Network, explore
-
-__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "simulate", "simulated", "weight_of", "without_threads"]
-
-CODEC = make_codec("float32")
-PAYLOAD = CODEC.encode(torch.ones(2))
-SOON_S, LATE_S, TIMEOUT_S = 1.0, 5.0, 10.0
-
-
-class _Board:
-    """A switchboard whose connections are the network's."""
-
-    def __init__(self, network: Network, rank: int, todo: deque[Callable[[], object]]) -> None:
-        self.address = Address("simulated", rank)
-        self.services: dict[str, Any] = {}
-        self.loop = SimpleNamespace(call_later=self._call_later)
-        self.spoken: Counter[int] = Counter()  # nobody sends beats of its own accord
-        self.timers: list[tuple[float, Callable[[], object]]] = []
-        self._network, self._rank, self._todo = network, rank, todo
-
-    @property
-    def connected(self) -> frozenset[int]:
-        return frozenset(rank for rank in self._network.ranks if self.connection(rank) is not None)
-
-    def words(self, rank: int) -> int:
-        return self.spoken[rank]
-
-    def connection(self, rank: int) -> object | None:
-        return self._network.connection(self._rank, rank)
-
-    def send(self, rank: int, message: Mapping[str, Any], blob: bytes = b"") -> None:
-        self._network.send(self._rank, rank, json.dumps(message))
-
-    def hang_up(self, rank: int) -> None:
-        self._network.hang_up(self._rank, rank)
-
-    def address_of(self, rank: int) -> Address:
-        return Address("simulated", rank)
-
-    def _call_later(self, delay_s: float, function: Callable[..., object], *arguments: Any) -> SimpleNamespace:
-        timer = (delay_s, lambda: function(*arguments))
-        if delay_s > SOON_S:
-            self.timers.append(timer)
-        else:  # nothing waits for it but the rank itself
-            self.post(function, *arguments)
-        return SimpleNamespace(cancel=lambda: timer in self.timers and self.timers.remove(timer))
-
-    def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        self._todo.append(lambda: function(*arguments))
-
-    def call(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        try:
-            coroutine.send(None)
-        except StopIteration:
-            return
-        raise AssertionError("something waits in the control thread")
-
-
-def _no_link(request: LinkRequest) -> NoReturn:
-    raise AssertionError("links are the network's")
-
-
-class _Thread:
-    """A thread that connects payload links, which works where control connections stand, or that exchanges payloads."""
-
-    exchanging: ClassVar[deque[Any]] = deque()
-
-    def __init__(self, target: Any, args: tuple[Any, ...], **_: Any) -> None:
-        self._owner, self._arguments = target.__self__, args
-
-    def start(self) -> None:
-        if isinstance(self._owner, view_links.ViewLinks):
-            view, links = self._arguments
-            rules, board = self._owner._rules, self._owner._board
-            peers = [peer for peer in view.members if peer != rules.replica]
-            failed = {peer: "no connection" for peer in peers if not self._reaches(peer)}
-            board.post(self._owner._connected, links, {}, failed)
-        else:
-            self.exchanging.append((self._owner, *self._arguments))
-
-    def _reaches(self, peer: int) -> bool:
-        size = self._owner._rules.ranks_per_replica
-        return bool(self._owner._board.connected.issuperset(range(peer * size, (peer + 1) * size)))
-
-
-class Rank:
-    """One rank that sends a fragment in each of its steps, the next one of a fragment when the last is decided.
-
-    Args:
-        joining: whether it comes to a run that is going on.
-        gradients: whether one of the three kinds of rounds is that of gradients.
-        garbage: messages that it may hear from anybody.
-
-    Attributes:
-        left: why it stopped by itself; "" where it did not.
-        timers: how long each time that is not over was to be.
-        first_step: the first one that it takes part in.
-        outcomes: step -> whether its round was committed here.
-        averages: step -> what its committed round brought.
-        changes: the views that it adopted.
-    """
-
-    STEPS = 5
-
-    def __init__(
-        self,
-        network: Network,
-        rank: int,
-        replicas: int,
-        size: int,
-        policies: Policies,
-        *,
-        joining: bool = False,
-        gradients: bool = False,
-        garbage: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        self.network, self.rank = network, rank
-        self.left = ""
-        self.first_step = 1
-        self.changes: list[NextView] = []
-        self._gradients, self._garbage = gradients, garbage
-        self._todo: deque[Callable[[], object]] = deque()
-        self._given: dict[int, Contribution] = {}
-        self._pending: dict[int, Any] = {}
-        self._exchanges: list[tuple[Any, Any]] = []
-        rules = Rules(rank, rank // size, size, None, TIMEOUT_S, 1 << 19, late_s=LATE_S)
-        self._board = _Board(network, rank, self._todo)
-        with mock.patch.object(transport, "Switchboard", return_value=self._board):
-            self.transport = PeerTransport(rules, policies, Timing(), TcpStreams())
-        self.transport.on_change = self._changed
-        entries = {other: Entry(other, f"simulated:{other}") for other in range(replicas * size)}
-        registry = Registry(len(entries), size, list(entries.values()))
-        view = View.of(replicas)
-        self._joins: Entry | None = None
-        self._asked = 1
-        if joining:
-            self._joins = entries[rank]
-            reached = sorted({other // size for other in self.transport.board.connected})
-            view = View(-1, tuple(reached) or (rank // size,))
-            self._todo.append(lambda: self.transport.ask_to_join(entries[rank]))
-        self._run(lambda: self.transport.begin(view, registry, _no_link, member=not joining))
-
-    @property
-    def view(self) -> View:
-        return self.transport.view
-
-    @property
-    def failure(self) -> TransportError | None:
-        return self.transport.failure
-
-    @property
-    def keeper(self) -> ViewKeeper:
-        assert self.transport._keeper is not None
-        return self.transport._keeper
-
-    @property
-    def timers(self) -> list[float]:
-        return [delay_s for delay_s, _ in self._board.timers]
-
-    @property
-    def outcomes(self) -> dict[int, bool]:
-        made = {step: pending.outcome for step, pending in self._pending.items() if pending.outcome is not None}
-        for outcome in made.values():
-            assert isinstance(outcome, (Average, RoundVoidError)), outcome
-        return {step: isinstance(outcome, Average) for step, outcome in made.items()}
-
-    @property
-    def averages(self) -> dict[int, Average]:
-        return {step: self._pending[step].outcome for step, committed in self.outcomes.items() if committed}
-
-    def act(self) -> bool:
-        if self._todo:
-            self._run(self._todo.popleft())
-        elif self._joins is not None:
-            return self._join(self._joins)
-        elif ready := next((each for each in self._exchanges if each[1].judged.done()), None):
-            self._exchanges.remove(ready)
-            self._run(lambda: _finish(*ready))
-        elif self.failure is None and (again := self._to_hand_in_again()):
-            self._run(lambda: self._hand_in(again))
-        elif self.transport.step < self.STEPS and self.failure is None and self._may_step():
-            self._run(self._step)
-        else:
-            return False
-        return True
-
-    def heard(self, sender: int, message: str) -> None:
-        self._run(lambda: self.transport._deliver(sender, json.loads(message), b""))
-
-    def lose(self, rank: int, *, gone: bool) -> None:
-        self._run(lambda: self.transport._lost(rank, Loss("gone" if gone else "silent", "simulated")))
-
-    def may(self, what: str) -> bool:
-        if what == "timers":
-            return bool(self._board.timers)
-        if what == "breaks":
-            return bool(self._exchanges)
-        return not self.left and self._joins is None  # leaves, garbage
-
-    def suffer(self, what: str, number: int) -> None:
-        """A time is over, a payload connection breaks, it leaves, or it hears what nobody of its kind would say."""
-        if what == "timers":
-            self._run(self._board.timers.pop(number % len(self._board.timers))[1])
-        elif what == "breaks":
-            book, state = self._exchanges.pop(number % len(self._exchanges))
-            self._run(
-                lambda: (book._failed(state, TransportError("a payload connection broke")), book._exchanged(state))
-            )
-        elif what == "leaves":
-            self._run(lambda: (self.keeper.leave(self.transport.step), self.keeper.part()))
-        else:
-            others = [rank for rank in self.network.ranks if rank != self.rank]
-            sender, message = others[number % len(others)], self._garbage[number // 8 % len(self._garbage)]
-            self._run(lambda: self.keeper.heard(sender, message))
-
-    def _changed(self, following: NextView) -> Mapping[str, Any]:
-        self.changes.append(following)
-        assert self.keeper.book is not None
-        assert following.view is None or self.keeper.book.view != following.view, "told of a view that is open already"
-        return {"from": self.rank}
-
-    def _join(self, entry: Entry) -> bool:
-        """As `connect.join` does, without waiting."""
-        answer = self.transport.welcome(0.0) if not self.left else None
-        if answer is None:
-            if not self.left and not self.transport.board.connected:
-                self._leave("nobody answers")
-            return False
-        if answer["kind"] == "welcome":
-            assert answer["note"]["from"] in self.network.ranks, "whoever was told of the view adds a note"
-            self._joins = None
-            self._run(lambda: self.transport.enter(answer))
-            self.first_step = self.transport.step + 1
-        elif answer["for_good"] or self._asked == 20:
-            self._leave(f"refused: {answer['reason']}")
-        else:
-            self._asked += 1
-            self._run(lambda: self.transport.ask_to_join(entry))
-        return True
-
-    def _may_step(self) -> bool:
-        return all(
-            pending.outcome is not None
-            for step, pending in self._pending.items()
-            if step % 3 == (self.transport.step + 1) % 3
-        )
-
-    def _to_hand_in_again(self) -> int | None:
-        """As data-parallel training does with gradients."""
-        for step, pending in self._pending.items():
-            if pending.round.fragment < 0 and isinstance(pending.outcome, ViewChangedError):
-                return step
-        return None
-
-    def _step(self) -> None:
-        self.transport.tick()
-        step = self.transport.step
-        round_id = RoundId(-1, step) if self._gradients and step % 3 == 0 else RoundId(step % 3, step // 3)
-        self._given[step] = Contribution(
-            round=round_id,
-            replica=self.transport.replica,
-            codec=CODEC,
-            numel=2,
-            payload=PAYLOAD,
-            digest="d",
-            weight=weight_of(self.transport.replica, step),
-        )
-        self._hand_in(step)
-
-    def _hand_in(self, step: int) -> None:
-        self._pending[step] = self.transport.average(self._given[step])
-
-    def _run(self, function: Callable[[], object]) -> None:
-        function()
-        while _Thread.exchanging:
-            self._exchanges.append(_Thread.exchanging.popleft())
-        if self.failure is not None:  # the process ends, and its connections with it
-            self._leave(str(self.failure))
-
-    def _leave(self, why: str) -> None:
-        self.left = self.left or why
-        for other in self.network.ranks:
-            self.network.hang_up(self.rank, other)
+from tests.transport.simulated_rank import Rank, weight_of
+from tests.transport.without_io import without_threads
 
 
 class Stranger:
@@ -332,32 +26,6 @@ class Stranger:
         return False
 
     def suffer(self, what: str, number: int) -> None: ...
-
-
-def weight_of(replica: int, step: int) -> float:
-    """Of a contribution: the sum over any replicas tells which they were."""
-    return float(10**replica * (1 + step))
-
-
-def _finish(book: Any, state: Any) -> None:
-    """What the thread of an exchange comes to: the mean over this view's contributions."""
-    verdict, size = state.judged.result(), book.rules.ranks_per_replica
-    if not verdict.void:
-        weight = sum(state.headers[member * size].weight for member in verdict.contributors)
-        mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=weight)
-        book._computed(state, mean, f"mean of {state.id} by {verdict.contributors} in {book.view}")
-    book._exchanged(state)
-
-
-@contextmanager
-def without_threads() -> Iterator[None]:
-    with (
-        mock.patch.object(view_links, "threading", SimpleNamespace(Thread=_Thread)),
-        mock.patch.object(rounds, "threading", SimpleNamespace(Thread=_Thread)),
-        mock.patch.object(transport, "Postman"),
-        mock.patch.object(Lateness, "LOOKS", 1),
-    ):
-        yield
 
 
 def simulated(
@@ -396,3 +64,43 @@ def simulate(
             network.nodes[rank] = make(rank, joining=False)
         explore(network, numbers)
     return [node for rank, node in network.nodes.items() if rank in network.alive and isinstance(node, Rank)]
+
+
+def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
+    """What must hold whatever happened; ``whole``: nothing made a round void.
+
+    Invariant 2: each round is committed by all who go on, from the same contributions, or void for all.
+    """
+    going_on = [rank for rank in ranks if not rank.left]
+    assert len({rank.view for rank in going_on}) <= 1, "two histories"
+    for rank in going_on:
+        assert rank.transport.step == rank.STEPS, "it never became a member"
+        assert sorted(rank.outcomes) == list(range(rank.first_step, rank.STEPS + 1)), "a round was never decided"
+        for step, committed in rank.outcomes.items():
+            assert committed == going_on[0].outcomes.get(step, committed), "a round is applied by all or by none"
+            assert committed or not whole, f"step {step}: {rank._pending[step].outcome}"
+        for step, average in rank.averages.items():
+            others = going_on[0].averages.get(step, average)
+            assert (average.view, average.contributors) == (others.view, others.contributors)
+            assert average.weight == sum(weight_of(replica, step) for replica in average.contributors)
+            assert not whole or average.contributors == average.view.members
+
+
+def rank(network: Network, number: int) -> Rank:
+    node = network.nodes[number]
+    assert isinstance(node, Rank)
+    return node
+
+
+def begin(network: Network, *numbers: int) -> None:
+    """These send their first contribution, and it arrives; nobody exchanges payloads or votes yet."""
+    for number in numbers:
+        while rank(network, number).transport.step == 0 or rank(network, number).has_to_do:
+            assert rank(network, number).act()
+    settle(network)
+
+
+def settle(network: Network) -> None:
+    """Everything that was sent arrives, and every lost connection is noticed."""
+    while choices := network.choices():
+        network.happen(*choices[0], 0)

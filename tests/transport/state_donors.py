@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack, read_frame
@@ -31,14 +30,6 @@ def state(seed: int = 0, *, finished: int = 1, numel: int = NUMEL) -> dict[str, 
         "finished_rounds": finished,
         "rate": 0.1,
     }
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
-    return bool(one == other)
 
 
 class Donor:
@@ -137,27 +128,7 @@ class Asker:
         return self.streams.received.get(donor.address.port, 0)
 
 
-def an_asker() -> Iterator[Asker]:
-    """For a fixture."""
-    made = Asker()
-    yield made
-    made.close()
-
-
 MakeDonor = Callable[..., Donor]
-
-
-def donors() -> Iterator[MakeDonor]:
-    """For a fixture: makes donors."""
-    made: list[Donor] = []
-
-    def one(*arguments: Any) -> Donor:
-        made.append(Donor(*arguments))
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.board.close()
 
 
 def size_of(held: Mapping[str, Any]) -> int:

@@ -6,29 +6,14 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from diloco.cli import main
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack
-from diloco.transport.peers.liveness import Timing
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.doctor import MOST_BYTES, Finding, examine, serve_probes
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
-from tests.transport.wires import Wires
-
-
-@contextmanager
-def listening(host: str = "127.0.0.1") -> Iterator[Address]:
-    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
-    try:
-        serve_probes(board)
-        yield board.listen(host, range(1), host)
-    finally:
-        board.close()
+from diloco.transport.torch_distributed.doctor import MOST_BYTES, Finding, examine
+from tests.transport.wires import Wires, answering_probes
 
 
 def look(address: Address, num_bytes: int = 300_000, timeout_s: float = 20.0) -> Finding:
@@ -37,7 +22,7 @@ def look(address: Address, num_bytes: int = 300_000, timeout_s: float = 20.0) ->
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_way_that_works_has_a_latency_and_a_rate_each_way(host: str) -> None:
-    with listening(host) as address:
+    with answering_probes(host) as address:
         finding = look(address)
     assert finding.ok, finding
     assert finding.resolved == (host,)
@@ -95,14 +80,14 @@ def test_something_that_is_no_diloco() -> None:
 
 
 def test_nobody_is_made_to_move_more_than_is_allowed() -> None:
-    with listening() as address, socket.create_connection((address.host, address.port)) as asker:
+    with answering_probes() as address, socket.create_connection((address.host, address.port)) as asker:
         asker.settimeout(20)
         asker.sendall(pack({"kind": "probe", "ask": "give", "bytes": MOST_BYTES + 1}))
         assert asker.recv(1) == b"", "the connection is closed, and nothing came"
 
 
 def test_the_command_names_each_failure_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    with listening() as address:
+    with answering_probes() as address:
         assert main(["doctor", str(address), "nobody.invalid:1", "--megabytes", "0.1", "--json"]) == 1
         captured = capsys.readouterr()
         well, ill = json.loads(captured.out)

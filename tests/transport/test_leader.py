@@ -27,6 +27,7 @@ from diloco.transport.in_process import InProcessTransport
 from diloco.transport.leader import LeaderTransport
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 from tests.processes import Processes
+from tests.same import same
 from tests.transport.contract import SIZE, MakeEndpoints, TransportContract, contribution
 
 
@@ -108,14 +109,6 @@ def rank_hears(position: int, folder: Path) -> dict[str, Any]:
     transport.publish(lambda fragment: {})
     replica.group.close()
     return heard
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    return bool(one == other) and type(one) is type(other)
 
 
 def test_all_ranks_hear_what_the_leader_hears(tmp_path: Path) -> None:

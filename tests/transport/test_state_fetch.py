@@ -14,11 +14,11 @@ from diloco.transport.address import Address
 from diloco.transport.peers import state_fetch, state_transfer
 from diloco.transport.peers.state_service import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import block_bytes
+from tests.same import same_values
 from tests.transport.state_donors import (
     LIMIT_S,
     Asker,
     MakeDonor,
-    equal,
     size_of,
     state,
 )
@@ -29,13 +29,13 @@ def test_what_arrives_is_the_donors_bit_for_bit(asker: Asker, make_donor: MakeDo
     held["slots"]["counts"] = torch.arange(7)
     held["slots"]["scalar"] = torch.tensor(0.1, dtype=torch.float64)
     held["slots"]["matrix"] = torch.arange(6, dtype=torch.int32).reshape(2, 3).t()
-    assert equal(asker.fetch({1: make_donor(held)}), {**held, "fragment": 0})
+    assert same_values(asker.fetch({1: make_donor(held)}), {**held, "fragment": 0})
     assert asker.streams.opened == [asker.streams.opened[0]], "one connection does"
 
 
 @pytest.mark.parametrize("held", [{}, {"slots": {}}, {"global_params": torch.empty(0), "outer_step": 2**62}], ids=str)
 def test_a_state_without_bytes_is_one_too(asker: Asker, make_donor: MakeDonor, held: dict[str, Any]) -> None:
-    assert equal(asker.fetch({1: make_donor(held)}), {**held, "fragment": 0})
+    assert same_values(asker.fetch({1: make_donor(held)}), {**held, "fragment": 0})
 
 
 def test_a_cut_connection_goes_on_where_it_stopped(asker: Asker, make_donor: MakeDonor) -> None:
@@ -50,7 +50,7 @@ def test_a_cut_connection_goes_on_where_it_stopped(asker: Asker, make_donor: Mak
         return data
 
     asker.streams.hook = cut
-    assert equal(asker.fetch({1: donor}), {**state(), "fragment": 0})
+    assert same_values(asker.fetch({1: donor}), {**state(), "fragment": 0})
     cuts = chunks[0] // 7
     assert cuts > 5
     assert len(asker.streams.opened) == cuts + 1
@@ -66,13 +66,13 @@ def test_damage_on_the_way_costs_the_chunk(asker: Asker, make_donor: MakeDonor) 
         return data[:-1] + bytes([data[-1] ^ 1]) if chunks[0] == 4 else data
 
     asker.streams.hook = damage
-    assert equal(asker.fetch({1: donor}), {**state(), "fragment": 0})
+    assert same_values(asker.fetch({1: donor}), {**state(), "fragment": 0})
     assert asker.received_from(donor) - size_of(state()) in range(1, MAX_CHUNK_BYTES + 1)
 
 
 def test_donors_share_the_load(asker: Asker, make_donor: MakeDonor) -> None:
     donors = {replica: make_donor(state()) for replica in (2, 5, 7)}
-    assert equal(asker.fetch(donors), {**state(), "fragment": 0})
+    assert same_values(asker.fetch(donors), {**state(), "fragment": 0})
     shares = [asker.received_from(donor) for donor in donors.values()]
     assert sum(shares) == size_of(state()), "no byte came twice"
     assert min(shares) >= block_bytes(size_of(state())), "each has sent a block at least"
@@ -87,14 +87,14 @@ def test_one_that_breaks_off_is_made_up_for(asker: Asker, make_donor: MakeDonor)
         return data
 
     asker.streams.hook = cut
-    assert equal(asker.fetch(donors), {**state(), "fragment": 0})
+    assert same_values(asker.fetch(donors), {**state(), "fragment": 0})
     assert asker.received_from(donors[2]) == size_of(state())
 
 
 def test_the_majority_of_the_foremost_is_taken(asker: Asker, make_donor: MakeDonor) -> None:
     held = {0: state(1, finished=4), 1: state(2, finished=5), 2: state(3, finished=5), 3: state(3, finished=5)}
     donors = {replica: make_donor(each) for replica, each in held.items()}
-    assert equal(asker.fetch(donors), {**held[2], "fragment": 0})
+    assert same_values(asker.fetch(donors), {**held[2], "fragment": 0})
     assert not asker.received_from(donors[0]) + asker.received_from(donors[1])
 
 
@@ -106,13 +106,13 @@ def test_who_lags_helps_once_it_has_caught_up(asker: Asker, make_donor: MakeDono
     result = asker.start({1: donor}, after=2)
     assert asked.wait(LIMIT_S)
     donor.held = state(7, finished=2)
-    assert equal(result(), {**state(7, finished=2), "fragment": 0})
+    assert same_values(result(), {**state(7, finished=2), "fragment": 0})
 
 
 def test_a_dead_donor_is_survived_and_named(asker: Asker, make_donor: MakeDonor) -> None:
     dead, living = make_donor(state()), make_donor(state())
     dead.board.close()
-    assert equal(asker.fetch({0: dead, 1: living}), {**state(), "fragment": 0})
+    assert same_values(asker.fetch({0: dead, 1: living}), {**state(), "fragment": 0})
     with pytest.raises(
         TransportError, match=r"replica 0 was asked for fragment 0, and none gave it \(replica 0: .*at "
     ):
@@ -140,7 +140,7 @@ def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make_dono
         await reader.read()
 
     silent.served_by(nothing)
-    assert equal(asker.fetch({0: silent, 1: honest}, slow_s=1.0), {**state(), "fragment": 0})
+    assert same_values(asker.fetch({0: silent, 1: honest}, slow_s=1.0), {**state(), "fragment": 0})
     with pytest.raises(TransportError, match=r"replica 0: it said nothing for 0\.1 s"):
         asker.fetch({0: silent}, slow_s=0.1)
     with pytest.raises(TransportError, match=r"none gave it within 0\.1 s"):
@@ -161,7 +161,7 @@ def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
         never.set()
 
     silent.served_by(nothing)
-    assert equal(asker.fetch({0: silent, **donors}, slow_s=1000.0, timeout_s=1000.0), {**state(), "fragment": 0})
+    assert same_values(asker.fetch({0: silent, **donors}, slow_s=1000.0, timeout_s=1000.0), {**state(), "fragment": 0})
     assert never.wait(LIMIT_S), "its connection is ended"
 
 
@@ -178,14 +178,14 @@ def test_a_fetch_ends_though_somebody_forgets_that_he_is_to_end(asker: Asker, ma
         return await opened(address)
 
     asker.streams.open = forgetful  # type: ignore[method-assign]
-    assert equal(asker.fetch({0: deaf, 1: honest}), {**state(), "fragment": 0})
+    assert same_values(asker.fetch({0: deaf, 1: honest}), {**state(), "fragment": 0})
     assert len(told) == 2
 
 
 def test_a_donor_that_keeps_the_others_waiting_is_given_up(asker: Asker, make_donor: MakeDonor) -> None:
     """It sends a chunk now and then, so that it is never silent."""
     slow, quick = make_donor(state(), 20_000.0), make_donor(state())
-    assert equal(asker.fetch({0: slow, 1: quick}, slow_s=1.0), {**state(), "fragment": 0})
+    assert same_values(asker.fetch({0: slow, 1: quick}, slow_s=1.0), {**state(), "fragment": 0})
     assert asker.received_from(quick) > 0.9 * size_of(state())
 
 
@@ -202,7 +202,7 @@ def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make_donor: MakeDon
         return data
 
     asker.streams.hook = cut
-    assert equal(asker.fetch({1: donor}), {**state(2, finished=2), "fragment": 0})
+    assert same_values(asker.fetch({1: donor}), {**state(2, finished=2), "fragment": 0})
     assert donor.copies == 2
 
 
@@ -220,7 +220,7 @@ def test_who_has_moved_on_is_heard_again_before_another_is_chosen(asker: Asker, 
         return data
 
     asker.streams.hook = cut
-    assert equal(asker.fetch(donors), {**state(2, finished=2), "fragment": 0})
+    assert same_values(asker.fetch(donors), {**state(2, finished=2), "fragment": 0})
 
 
 def test_a_snapshot_that_is_still_there_is_gone_on_with(asker: Asker, make_donor: MakeDonor) -> None:
@@ -234,8 +234,8 @@ def test_a_snapshot_that_is_still_there_is_gone_on_with(asker: Asker, make_donor
         return data
 
     asker.streams.hook = cut
-    assert equal(asker.fetch({1: donor}), {**state(1, finished=1), "fragment": 0})
-    assert equal(asker.fetch({1: donor}), {**state(2, finished=2), "fragment": 0})
+    assert same_values(asker.fetch({1: donor}), {**state(1, finished=1), "fragment": 0})
+    assert same_values(asker.fetch({1: donor}), {**state(2, finished=2), "fragment": 0})
     assert donor.copies == 2
 
 

@@ -8,10 +8,10 @@ import pytest
 import xxhash
 
 from diloco.errors import TransportError
+from tests.same import same_values
 from tests.transport.state_donors import (
     Asker,
     MakeDonor,
-    equal,
     lying,
     size_of,
     state,
@@ -69,7 +69,7 @@ LIES = [
 @pytest.mark.parametrize(("lie", "words"), LIES, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_donor_that_lies_is_survived_and_named(asker: Asker, make_donor: MakeDonor, lie: Any, words: str) -> None:
     liar, honest = lying(make_donor(state()), lie), make_donor(state())
-    assert equal(asker.fetch({0: liar, 1: honest}), {**state(), "fragment": 0})
+    assert same_values(asker.fetch({0: liar, 1: honest}), {**state(), "fragment": 0})
     with pytest.raises(TransportError, match=f"replica 0: .*{words}"):
         asker.fetch({0: liar})
 
@@ -89,7 +89,7 @@ def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(
         return data
 
     asker.streams.hook = cut
-    assert equal(asker.fetch({0: liar, 1: honest}), {**held, "fragment": 0})
+    assert same_values(asker.fetch({0: liar, 1: honest}), {**held, "fragment": 0})
     assert asker.received_from(honest) >= size_of(held)
 
 
@@ -100,7 +100,7 @@ def test_what_is_not_finite_is_refused_and_named(asker: Asker, make_donor: MakeD
     {**held, **held["slots"]}[place][3] = value
     with pytest.raises(TransportError, match=rf"replica 0: its .*{place} hold NaN or infinity"):
         asker.fetch({0: make_donor(held)})
-    assert equal(
+    assert same_values(
         asker.fetch({0: make_donor(held), 1: make_donor(held), 2: make_donor(state())}), {**state(), "fragment": 0}
     )
 

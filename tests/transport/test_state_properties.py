@@ -17,6 +17,7 @@ from diloco.transport.peers.state_shelf import Shelf, Snapshot
 from diloco.transport.peers.state_transfer import Transfer
 from diloco.transport.peers.state_wire import MAX_DEPTH, Description, TensorBytes, allocate, block_bytes, outline_of
 from diloco.transport.peers.token_bucket import TokenBucket
+from tests.same import same_values
 
 numbers = st.integers() | st.floats(allow_nan=True) | st.booleans() | st.none()
 scraps = st.sampled_from(["tensor", "shape", "tree", "value", "torch.float32", "torch.bool", "bytes", ""])
@@ -46,14 +47,6 @@ def described(state: Any) -> tuple[Description, TensorBytes]:
     outline = outline_of(state, held)
     values = TensorBytes(held)
     return Description.of(outline, values), values
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
-    return type(one) is type(other) and one == other
 
 
 @given(anything)
@@ -87,7 +80,7 @@ def test_a_state_arrives_as_it_was_in_whatever_pieces(state: dict[str, Any], pie
         while stretch.missing_bytes:
             transfer.put(stretch, values.read(stretch.offset, min(piece, stretch.missing_bytes)), 0)
     assert transfer.complete
-    assert equal(transfer.state, state)
+    assert same_values(transfer.state, state)
 
 
 @pytest.mark.parametrize("sharers", [1, 2, 3])

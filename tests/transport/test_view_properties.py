@@ -5,38 +5,15 @@ The same properties as in ``tests/membership/test_change.py``, of the code that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.membership.quorum import Policy
 from diloco.transport.peers.views import Policies
-from tests.membership.network import Limits, Network, explore
-from tests.transport.simulated import Rank, simulate, simulated, weight_of, without_threads
-
-NUMBERS = st.lists(st.integers(0, 1 << 16), max_size=200)
-LIMITS = st.builds(Limits, st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.booleans())
-
-
-def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
-    """What must hold whatever happened; ``whole``: nothing made a round void.
-
-    Invariant 2: each round is committed by all who go on, from the same contributions, or void for all.
-    """
-    going_on = [rank for rank in ranks if not rank.left]
-    assert len({rank.view for rank in going_on}) <= 1, "two histories"
-    for rank in going_on:
-        assert rank.transport.step == rank.STEPS, "it never became a member"
-        assert sorted(rank.outcomes) == list(range(rank.first_step, rank.STEPS + 1)), "a round was never decided"
-        for step, committed in rank.outcomes.items():
-            assert committed == going_on[0].outcomes.get(step, committed), "a round is applied by all or by none"
-            assert committed or not whole, f"step {step}: {rank._pending[step].outcome}"
-        for step, average in rank.averages.items():
-            others = going_on[0].averages.get(step, average)
-            assert (average.view, average.contributors) == (others.view, others.contributors)
-            assert average.weight == sum(weight_of(replica, step) for replica in average.contributors)
-            assert not whole or average.contributors == average.view.members
+from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
+from tests.transport.simulated import check_agreement, simulate, simulated
+from tests.transport.simulated_rank import Rank
+from tests.transport.without_io import without_threads
 
 
 @settings(max_examples=20, deadline=None)

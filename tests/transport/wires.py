@@ -1,4 +1,4 @@
-"""Ranks of a torch transport, each with its own threads and connections, in one process."""
+"""Ranks of a torch transport, each with its own threads and connections, in one process; and ports of nobody's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from diloco.transport.peers.registry import Registry
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.rendezvous import serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
@@ -21,15 +22,30 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 
 
 @contextmanager
+def deaf_board(rank: int = -1) -> Iterator[Switchboard]:
+    """A switchboard that hears nobody."""
+    board = Switchboard(rank, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+    try:
+        yield board
+    finally:
+        board.close()
+
+
+@contextmanager
 def rendezvous(num_ranks: int, ranks_per_replica: int = 1) -> Iterator[Address]:
     """An address to meet at, which is no rank's."""
-    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
-    try:
+    with deaf_board() as board:
         address = board.listen("127.0.0.1", range(1), "127.0.0.1")
         serve(board, Registry(num_ranks, ranks_per_replica))
         yield address
-    finally:
-        board.close()
+
+
+@contextmanager
+def answering_probes(host: str = "127.0.0.1") -> Iterator[Address]:
+    """Where the doctor gets an answer."""
+    with deaf_board() as board:
+        serve_probes(board)
+        yield board.listen(host, range(1), host)
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -21,7 +21,7 @@ import pytest
 from diloco.cli import main
 from diloco.transport.hivemind import lookout
 from tests.processes import Processes, report
-from tests.runs import SMALL, write_text
+from tests.runs import SMALL
 
 LIMIT_S = 300
 """Far more than any of these takes, for machines that are busy."""
@@ -97,11 +97,6 @@ class Peer:
         assert self.process.wait(LIMIT_S) == code, "".join(self.words)
         path = self.out / "summary.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from diloco.cli import main
-from tests.runs import SMALL, write_text
+from tests.processes import free_port
+from tests.runs import SMALL
 
 LIMIT_S = 300
 """Far more than any of these takes, for machines that are busy."""
@@ -42,11 +43,6 @@ def run(data: Path, out: Path, arguments: str, code: int = 0) -> dict[str, Any]:
 
 
 START = "--data-parallel-steps 3 --train.threads 1"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +118,3 @@ def test_a_signal_to_one_stops_all_at_one_step_and_saves(data: Path, tmp_path: P
     assert process.returncode == 130, words
     steps = {(folder / "checkpoints" / "latest").read_text() for folder in (out, out / "replica-1")}
     assert len(steps) == 1
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

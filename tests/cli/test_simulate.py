@@ -13,10 +13,7 @@ from diloco.cli import main
 from diloco.config import load_configuration
 from diloco.simulate.workload import METHODS
 from diloco.train.resolve import resolve
-from diloco.transport.peers.liveness import Timing
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+from tests.transport.wires import answering_probes
 
 BY_NUMBERS = "--parameters 1e9 --layers 24 --step-time 0.1s"
 LINK = "--bandwidth 500Mbit --latency 80ms"
@@ -249,10 +246,8 @@ def test_a_file_that_cannot_be_written_is_told_of(tmp_path: Path, capsys: pytest
 
 @pytest.fixture
 def peer() -> Iterator[str]:
-    board = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
-    serve_probes(board)
-    yield str(board.listen("127.0.0.1", range(1), "127.0.0.1"))
-    board.close()
+    with answering_probes() as address:
+        yield str(address)
 
 
 def test_measuring_the_step_and_the_link(peer: str, capsys: pytest.CaptureFixture[str]) -> None:

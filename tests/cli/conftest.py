@@ -1,0 +1,22 @@
+"""Fixtures that several of the command line's test files use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from tests.cli.runs import SMALL
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``run.toml``, the text it trains on, and ``run``, a run stopped after step 6 of 8."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
+    (folder / "run.toml").write_text(SMALL)
+    done = main(["train", str(folder / "run.toml"), "--data", str(folder / "text.txt"), "--out", str(folder / "run"),
+                 "--stop-after", "6"])  # fmt: skip
+    assert done == 0
+    return folder

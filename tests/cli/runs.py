@@ -1,0 +1,64 @@
+"""A small run as the command line begins it, and what it says when it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.cli import main
+
+SMALL = """
+algorithm = "streaming"
+[train]
+steps = 8
+batch_size = 1
+sequence_length = 16
+data_parallel_steps = 2
+device = "cpu"
+[schedule]
+inner_steps = 3
+[fragments]
+num_fragments = 2
+[transport]
+replicas = 2
+[model]
+layers = 1
+width = 8
+ffn_width = 16
+heads = 2
+[data]
+document_separator = "\\n\\n"
+heldout_fraction = 0.3
+[evaluation]
+every_steps = 0
+sequences = 4
+sample_tokens = 4
+[checkpoint]
+every_steps = 0
+[monitor]
+console = "quiet"
+tensorboard = false
+"""
+
+
+def train(files: Path, *flags: str) -> list[str]:
+    """The arguments of a small run."""
+    return ["train", str(files / "run.toml"), "--data", str(files / "text.txt"), *flags]
+
+
+def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    """The message on stderr of a command that ends with ``code``, without a traceback and with nothing on stdout."""
+    assert main(list(arguments)) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return " ".join(captured.err.replace("│", " ").split())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text())
+    return value

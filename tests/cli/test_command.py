@@ -1,0 +1,161 @@
+"""The command as people and scripts call it: help, refusals, exit codes, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco import __version__
+from diloco.cli import COMMANDS, main
+from diloco.errors import ConfigurationError, DiLoCoError
+from diloco.model.presets import get_preset, preset_names
+from tests.cli.runs import refused
+
+
+def test_help_names_every_command_and_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"diloco {__version__}\n"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_of_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: diloco {command}")
+    assert f"  diloco {command}" in shown.partition("Examples:")[2]
+    assert "default: None" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean 'train'?"),
+        (["--verison"], "unknown option '--verison'; did you mean '--version'?"),
+        ([], "usage: diloco"),
+        (["evaluate"], "RUN"),
+        (["generate", "a", "surplus"], "surplus"),
+        (["inspect", "a", "--jsn"], "--json"),
+        (["presets", "tiny"], "tiny"),
+        (["generate", "a", "--num-samples", "0"], "--num-samples 0 was given; at least 1"),
+        (["generate", "a", "--batch-size", "0"], "--batch-size 0 was given; at least 1"),
+        (["generate", "a", "--seed", str(2**63)], f"--seed {2**63} was given; at most {2**63 - 2} would work"),
+        (["export", "a", "b", "--max-shard-size", "5XB"], "--max-shard-size 5XB was given; a number in KB, MB, GB"),
+        (["generate", "a", "--top-p", "2.0"], "top_p=2.0 was given; a number above 0 and up to 1"),
+        (["generate", "a", "--device", "gpu"], "--device='gpu' was given; auto, cpu, cuda"),
+        (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "together with --prompt-file y; one of the two"),
+        (["evaluate", "a", "--sequences", "-1"], "--sequences -1 was given; 0 or more"),
+        (["evaluate", "a", "--stride", "0"], "--stride 0 was given; 1 or more"),
+        (["evaluate", "a", "--by-document", "--sequences", "3"], "--sequences 3 was given with --by-document"),
+        (["export", "a", "b", "--to", "safetensors", "--max-length", "9"], "--to hf would work"),
+        (["train", "--stepz", "5"], "--steps"),
+        (["train", "--preset", "tinny"], "no preset 'tinny'; did you mean 'tiny'?"),
+        (["train", "absent.toml"], "absent.toml cannot be read"),
+        (["train", "--codec", "int9"], "did you mean 'int8'"),
+        (["train", "--transport", "hivemind"], "--run NAME"),
+        (["train", "--transport", "torch", "--replica", "0"], "without transport.rendezvous; --rendezvous HOST:PORT"),
+        (["train", "--rendezvous", "10.0.0.1", "--transport", "torch"], "without transport.replica; --replica 0"),
+        (["train", "--algorithm", "diloco", "--overlap-steps", "1"], "--algorithm streaming would work"),
+        (["train", "--algorithm", "data-parallel", "--codec", "fp4"], "--codec float32"),
+        (["train", "--fragments", "6"], "1 to 5 would work"),
+        (["train", "--steps", "0"], "at least 1 is needed"),
+        (["train", "--resume", "absent"], "no config.toml in it"),
+        (["train", "x.toml", "--resume", "absent"], "x.toml was given together with --resume"),
+    ],
+)
+def test_misuse_ends_with_2_and_says_what_would_work(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(arguments, capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_presets_are_listed_with_exact_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(preset_names())
+    assert all(len(line) <= 80 for line in lines)
+    assert f"{get_preset('150m').parameters:,}" in "".join(lines)
+    assert main(["presets", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["1b"]["settings"]["schedule.inner_steps"] == 125
+
+
+def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """Put ``run`` in the place of `diloco presets`."""
+    import diloco.cli.presets
+
+    monkeypatch.setattr(diloco.cli.presets, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ConfigurationError("bad. Nothing was started."), 2, "diloco: bad. Nothing was started.\n"),
+        (DiLoCoError("failed"), 1, "diloco: failed\n"),
+        (KeyboardInterrupt(), 130, "diloco: interrupted.\n"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Sequence[str]) -> int:
+        raise error
+
+    call_command(monkeypatch, fail)
+    assert main(["presets"]) == code
+    assert capsys.readouterr().err == words
+    assert main(["presets", "--debug"]) == code
+    assert ("Traceback" in capsys.readouterr().err) == isinstance(error, DiLoCoError)
+
+
+def test_an_unexpected_error_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: Sequence[str]) -> int:
+        raise ZeroDivisionError
+
+    call_command(monkeypatch, fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["presets"])
+
+
+def python(*code: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    environment = {**os.environ, "COLUMNS": "80"}
+    return subprocess.Popen([sys.executable, *code], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_help_presets_and_refusals_import_no_torch() -> None:
+    code = """
+import contextlib, io, sys
+from diloco.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    calls = ["--help", "--version", "presets", "train --help", "evaluate --help", "train --codec zip"]
+    codes = [main(call.split()) for call in calls]
+assert codes == [0, 0, 0, 0, 0, 2], codes
+print([name for name in ("torch", "tensorboard", "rich", "tokenizers", "pyarrow", "wandb") if name in sys.modules])
+"""
+    process = python("-c", code)
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (0, "[]\n", "")
+
+
+@pytest.mark.parametrize("arguments", ["presets", "train --help"])
+def test_a_reader_that_leaves_is_no_error_of_ours(arguments: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = python("-m", "diloco", *arguments.split(), stdout=writing)
+    os.close(writing)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (1, "")

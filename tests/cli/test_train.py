@@ -1,0 +1,143 @@
+"""`diloco train` as people and scripts call it: what a run leaves, going on, and folders."""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.monitor.files import read_metrics
+from tests.cli.runs import read_json, refused, train
+
+
+def test_a_run_leaves_what_scripts_count_on(files: Path) -> None:
+    summary = read_json(files / "run" / "summary.json")
+    expected = {
+        "heldout_loss", "perplexity", "bits_per_byte", "tokens", "steps", "sent_bytes_per_replica",
+        "received_bytes_per_replica", "data_parallel_bytes_per_replica", "compute_utilization", "wall_s",
+        "rounds_committed", "rounds_void", "global_params_digest",
+    }  # fmt: skip
+    assert expected <= summary.keys()
+    assert (summary["steps"], summary["interrupted"]) == (6, None)
+    record = tomllib.loads((files / "run" / "config.toml").read_text())
+    assert record["data"]["paths"] == [str(files / "text.txt")]
+    assert "stop_after" not in record["train"]
+    assert "out" not in record
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(files: Path, tmp_path: Path) -> None:
+    assert main(train(files, "--out", str(tmp_path / "unbroken"))) == 0
+    shutil.copytree(files / "run", tmp_path / "resumed")
+    assert main(["train", "--resume", str(tmp_path / "resumed")]) == 0
+    unbroken, resumed = (read_json(tmp_path / name / "summary.json") for name in ("unbroken", "resumed"))
+    assert (resumed["steps"], resumed["rounds_committed"]) == (8, 3)
+    for key in ("global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed"):
+        assert resumed[key] == unbroken[key]
+
+
+def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -> None:
+    checkpoint = files / "run" / "checkpoints" / "step-00000006"
+    out = tmp_path / "copy"
+    before = sorted(files.rglob("*"))
+    assert main(["train", "--resume", str(checkpoint), "--out", str(out)]) == 0
+    assert sorted(files.rglob("*")) == before
+    assert read_json(out / "summary.json")["steps"] == 8
+    assert main(["evaluate", str(out), "--json"]) == 0
+    assert main(["train", "--resume", str(out), "--steps", "8"]) == 0
+
+
+def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "run", tmp_path / "run")
+    flags = ["--steps", "9", "--evaluation.sequences", "2", "--stop-after", "7"]
+    assert main(["train", "--resume", str(tmp_path / "run"), *flags]) == 0
+    [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
+    assert "train.steps goes from 8 to 9: the learning-rate schedule" in note["text"]
+    record = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert (record["train"]["steps"], record["evaluation"]["sequences"]) == (9, 2)
+    assert read_json(tmp_path / "run" / "summary.json")["steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--seed 3 --codec int8 --outer.learning-rate 0.1 --preset 2m --train.device cuda --data x",
+            ["seed from 0 to 3", "codec.name from fp4 to int8", "data.paths from",
+             "outer.learning_rate from 0.4 to 0.1", "preset from tiny to 2m", "train.device from cpu to cuda"],
+        ),
+        ("--init-from w.safetensors", ["train.init_from from None to"]),
+        ("--steps 7", ["--steps 7", "8 or more would work"]),
+    ],
+)  # fmt: skip
+def test_a_run_that_goes_on_refuses_other_changes_by_name(
+    files: Path, capsys: pytest.CaptureFixture[str], flags: str, words: list[str]
+) -> None:
+    message = refused(["train", "--resume", str(files / "run"), *flags.split()], capsys)
+    for word in words:
+        assert word in message
+
+
+def test_unchanged_settings_may_be_given_again(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = ["--data", str(files / "text.txt"), "--replicas", "2", "--preset", "tiny", "--print-config"]
+    assert main(["train", "--resume", str(files / "run"), *same]) == 0
+
+
+def test_no_run_is_overwritten(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (files / "run" / "summary.json").read_bytes()
+    message = refused(train(files, "--out", str(files / "run")), capsys)
+    assert "is not empty" in message
+    assert f"--resume {files / 'run'}" in message
+    assert "is no folder" in refused(train(files, "--out", str(files / "run.toml")), capsys)
+    occupied = ["train", "--resume", str(files / "run"), "--out", str(files)]
+    assert "is not empty; another --out would work" in refused(occupied, capsys)
+    assert (files / "run" / "summary.json").read_bytes() == before
+
+
+def test_folders_are_numbered_and_an_empty_one_is_taken(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ["--steps", "2", "--algorithm", "none", "--evaluation.sample-tokens", "0"]
+    assert [main(train(files, *short)) for _ in range(3)] == [0, 0, 0]
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["none-tiny", "none-tiny-2", "none-tiny-3"]
+    Path("empty").mkdir()
+    assert main(train(files, *short, "--out", "empty")) == 0
+
+
+def test_a_run_that_never_began_leaves_no_folder(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next attempt with the same --out works."""
+    out = tmp_path / "run"
+    arguments = train(files, "--out", str(out), "--steps", "2")
+    wrong = [*arguments[:3], str(tmp_path / "absent"), *arguments[4:]]
+    assert "absent" in refused(wrong, capsys, code=1)
+    assert not out.exists()
+    assert "torch.optim" in refused([*arguments, "--inner.name", "AdamZ"], capsys)
+    assert not out.exists()
+    assert main(arguments) == 0
+
+
+def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(train(files, "--print-config", "--codec", "int8")) == 0
+    shown = capsys.readouterr().out
+    values = tomllib.loads(shown)
+    assert (values["codec"]["name"], values["merge"]["rule"], values["model"]["width"]) == ("int8", "rebase", 8)
+    facts = dict(line[2:].split(": ", 1) for line in shown.splitlines() if line.startswith("# ") and ": " in line)
+    assert facts["tokens"] == "256 in 8 steps of 32 (2 replicas x 1 sequences x 16)"
+    assert facts["schedule"] == "fragment 0 at step 5, 1 at 6, and every 3 steps again; merged 1 later"
+    assert facts["rounds"] == "3 in all (2, 1 by fragment)"
+
+
+def test_an_interrupted_run_ends_with_130(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import diloco.train.run
+
+    def stopped(settings: object, **arguments: object) -> Mapping[str, object]:
+        return {"interrupted": "SIGTERM"}
+
+    monkeypatch.setattr(diloco.train.run, "run_training", stopped)
+    assert main(train(files, "--out", str(tmp_path / "run"))) == 130

@@ -1,0 +1,193 @@
+"""Preset, TOML file and command line: which one counts, the names of flags, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.config import Configuration, load_configuration
+from diloco.config.configuration import compose, parse_arguments
+from diloco.config.keys import flatten, keys_of
+from diloco.config.presets import RUN_PRESETS, preset_values
+from diloco.config.run_plan import plan_run
+from diloco.errors import ConfigurationError
+from diloco.model.presets import get_preset, preset_names
+from diloco.train.resolve import resolve
+from tests.command_lines import command_line, toml_file
+
+
+def test_the_order_is_preset_then_file_then_flags(tmp_path: Path) -> None:
+    file = toml_file(tmp_path, "seed = 3\n[inner]\nlearning_rate = 1\n[transport]\nreplicas = 2\n")
+    run = load_configuration(["--replicas", "8", str(file)])
+    assert run.train.sequence_length == get_preset("tiny").sequence_length
+    assert run.schedule.inner_steps == 10
+    assert (run.inner.learning_rate, type(run.inner.learning_rate)) == (1.0, float)
+    assert (run.seed, run.transport.replicas) == (3, 8)
+
+
+def test_a_preset_may_stand_in_the_file_or_on_the_command_line(tmp_path: Path) -> None:
+    other = next(name for name in preset_names() if name != "tiny")
+    third = next(name for name in preset_names() if name not in ("tiny", other))
+    file = toml_file(tmp_path, f'preset = "{other}"')
+    assert load_configuration([str(file)]).model == get_preset(other).model
+    run = load_configuration([str(file), "--preset", third])
+    assert (run.preset, run.model) == (third, get_preset(third).model)
+
+
+SHORT_FLAGS: dict[str, tuple[str, Any]] = {
+    "--steps 7": ("train.steps", 7),
+    "--stop-after 3": ("train.stop_after", 3),
+    "--seed 5": ("seed", 5),
+    "--model hf:gpt2": ("model.source", "hf:gpt2"),
+    "--replicas 2": ("transport.replicas", 2),
+    "--algorithm diloco": ("algorithm", "diloco"),
+    "--inner-steps 50": ("schedule.inner_steps", 50),
+    "--fragments 2": ("fragments.num_fragments", 2),
+    "--overlap-steps 3": ("schedule.overlap_steps", 3),
+    "--merge-alpha 0.5": ("merge.alpha", 0.5),
+    "--codec int8": ("codec.name", "int8"),
+    "--transport torch": ("transport.name", "torch"),
+    "--data a b": ("data.paths", (Path("a"), Path("b"))),
+    "--resume runs/x": ("checkpoint.resume", Path("runs/x")),
+    "--out runs/y": ("out", Path("runs/y")),
+    "--init-from w.safetensors": ("train.init_from", Path("w.safetensors")),
+    "--data-parallel-steps 0": ("train.data_parallel_steps", 0),
+    "--preset 2m": ("preset", "2m"),
+}
+DOTTED_FLAGS: dict[str, tuple[str, Any]] = {
+    "--train.steps 7": ("train.steps", 7),
+    "--schedule.inner-steps 50": ("schedule.inner_steps", 50),
+    "--fragments.num_fragments 2": ("fragments.num_fragments", 2),
+    "--inner.clip-norm None": ("inner.clip_norm", None),
+    "--train.compile": ("train.compile", True),
+    "--codec.no-error-feedback": ("codec.error_feedback", False),
+    "--outer.betas 0.8 0.9": ("outer.betas", (0.8, 0.9)),
+    "--schedule.offsets 0 5": ("schedule.offsets", (0, 5)),
+    "--monitor.console quiet": ("monitor.console", "quiet"),
+    "--evaluation.every-steps=0": ("evaluation.every_steps", 0),
+}
+
+
+@pytest.mark.parametrize("flags", [SHORT_FLAGS, DOTTED_FLAGS], ids=["short", "dotted"])
+def test_flags_set_their_key_and_nothing_else(flags: dict[str, tuple[str, Any]]) -> None:
+    line = parse_arguments([word for flag in flags for word in flag.split()])
+    assert line.values == dict(flags.values())
+    values = flatten(compose(line))
+    assert {name: values[name] for name in line.values} == line.values
+
+
+def test_every_key_has_a_dotted_flag_and_says_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments(["--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for key in keys_of(Configuration).values():
+        flag = f"--{key.name.replace('_', '-')}"
+        assert flag in shown or flag.replace(f".{key.leaf}", f".no-{key.leaf}") in shown
+        for alias in key.aliases:
+            assert f"{alias} " in shown
+    assert "None" not in shown.replace("None: no clipping", "")
+
+
+def test_shares_of_a_preset_follow_the_length_of_the_run(tmp_path: Path) -> None:
+    values = preset_values("tiny", steps=30)
+    assert (values["train.data_parallel_steps"], values["inner.warmup_steps"]) == (10, 7)
+    file = toml_file(tmp_path, "[train]\nsteps = 30\n")
+    for run in (load_configuration(["--steps", "30"]), load_configuration([str(file)])):
+        assert (run.train.steps, run.train.data_parallel_steps, run.inner.warmup_steps) == (30, 10, 7)
+    given_too = load_configuration([str(file), "--data-parallel-steps", "20"])
+    assert given_too.train.data_parallel_steps == 20
+    for steps in (1, 2, 3):
+        resolve(compose(command_line(train__steps=steps)), num_layers=4)
+
+
+@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data-parallel", "none"])
+def test_every_preset_runs_with_every_algorithm(name: str, algorithm: str) -> None:
+    run = compose(command_line(preset=name, algorithm=algorithm))
+    resolved = resolve(run, num_layers=run.model.layers)
+    assert resolved.train.sequence_length == get_preset(name).sequence_length
+
+
+def test_every_model_preset_has_a_run_preset() -> None:
+    assert set(RUN_PRESETS) == set(preset_names())
+
+
+def test_another_inner_optimizer_does_not_inherit_arguments(tmp_path: Path) -> None:
+    assert compose(command_line(inner__name="SGD")).inner.arguments == {}
+    assert compose(command_line(inner__name="AdamW")).inner.arguments["weight_decay"] == 0.1
+    file = toml_file(tmp_path, '[inner]\nname = "SGD"\n[inner.arguments]\nmomentum = 0.9\n')
+    assert compose(command_line(file)).inner.arguments == {"momentum": 0.9}
+    assert compose(command_line(file, inner__name="Adam")).inner.arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--stepz 5", ["--stepz", "--steps"]),
+        ("--train.stepz 5", ["--train.stepz", "--train.steps"]),
+        ("--schedule.iner-steps 5", ["--schedule.iner-steps", "--schedule.inner-steps"]),
+        ("--steps many", ["--steps", "many"]),
+        ("--algorithm stream", ["--algorithm", "stream", "data-parallel"]),
+        ("--steps", ["--steps"]),
+        ("a.toml b.toml", ["b.toml"]),
+    ],
+)
+def test_a_wrong_flag_names_the_nearest_and_ends_with_2(
+    flags: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load_configuration(flags.split())
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for word in words:
+        assert word in captured.err
+
+
+def test_checks_see_final_values_only(tmp_path: Path) -> None:
+    """Neither the file nor the flags alone would pass, and the error of the whole is the settings' own."""
+    file = toml_file(tmp_path, "[transport]\nlatency_s = [0.1, 0.2]\nstep_time_s = [1]")
+    assert load_configuration([str(file), "--replicas", "2"]).transport.latency_s == (0.1, 0.2)
+    with pytest.raises(ConfigurationError, match="latency_s has 2 values for 4 replicas"):
+        load_configuration([str(file)])
+
+
+def test_input_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    plan = plan_run(parse_arguments(["--data", "a", "~/b", "--init-from", "w", "--data.tokenizer", "tokenizer.json"]))
+    configuration = plan.configuration
+    assert configuration.data.paths == (tmp_path / "a", tmp_path / "home" / "b")
+    assert configuration.train.init_from == tmp_path / "w"
+    assert configuration.data.tokenizer == str(tmp_path / "tokenizer.json")
+    assert plan_run(parse_arguments([])).configuration.data.tokenizer == "bytes"
+
+
+def test_only_what_was_typed_comes_back() -> None:
+    line = parse_arguments(["--steps", "5", "--print-config"])
+    assert (line.file, line.print_config, line.values) == (None, True, {"train.steps": 5})
+    assert compose(line).train.steps == 5
+
+
+def test_tables_and_lists_of_lists_are_given_as_toml() -> None:
+    configuration = load_configuration(["--inner.arguments", "{weight_decay = 0.0, betas = [0.8, 0.9]}"])
+    assert configuration.inner.arguments == {"weight_decay": 0.0, "betas": (0.8, 0.9)}
+    arguments = ["--fragments.strategy", "patterns", "--fragments.patterns", '[["layers.*"], ["head.*", "norm.*"]]']
+    assert load_configuration(arguments).fragments.patterns == (("layers.*",), ("head.*", "norm.*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--inner.arguments", "{weight"], "--inner.arguments is not valid TOML"),
+        (["--inner.arguments", "3"], "inner.arguments"),
+        (["--data", "text.txt", "run.toml"], "--data was given run.toml"),
+    ],
+)
+def test_toml_in_the_wrong_place_or_shape_is_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        load_configuration(arguments)

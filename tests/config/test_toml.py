@@ -1,0 +1,173 @@
+"""The way to TOML and back: what a file may hold, which record a run leaves, and which files are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.config import Configuration, load_configuration, to_toml
+from diloco.config.configuration import compose, parse_arguments
+from diloco.config.keys import build, flatten, keys_of
+from diloco.config.presets import preset_values
+from diloco.config.run_plan import plan_run
+from diloco.config.toml import parse_toml
+from diloco.errors import ConfigurationError
+from diloco.model.presets import preset_names
+from diloco.train.resolve import resolve
+from tests.command_lines import command_line, toml_file
+
+WRONG_FILES = [
+    ("[train]\nstesp = 5", ["run.toml", "unknown key 'train.stesp'", "did you mean 'train.steps'?"]),
+    ("steps = 5", ["unknown key 'steps'", "did you mean 'train.steps'?"]),
+    ("[schedule]\ninner-steps = 5", ["'schedule.inner-steps'", "did you mean 'schedule.inner_steps'?"]),
+    ("[shedule]\nxyz = 5", ["'shedule'", "did you mean '[schedule]'?"]),
+    ("[codec]\ncolour = 1", ["'codec.colour'", "[codec] has: block_size, error_feedback, name."]),
+    ('[train]\nsteps = "many"', ['train.steps = "many" was given', "a whole number is needed"]),
+    ("[train]\nsteps = 5.0", ["train.steps = 5.0", "a whole number is needed"]),
+    ("[train]\nsteps = true", ["train.steps = true", "a whole number is needed"]),
+    ("[train]\ncompile = 1", ["train.compile = 1", "true or false is needed"]),
+    ('[inner]\nlearning_rate = "big"', ["inner.learning_rate", "a number is needed"]),
+    ("[train]\ninit_from = 3", ["train.init_from = 3", "a path in quotes is needed"]),
+    ('[data]\npaths = "a.txt"', ["data.paths", "a list of paths in quotes is needed"]),
+    ("[data]\npaths = [1]", ["data.paths = [1]", "a path in quotes is needed"]),
+    ("[outer]\nbetas = [0.9]", ["outer.betas = [0.9]", "a list of 2 numbers is needed"]),
+    ('[fragments]\npatterns = ["a"]', ["fragments.patterns", "a list of strings is needed"]),
+    ('algorithm = "stream"', ["algorithm", "one of streaming, diloco, data-parallel, none is needed"]),
+    ("train = 5", ["train = 5", "it is a section, written [train]"]),
+    ("[inner]\narguments = 3", ["inner.arguments = 3", "a table is needed"]),
+    ("[inner.arguments]\nwhen = 2020-01-01", ["inner.arguments", "numbers, strings, lists and tables"]),
+    ("[train\nx", ["run.toml", "not valid TOML", "line 1"]),
+    ('preset = "tinny"', ["there is no preset 'tinny'", "did you mean 'tiny'?"]),
+    ("[train]\nsteps = 0", ["train.steps=0", "at least 1"]),
+    ("[monitor]\nevery_steps = 0", ["monitor.every_steps=0", "at least 1"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG_FILES, ids=[text.replace("\n", " ") for text, _ in WRONG_FILES])
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = toml_file(tmp_path, text)
+    with pytest.raises(ConfigurationError) as caught:
+        compose(command_line(file))
+    message = str(caught.value)
+    for word in words:
+        assert word in message
+    assert message.endswith("Nothing was started.")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"absent\.toml cannot be read: No such file"):
+        load_configuration([str(tmp_path / "absent.toml")])
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigurationError, match=r"binary\.toml cannot be read"):
+        load_configuration([str(tmp_path / "binary.toml")])
+
+
+def values_for(annotation: Any) -> st.SearchStrategy[Any]:
+    """Any value of a setting's type."""
+    text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+    scalars = {
+        int: st.integers(-(2**63), 2**63 - 1),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        str: text,
+        Path: text.map(Path),
+    }
+    if annotation in scalars:
+        return scalars[annotation]
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return st.sampled_from(parts)
+    if origin is tuple and parts[-1] is Ellipsis:
+        return st.lists(values_for(parts[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values_for, parts))
+    if type(None) in parts:
+        return st.none() | values_for(next(part for part in parts if part is not type(None)))
+    leaves = st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False) | text
+    nested = st.recursive(leaves, lambda inner: st.lists(inner).map(tuple) | st.dictionaries(text, inner), max_leaves=4)
+    return st.dictionaries(text, nested, max_size=3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Section:
+    count: int = 3
+    ratio: float | None = 1.0
+    unset: int | None = None
+    name: str | None = None
+    choice: Literal["alpha", "rebase"] | None = None
+    groups: tuple[tuple[str, ...], ...] = ()
+    table: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """Every kind of key that the settings have, without checks, so that any value will do."""
+
+    flag: bool = False
+    where: Path | None = None
+    pair: tuple[float, float] = (0.5, 0.25)
+    places: tuple[Path, ...] = ()
+    section: _Section = dataclasses.field(default_factory=_Section)
+
+
+SETTINGS = st.fixed_dictionaries({name: values_for(key.annotation) for name, key in keys_of(_Settings).items()}).map(
+    lambda values: build(_Settings, values)
+)
+
+
+@given(settings=SETTINGS)
+def test_settings_survive_the_way_through_toml(settings: _Settings) -> None:
+    text = to_toml(settings)
+    tomllib.loads(text)
+    assert build(_Settings, parse_toml(text, _Settings, where="test")) == settings
+
+
+@given(settings=SETTINGS, preset_count=st.integers(), preset_unset=st.integers(), preset_ratio=st.none() | st.floats())
+def test_settings_survive_with_a_preset_below(
+    settings: _Settings, preset_count: int, preset_unset: int, preset_ratio: float | None
+) -> None:
+    """A key that is None here and is not in the preset must not come back as the preset's."""
+    beneath = {"section.count": preset_count, "section.unset": preset_unset, "section.ratio": preset_ratio}
+    text = to_toml(settings, beneath=beneath)
+    assert build(_Settings, beneath | parse_toml(text, _Settings, where="test")) == settings
+
+
+def test_none_is_left_out_and_what_was_derived_is_marked() -> None:
+    asked = load_configuration(["--codec", "int8"])
+    run = resolve(asked, num_layers=4)
+    text = to_toml(run, beneath=preset_values("tiny"), given=flatten(asked))
+    assert 'rule = "rebase"  # derived\n' in text
+    assert 'name = "int8"\n' in text
+    assert "offsets" not in text
+    assert [line for line in text.splitlines() if '"none"' in line] == ['activation_checkpointing = "none"'], "a word"
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize(
+    "flags", [{}, {"train.steps": 50, "seed": 3}, {"inner.clip_norm": None}, {"outer.learning_rate": None}]
+)
+def test_the_record_of_a_run_begins_the_same_run(tmp_path: Path, preset: str, flags: dict[str, Any]) -> None:
+    plan = plan_run(command_line(preset=preset, **flags))
+    again = plan_run(command_line(toml_file(tmp_path, plan.record)))
+    assert again.configuration == plan.configuration
+    # And for a reader that knows nothing of presets.
+    assert build(Configuration, parse_toml(plan.record, Configuration, where="config.toml")) == plan.configuration
+
+
+def test_the_record_leaves_out_what_belongs_to_one_start_only() -> None:
+    plan = plan_run(parse_arguments(["--out", "x", "--stop-after", "5"]))
+    assert (plan.configuration.out, plan.configuration.train.stop_after) == (Path("x"), 5)
+    assert "stop_after" not in plan.record
+    assert "out" not in tomllib.loads(plan.record)
+
+
+def test_a_key_of_an_earlier_version_is_the_first_of_several_now() -> None:
+    text = '[evaluation]\nsample_prompt = "import "\nsample_tokens = 9'
+    values = parse_toml(text, Configuration, where="test")
+    assert values == {"evaluation.sample_prompts": ("import ",), "evaluation.sample_tokens": 9}

@@ -1,0 +1,82 @@
+"""Which windows: a permutation that reaches everything once, and the ones that are held out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.data.permutation import permute
+from diloco.data.windows import heldout_batches, num_windows
+from diloco.errors import ConfigurationError, DataError
+from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 2000), key=st.text(max_size=5))
+def test_the_permutation_reaches_everything_once(size: int, key: str) -> None:
+    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+def test_the_permutation_serves_ranges_that_no_array_could() -> None:
+    size = 2**61 + 12345
+    images = permute(np.arange(0, size, size // 1000), size, "large")
+    assert len(set(images.tolist())) == len(images)
+    assert images.min() >= 0
+    assert images.max() < size
+
+
+@pytest.mark.parametrize("size", [7, 64, 65])
+def test_the_permutation_is_even(size: int) -> None:
+    """Over many keys each position goes everywhere equally often (chi-square; a fixed set of keys, so no luck)."""
+    expected = 25
+    counts = np.zeros((size, size))
+    for key in range(expected * size):
+        counts[np.arange(size), permute(np.arange(size), size, str(key))] += 1
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    freedom = (size - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_the_permutation_tells_nothing_of_one_position_by_another() -> None:
+    """Each pair goes to every other pair equally often; after a few rounds, single positions do so but pairs don't."""
+    size, expected = 9, 20
+    images = [permute(np.arange(size), size, str(key)) for key in range(expected * size * (size - 1))]
+    freedom = size * (size - 1) - 1
+    for one, other in ((0, 1), (0, 3), (4, 8)):  # of a square of 3 by 3: in a row, in a column, and in neither
+        counts = np.zeros((size, size))
+        for image in images:
+            counts[image[one], image[other]] += 1
+        chi_square = ((counts - expected) ** 2 / expected)[~np.eye(size, dtype=bool)].sum()
+        assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+@settings(deadline=None)
+@given(windows=st.integers(1, 40), batch_size=st.integers(1, 7), most=st.integers(0, 50))
+def test_heldout_windows_are_distinct_spread_and_always_the_same(windows: int, batch_size: int, most: int) -> None:
+    tokens = tokens_for(windows, rest=1)
+    batches = [windows_of(batch) for batch in heldout_batches(tokens, LENGTH, batch_size, most)]
+    assert batches == [windows_of(batch) for batch in heldout_batches(tokens, LENGTH, batch_size, most)]
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+    assert 1 <= len(batches[-1]) <= batch_size
+    chosen = [window for batch in batches for window in batch]
+    count = min(most, windows) if most else windows
+    assert len(chosen) == count
+    gaps = np.diff([*chosen, windows])
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_all_heldout_windows_make_every_token_a_target_once() -> None:
+    tokens = tokens_for(10)
+    targets = [t for _, batch in heldout_batches(tokens, LENGTH, 4, 0) for t in batch.flatten().tolist()]
+    assert targets == tokens[1:].tolist()
+
+
+def test_too_few_heldout_tokens_are_refused_at_once() -> None:
+    with pytest.raises(DataError, match=r"3 held-out tokens were given; one sequence of 3 needs 4"):
+        heldout_batches(tokens_for(1)[:-1], LENGTH, 1, 0)
+    with pytest.raises(ConfigurationError, match=r"batch_size=0"):
+        heldout_batches(tokens_for(1), LENGTH, 0, 0)
+    assert num_windows(tokens_for(0)[:0], LENGTH) == 0

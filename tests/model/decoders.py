@@ -1,0 +1,46 @@
+"""Small decoders of every variant, and tokens for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import Transformer, build_model
+
+SMALL = ModelSettings(layers=2, width=24, ffn_width=40, heads=6, vocab_size=31, max_sequence_length=16)
+VARIANTS = {
+    "llama": SMALL,
+    "one head": replace(SMALL, heads=1),
+    "grouped": replace(SMALL, kv_heads=2),
+    "one kv head": replace(SMALL, kv_heads=1),
+    "chinchilla": replace(SMALL, ffn="gelu", qk_norm=True, tie_embeddings=True, z_loss=1e-2),
+    "grouped qk-norm, long wavelengths": replace(SMALL, kv_heads=3, qk_norm=True, rope_theta=500.0),
+}
+every_variant = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def random_tokens(*shape: int, seed: int = 0, vocab: int = 31) -> torch.Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def build_uneven(settings: ModelSettings, seed: int = 1) -> Transformer:
+    """With norm weights that differ from 1, and embeddings large enough for every term to matter."""
+    model, generator = build_model(settings, seed=seed), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+        model.embedding.weight.normal_(0, 1, generator=generator)
+    return model
+
+
+def build_lively(settings: ModelSettings, seed: int = 0) -> Transformer:
+    """With logits far enough apart for greedy choices to vary and not to hang on round-off."""
+    model = build_model(settings, seed=seed)
+    assert model.head is not None
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    return model

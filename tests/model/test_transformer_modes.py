@@ -1,0 +1,115 @@
+"""The native decoder under autocast, with a cache and compiled, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.errors import ConfigurationError
+from diloco.model import blocks
+from diloco.model.blocks import KeyValueCache
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import Transformer, build_model
+from tests.model.decoders import SMALL, build_uneven, every_variant, random_tokens
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_stays_near_float32(settings: ModelSettings, dtype: torch.dtype) -> None:
+    model, tokens, targets = build_model(settings, seed=0), random_tokens(2, 16), random_tokens(2, 16, seed=1)
+    exact = model.loss(tokens, targets)
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=dtype):
+        warnings.simplefilter("error")
+        assert model(tokens).dtype == dtype
+        parts = model.loss(tokens, targets)
+    assert parts.loss.dtype == parts.cross_entropy.dtype == torch.float32
+    assert parts.cross_entropy.item() == pytest.approx(exact.cross_entropy.item(), abs=0.02)
+    torch.autograd.backward(parts.loss)
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )
+
+
+@every_variant
+def test_a_cache_gives_the_logits_of_the_full_forward(settings: ModelSettings) -> None:
+    model, tokens = build_uneven(settings), random_tokens(3, 16)
+    cache = KeyValueCache(settings)
+    with torch.no_grad():
+        full = model(tokens)
+        # a prompt, one token, several at once, and one at a time up to the last position
+        pieces = [model(piece, cache) for piece in torch.split(tokens, [5, 1, 4, 1, 1, 1, 1, 1, 1], dim=1)]
+    assert cache.length == 16
+    torch.testing.assert_close(torch.cat(pieces, 1), full, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigurationError, match="sequence of 17 tokens"):
+        model(tokens[:, :1], cache)
+
+
+def test_under_autocast_attention_is_in_half_precision_and_the_residual_stream_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The flash kernel takes nothing wider; what norms hand on is cast once, not by each product."""
+    dtypes: list[set[torch.dtype]] = []
+    attend = blocks.attend
+
+    def noting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        dtypes.append({query.dtype, key.dtype, value.dtype})
+        return attend(query, key, value, *rest, **more)
+
+    monkeypatch.setattr(blocks, "attend", noting)
+    model = build_model(replace(SMALL, kv_heads=2, qk_norm=True), seed=0)
+    normed: list[torch.dtype] = []
+    streams: list[torch.dtype] = []
+    model.layers[1].attention_norm.register_forward_hook(lambda module, given, made: normed.append(made.dtype))
+    model.layers[1].register_forward_hook(lambda module, given, made: streams.append(made.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(random_tokens(2, 8)).dtype == torch.bfloat16
+    assert dtypes == [{torch.bfloat16}] * 2
+    assert (normed, streams) == ([torch.bfloat16], [torch.float32])
+
+
+def test_no_graph_breaks() -> None:
+    torch._dynamo.reset()
+    model = build_model(replace(SMALL, layers=1, kv_heads=2, qk_norm=True, z_loss=1e-4), seed=0)
+    tokens, targets = random_tokens(2, 8), random_tokens(2, 8, seed=1)
+    compiled = torch.compile(model.loss, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        # torch's tracer makes an instance of every autograd function it meets and warns of that
+        warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
+        loss = compiled(tokens, targets).loss
+    torch.testing.assert_close(loss, model.loss(tokens, targets).loss)
+    torch.autograd.backward(loss)
+
+
+def test_too_long_a_sequence_is_refused() -> None:
+    model = build_model(SMALL, seed=0)
+    assert model(random_tokens(1, 16)).shape == (1, 16, 31)
+    with pytest.raises(ConfigurationError, match=r"17 tokens.*max_sequence_length=16"):
+        model(random_tokens(1, 17))
+
+
+def test_a_vocabulary_is_needed() -> None:
+    with pytest.raises(ConfigurationError, match="vocab_size is not set"):
+        Transformer(replace(SMALL, vocab_size=None))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 0}, r"model\.layers=0"),
+        ({"vocab_size": 0}, r"model\.vocab_size=0"),
+        ({"width": 25}, "heads of 4.16667"),
+        ({"heads": 8}, "heads of 3; rotary positions need an even"),
+        ({"kv_heads": 4}, "must divide model.heads=6"),
+        ({"kv_heads": 0}, r"model\.kv_heads=0"),
+        ({"rope_theta": 0.0}, r"model\.rope_theta=0\.0"),
+        ({"norm_epsilon": float("nan")}, r"model\.norm_epsilon=nan"),
+        ({"z_loss": -1e-4}, r"model\.z_loss=-0\.0001"),
+    ],
+)
+def test_sizes_that_cannot_work(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        replace(SMALL, **change)

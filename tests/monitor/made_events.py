@@ -1,0 +1,44 @@
+"""Events as a run of a few steps emits them; what a test looks at it gives, all else is any value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco import events
+
+
+def started(step: int = 0, **given: Any) -> events.RunStarted:
+    fields = {"total_steps": 9, "algorithm": "diloco", "num_replicas": 2, "parameters": 7, "tokens_per_step": 8}
+    return events.RunStarted(step=step, **{**fields, "facts": {"a": "b"}, **given})
+
+
+def step(number: int, loss: float = 1.0, **given: Any) -> events.StepFinished:
+    fields = {
+        "learning_rate": 0.25,
+        "gradient_norm": 2.0,
+        "tokens": number,
+        "step_s": 0.5,
+        "sent_bytes": 1000 * number,
+        "received_bytes": 0,
+        "compute_utilization": 0.75,
+    }
+    return events.StepFinished(step=number, loss=loss, **{**fields, **given})
+
+
+def sent(replica: int, fragment: int, outer_step: int, **given: Any) -> events.RoundSent:
+    fields = {"step": 1, "payload_bytes": 1}
+    return events.RoundSent(replica=replica, fragment=fragment, outer_step=outer_step, **{**fields, **given})
+
+
+def committed(replica: int, fragment: int, outer_step: int, **given: Any) -> events.RoundCommitted:
+    fields = {"step": 2, "contributors": (0, 1), "sent_bytes": 5, "received_bytes": 6, "wait_s": 0.0}
+    return events.RoundCommitted(replica=replica, fragment=fragment, outer_step=outer_step, **{**fields, **given})
+
+
+def void(replica: int, fragment: int, outer_step: int, reason: str = "late", *, step: int = 2) -> events.RoundVoid:
+    return events.RoundVoid(step=step, replica=replica, fragment=fragment, outer_step=outer_step, reason=reason)
+
+
+def evaluated(step: int, loss: float, **given: Any) -> events.Evaluated:
+    fields = {"perplexity": 12.18, "bits_per_byte": 3.6067, "heldout_tokens": 4096}
+    return events.Evaluated(step=step, heldout_loss=loss, **{**fields, **given})

@@ -1,0 +1,22 @@
+"""Fixtures that several test files of the simulator use."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.simulate.cluster import Cluster, Overheads
+from diloco.simulate.timeline import Span, timeline
+from diloco.simulate.traffic import outer_traffic
+from diloco.simulate.utilization import simulate
+from diloco.transport.links import Link
+
+
+@pytest.fixture(scope="session")
+def spans() -> tuple[Span, ...]:
+    """Streaming DiLoCo with two replicas on a link so slow that they wait."""
+    schedule = SyncSchedule(inner_steps=20, num_fragments=4, overlap_steps=2)
+    traffic = outer_traffic(schedule, [10**6] * 4, [make_codec("float32")], 2)
+    cluster = Cluster.of([Link(1e7, 0.05)] * 2, [1.0, 1.2], overheads=Overheads(pause_s=0.15))
+    return timeline(simulate(traffic, cluster, steps=50, history=True), cluster, 50)

@@ -1,0 +1,68 @@
+"""Inner loops of a small decoder, and what is looked at in them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import build_model
+from diloco.train.inner import InnerLoop, make_inner_optimizer
+from diloco.train.settings import InnerSettings
+
+MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
+CONSTANT = ValueSchedule(peak=1e-2)
+
+
+def batch(seed: int, size: int = 6) -> tuple[Tensor, Tensor]:
+    """Sequences that count upwards from somewhere, modulo the vocabulary: learnt in a few steps."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, 17, (size, 1), generator=generator)
+    tokens = (starts + torch.arange(9)) % 17
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def make_loop(
+    precision: Literal["float32", "bfloat16", "float16"] = "float32",
+    *,
+    name: str = "AdamW",
+    arguments: dict[str, Any] | None = None,
+    rate: ValueSchedule = CONSTANT,
+    clip_norm: float | None = 1.0,
+    accumulation: int = 1,
+) -> InnerLoop:
+    model = build_model(MODEL, seed=0)
+    given = {"weight_decay": 0.1} if arguments is None else arguments
+    optimizer = make_inner_optimizer(InnerSettings(name=name, arguments=given, learning_rate=rate.peak), model)
+    return InnerLoop(
+        model, optimizer, learning_rate=rate, clip_norm=clip_norm, precision=precision, accumulation=accumulation
+    )
+
+
+def train(loop: InnerLoop, steps: int, *, start: int = 0) -> list[float]:
+    losses = []
+    for step in range(start, start + steps):
+        losses.append(float(loop.accumulate_gradients(*batch(step))))
+        loop.unscale()
+        loop.apply(step)
+    return losses
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def optimizer_state(loop: InnerLoop) -> Tensor:
+    """Every number that the inner optimizer keeps."""
+    kept = [value for state in loop.optimizer.state.values() for value in state.values()]
+    return torch.cat([torch.as_tensor(value, dtype=torch.float64).flatten() for value in kept])
+
+
+def spoil(model: nn.Module, value: float) -> None:
+    """One gradient is no number."""
+    parameter = next(model.parameters())
+    assert parameter.grad is not None
+    parameter.grad[3, 2] = value

@@ -1,0 +1,206 @@
+"""A save that is killed, fails or is interrupted leaves what was complete, and no rest."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import CheckpointError
+from diloco.train import tensor_file
+from diloco.train.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
+from diloco.train.checkpoint_folder import hidden_name
+from tests.train.marked_checkpoints import mark_of, names, save
+
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
+
+
+KILLER = """
+import os, shutil, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.train.marked_checkpoints import save
+
+WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+os.fsync = lambda descriptor: None  # what a kill leaves is in the page cache, and that is what is looked at
+
+def arm(kill_at):
+    count = 0
+    def tick():
+        nonlocal count
+        count += 1
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.fsync = lambda descriptor: tick()
+    sys.addaudithook(lambda event, arguments: tick() if event in WATCHED else None)
+
+before = Path(sys.argv[2]) / "before"
+save(before, 1, 1.0)
+save(before, 2, 2.0)
+for scenario, step in (("first", 3), ("next", 3), ("again", 2)):
+    for kill_at in range(1, 1000):
+        folder = Path(sys.argv[2]) / scenario / f"{kill_at:03d}"
+        if scenario != "first":
+            shutil.copytree(before, folder)
+        child = os.fork()
+        if child == 0:
+            arm(kill_at)
+            save(folder, step, 3.0, keep=1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0, status
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL, status
+"""
+"""Saves again and again, each time killed one system call later, until a save gets through; for three scenarios."""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    arguments = [sys.executable, "-c", KILLER, str(Path(__file__).parents[2]), str(folder)]
+    subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize("scenario", ["first", "next", "again"])
+def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario: str, killed: Path) -> None:
+    marks: list[float] = []
+    folders = [killed / scenario / f"{kill_at:03d}" for kill_at in range(1, 1 + len(names(killed / scenario)))]
+    for folder in folders:
+        complete = list_checkpoints(folder) if folder.exists() else []
+        for path in complete:
+            mark_of(path)
+        if complete:
+            marks.append(mark_of(folder))
+            assert mark_of(folder / "latest") == marks[-1]
+        else:
+            assert scenario == "first"
+            marks.append(0.0)
+            with pytest.raises(CheckpointError, match=r"no complete checkpoint|is not there"):
+                open_checkpoint(folder)
+        if scenario == "again":
+            assert mark_of(folder / "step-00000002") == marks[-1]
+    # a kill comes before or after the new one is complete, and never again before once it was after
+    assert marks == sorted(marks)
+    assert set(marks) == {0.0 if scenario == "first" else 2.0, 3.0}
+    assert len(marks) > 25
+    for folder in folders:
+        save(folder, 4, 4.0, keep=1)
+        assert names(folder) == {"latest", "step-00000004"}
+        assert mark_of(folder) == 4.0
+
+
+@pytest.mark.parametrize("step", [2, 3], ids=["again", "next"])
+def test_an_error_at_any_system_call_leaves_what_was_complete_and_no_rest(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, from the k-th call on, for every k until the save gets through."""
+    calls, fail_from = 0, 0
+
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if fail_from and calls >= fail_from:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", failing(os.fsync))
+    monkeypatch.setattr(tensor_file, "open", failing(open), raising=False)
+    monkeypatch.setattr(os, "replace", failing(os.replace))
+    outcomes, messages = [], []
+    for attempt in range(1, 100):
+        folder = tmp_path / str(attempt)
+        save(folder, 1, 1.0)
+        save(folder, 2, 2.0)
+        calls, fail_from = 0, attempt
+        try:
+            save(folder, step, 3.0)
+        except CheckpointError as error:
+            messages.append(str(error))
+        else:
+            break
+        finally:
+            fail_from = 0
+        outcomes.append(mark_of(folder))
+        assert not [name for name in names(folder) if name.endswith("partial")]
+        assert mark_of(folder / "step-00000001") == 1.0
+    assert all("No space left on device" in message for message in messages)
+    assert len(outcomes) > 15
+    assert outcomes == sorted(outcomes)
+    assert outcomes[0] == 2.0
+    assert mark_of(folder) == 3.0
+
+
+def test_a_state_that_cannot_be_saved_changes_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1.0)
+    for parts, about, what in (
+        ({"good": [], "bad": {"a": {"b": {1, 2}}}}, {}, "Part 'bad': 'a.b' in the state is a builtins.set"),
+        ({"good": []}, {"loss": float("nan")}, "hold what JSON can't"),
+        ({"good": []}, {"path": tmp_path}, "hold what JSON can't"),
+        ({"../bad": []}, {}, r"named '\.\./bad'; .* would work"),
+        ({"manifest": []}, {}, "'manifest' is taken"),
+        ({"Good": []}, {}, "named 'Good'"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            save_checkpoint(tmp_path, 2, parts, about=about, keep=1)
+        assert names(tmp_path) == {"latest", "step-00000001"}
+        assert mark_of(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize(("step", "keep"), [(-1, 1), (0, 0)])
+def test_impossible_numbers_are_refused(step: int, keep: int, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"step={step} and keep={keep} were given"):
+        save_checkpoint(tmp_path / "new", step, {}, about={}, keep=keep)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_interrupt_leaves_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, 1.0)
+
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, 2.0)
+    assert names(tmp_path) == {"latest", "step-00000001"}
+
+
+def test_rests_of_dead_saves_go_and_other_files_stay(tmp_path: Path) -> None:
+    place = save(tmp_path, 1, 1.0)
+    for fate in ("partial", "deleted", "replaced"):
+        shutil.copytree(place, hidden_name(place, fate))
+    hidden_name(tmp_path / "latest", "partial").write_text("step-0")
+    mine = {"notes.txt", ".step-00000001.mine", "step-1", "step-00000001.old"}
+    for name in mine:
+        (tmp_path / name).mkdir()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
+    save(tmp_path, 2, 2.0)
+    assert names(tmp_path) == mine | {"latest", "step-00000001", "step-00000002"}
+
+
+def test_one_that_cannot_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, 1.0)
+    replace = os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if target.suffix == ".deleted":
+            raise PermissionError("in use")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(CheckpointError, match=r"step-00000002 is saved, but .*step-00000001 can't be deleted: in use"):
+        save(tmp_path, 2, 2.0, keep=1)
+    assert mark_of(tmp_path) == 2.0

@@ -1,0 +1,189 @@
+"""Models of `transformers`, trained as `diloco train` does it: what comes out, and what a checkpoint needs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+from diloco.cli import main
+from diloco.config.configuration import compose
+from diloco.config.keys import flatten
+from diloco.config.run_plan import plan_run
+from diloco.data.corpus import build_corpus
+from diloco.data.sampler import Sampler
+from diloco.data.settings import DataSettings
+from diloco.data.tokenizer import ByteTokenizer
+from diloco.errors import ConfigurationError
+from diloco.model.build import build_language_model
+from diloco.model.settings import ModelSettings
+from diloco.train.checkpoint import open_checkpoint
+from diloco.train.trained import load_trained
+from tests.command_lines import command_line
+from tests.huggingface import ARCHITECTURES, config_of, write_config
+from tests.runs import Listener
+from tests.train.source_runs import plan_of, trained
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_replicas_of_every_architecture_agree_to_the_bit(name: str, data: Path, tmp_path: Path) -> None:
+    """Two rounds of every fragment, in four bits and overlapped."""
+    listener = Listener()
+    plan = plan_of(f"hf:{write_config(tmp_path, name)}", data, train__steps=14)
+    summary = trained(tmp_path / "run", plan, listener)
+    assert plan.configuration.codec.name == "fp4"
+    assert plan.configuration.fragments.num_fragments == 2
+    assert summary["rounds_committed"] == 6
+    checkpoint = open_checkpoint(tmp_path / "run")
+    one, other = (checkpoint.load(f"replica-{m}") for m in range(2))
+    for mine, theirs in zip(one["diloco"]["fragments"], other["diloco"]["fragments"], strict=True):
+        assert torch.equal(mine["global_params"], theirs["global_params"])
+        assert mine["outer_step"] == theirs["outer_step"] >= 2
+    names = {name for fragment in checkpoint.about["fragments"] for name in fragment["parameters"]}
+    assert names == checkpoint.load("global").keys()
+    model = load_trained(tmp_path / "run").model
+    assert names == {name for name, _ in model.named_parameters()}
+    assert summary["heldout_loss"] < 5.7  # ln(272) = 5.6 is where it begins
+
+
+def test_a_llama_equals_a_loop_by_hand(data: Path, tmp_path: Path) -> None:
+    """DiLoCo in transformers and torch alone: two replicas, AdamW, and SGD with Nesterov momentum outside."""
+    from transformers import LlamaForCausalLM
+
+    folder = write_config(tmp_path, "Llama")
+    arguments = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+    inner = {"inner__schedule": "constant", "inner__warmup_steps": 0, "inner__arguments": arguments}
+    plan = plan_of(
+        f"hf:{folder}", data, algorithm="diloco", outer__learning_rate=0.7, inner__learning_rate=3e-3, **inner
+    )
+    trained(tmp_path / "run", plan)
+    mine = open_checkpoint(tmp_path / "run").load("global")
+
+    start = build_language_model(ModelSettings(source=f"hf:{folder}"), seed=0).wrapped.state_dict()  # type: ignore[union-attr, operator]
+    replicas = [LlamaForCausalLM(config_of("Llama")) for _ in range(2)]
+    for model in replicas:
+        model.load_state_dict(start)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, **arguments) for model in replicas]  # type: ignore[arg-type]
+    corpus = build_corpus(DataSettings(paths=(data,)))
+    shape = {"sequence_length": 16, "batch_size": 2}
+    samplers = [Sampler(corpus.train, **shape, replica=m, num_replicas=2, seed=0) for m in range(2)]
+    shared = [nn.Parameter(parameter.detach().clone()) for parameter in replicas[0].parameters()]
+    outer = torch.optim.SGD(shared, lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(1, 13):
+        for model, optimizer, sampler in zip(replicas, optimizers, samplers, strict=True):
+            tokens, targets = sampler.next_batch()
+            F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 4 == 0:
+            with torch.no_grad():
+                for parameter, *local in zip(shared, *(model.parameters() for model in replicas), strict=True):
+                    parameter.grad = parameter - torch.stack(local).mean(0)
+                outer.step()
+                for model in replicas:
+                    for parameter, agreed in zip(model.parameters(), shared, strict=True):
+                        parameter.copy_(agreed)
+    for (name, _), value in zip(replicas[0].named_parameters(), shared, strict=True):
+        torch.testing.assert_close(mine[f"wrapped.{name}"], value.detach(), atol=2e-6, rtol=2e-5)
+
+
+def test_a_run_goes_on_exactly_when_its_source_is_gone(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With dropout, in four bits with error feedback, a tokeniser of the model's own, and stopped between rounds."""
+    folder = write_config(tmp_path, "GPT-2")
+    ByteTokenizer().save(folder)
+    values = {"codec__error_feedback": True, "transport__replicas": 2}
+    whole = plan_of(f"hf:{folder}", data, **values)
+    assert whole.configuration.data.tokenizer == str(folder)
+    straight = trained(tmp_path / "straight", whole)
+    trained(tmp_path / "run", plan_of(f"hf:{folder}", data, train__stop_after=7, **values))
+    kept = tmp_path / "tokenizer.json"
+    shutil.move(folder / "tokenizer.json", kept)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    shutil.move(kept, folder / "tokenizer.json")  # of the data, which is read again
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}', encoding="utf-8")
+    go_on = plan_run(command_line(checkpoint__resume=tmp_path / "run", train__stop_after=12))
+    assert trained(tmp_path / "run", go_on)["global_params_digest"] == straight["global_params_digest"]
+    shutil.rmtree(folder)
+
+    run = str(tmp_path / "run")
+    assert main(["evaluate", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["heldout_loss"] == straight["heldout_loss"]
+    assert main(["generate", run, "--prompt", "alpha", "--tokens", "3"]) == 0
+    assert main(["inspect", run]) == 0
+    assert "GPT2LMHeadModel" in capsys.readouterr().out
+    begun = plan_run(
+        command_line(train__init_from=tmp_path / "run", data__paths=(data,), train__steps=4, train__sequence_length=16)
+    )
+    assert begun.configuration.model.source == f"hf:{folder}"
+    assert trained(tmp_path / "begun", begun)["parameters"] == straight["parameters"]
+    with pytest.raises(ConfigurationError, match=r"change of model\.source"):
+        plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source="hf:another"))
+
+
+def test_files_of_transformers_are_begun_from(data: Path, tmp_path: Path) -> None:
+    """Their names are those of the model inside; a tied weight may stand there twice."""
+    folder = write_config(tmp_path, "Qwen3")
+    model = build_language_model(ModelSettings(source=f"hf:{folder}"), seed=8)
+    state = {name: value.clone() for name, value in model.wrapped.state_dict().items()}  # type: ignore[union-attr, operator]
+    save_file(state, tmp_path / "weights.safetensors")
+    plan = plan_of(f"hf:{folder}", data, train__init_from=tmp_path / "weights.safetensors", algorithm="none")
+    settings = plan.configuration
+    summary = trained(tmp_path / "run", plan)
+    assert summary["parameters"] == model.num_parameters()
+    assert (
+        summary["global_params_digest"]
+        != trained(tmp_path / "other", plan_of(f"hf:{folder}", data, algorithm="none"))["global_params_digest"]
+    )
+    assert settings.train.init_from == tmp_path / "weights.safetensors"
+
+
+def test_the_record_of_a_run_begins_it_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another working directory; sequences and vocabulary are checked against the real model."""
+    write_config(tmp_path, "Llama")
+    monkeypatch.chdir(tmp_path)
+    plan = plan_of("hf:Llama", data, model__arguments={"num_hidden_layers": 7})
+    assert plan.configuration.model_label == "Llama"
+    assert plan.configuration.fragments.num_fragments == 4
+    (tmp_path / "run.toml").write_text(plan.record, encoding="utf-8")
+    monkeypatch.chdir("/")
+    again = plan_run(command_line(tmp_path / "run.toml"))
+    assert flatten(again.configuration) == flatten(plan.configuration)
+    with pytest.raises(ConfigurationError, match=r"sequence_length=49 .*whose longest is 48 was given; at most 48"):
+        plan_of(f"hf:{tmp_path / 'Llama'}", data, train__sequence_length=49)
+    small = write_config(tmp_path, "OPT", vocab_size=256)
+    with pytest.raises(ConfigurationError, match="tokeniser has 257 tokens and the model a vocabulary of 256"):
+        trained(tmp_path / "run", plan_of(f"hf:{small}", data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_source_stands_in_place_of_a_presets_model(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "Llama")
+    asked = compose(command_line(preset="streaming-35m", model__source=f"hf:{folder}"))
+    assert asked.model == ModelSettings(source=f"hf:{folder}")
+    assert asked.train.sequence_length == 1024
+    for name, value in (("layers", 4), ("width", 64), ("max_sequence_length", 1024)):
+        with pytest.raises(ConfigurationError, match=rf"model\.{name} was given with model\.source.*native decoder"):
+            compose(command_line(model__source=f"hf:{folder}", **{f"model__{name}": value}))
+    with pytest.raises(ConfigurationError, match=r"model\.width was given with model\.source"):
+        ModelSettings(source="hf:x", width=64)
+    assert ModelSettings(source="a:b", max_sequence_length=64).max_sequence_length == 64
+    for wrong in ("150m", "hf:", "a.b", "a b:c"):
+        with pytest.raises(ConfigurationError, match="hf:PATH_OR_NAME"):
+            ModelSettings(source=wrong)
+    for values, words in (
+        ({"weights": "fresh"}, r"without model\.source"),
+        ({"arguments": {"width": 3}}, r"without model\.source"),
+        ({"source": "a:b", "weights": "stored"}, r"train\.init_from begins"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            ModelSettings(**values)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""Which optimizer an inner loop has, which parameters it decays, and at which learning rate."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.errors import ConfigurationError
+from diloco.model.transformer import build_model
+from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
+from diloco.train.settings import InnerSettings
+from tests.train.inner_loops import CONSTANT, MODEL, batch, make_loop, train
+
+
+class TestLearningRate:
+    @given(
+        schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+        steps=st.integers(1, 60),
+        warmup=st.integers(0, 60),
+        decay=st.none() | st.integers(0, 60),
+        ratio=st.sampled_from([0.0, 0.05, 1.0]),
+    )
+    def test_rises_then_never_again_also_after_the_end(
+        self, schedule: Any, steps: int, warmup: int, decay: int | None, ratio: float
+    ) -> None:
+        """Property: for every length, warm-up and decay that settings allow."""
+        warmup = min(warmup, steps)
+        decay = None if decay is None else min(decay, steps - warmup)
+        settings = InnerSettings(
+            schedule=schedule, warmup_steps=warmup, decay_steps=decay, final_ratio=ratio, learning_rate=2.0
+        )
+        rate = inner_learning_rate(settings, steps)
+        values = [rate(step) for step in range(steps + 20)]
+        assert values[:warmup] == sorted(values[:warmup])
+        assert max(values) == 2.0
+        after = values[warmup:]
+        assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
+        assert len(set(values[steps:])) == 1
+        stays = schedule == "constant" or (schedule == "wsd" and (decay == 0 or warmup == steps))
+        assert values[-1] == pytest.approx(2.0 if stays else 2.0 * ratio)
+
+    def test_it_is_a_function_of_the_global_step_alone(self) -> None:
+        """Invariant 7: a joiner at step 30 has the swarm's rate at once."""
+        settings = InnerSettings(learning_rate=1e-2, warmup_steps=10)
+        rate = inner_learning_rate(settings, 50)
+        joiner = make_loop(rate=inner_learning_rate(settings, 50))
+        joiner.accumulate_gradients(*batch(0))
+        assert joiner.apply(30).learning_rate == rate(30)
+        assert [group["lr"] for group in joiner.optimizer.param_groups] == [rate(30)] * 2
+
+    def test_wsd_decays_over_a_fifth_unless_told_otherwise(self) -> None:
+        def stays_for(decay_steps: int | None) -> int:
+            settings = InnerSettings(schedule="wsd", warmup_steps=0, decay_steps=decay_steps, learning_rate=1.0)
+            rate = inner_learning_rate(settings, 100)
+            return sum(rate(step) == 1.0 for step in range(100))
+
+        assert [stays_for(decay) for decay in (None, 40, 1, 0)] == [81, 61, 100, 100]
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.1}),  # a list, as from TOML
+    ("AdamW", {"foreach": True}),
+    ("Adam", {"amsgrad": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("Adafactor", {"weight_decay": 0.0}),
+    ("RAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("NAdam", {}),
+    ("Adagrad", {}),
+    ("Adadelta", {}),
+    ("Adamax", {}),
+    ("ASGD", {}),
+    ("RMSprop", {"momentum": 0.5}),
+    ("Rprop", {}),
+]
+
+
+class TestOptimizer:
+    @pytest.mark.parametrize(("name", "arguments"), OPTIMIZERS)
+    def test_any_of_torch_trains(self, name: str, arguments: dict[str, Any]) -> None:
+        rate = ValueSchedule(peak=1.0 if name == "Adadelta" else 0.1 if name == "SGD" else 1e-2)
+        loop = make_loop(name=name, arguments=arguments, rate=rate)
+        losses = train(loop, 30)
+        assert type(loop.optimizer).__name__ == name
+        assert losses[-1] < 0.95 * losses[0]
+
+    def test_muon_says_that_it_takes_matrices_only_and_trains_those(self) -> None:
+        model = build_model(MODEL, seed=0)
+        with pytest.raises(ConfigurationError, match=r"torch\.optim\.Muon refused .* only supports 2D"):
+            make_inner_optimizer(InnerSettings(name="Muon", arguments={}), model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() == 2)
+        optimizer = make_inner_optimizer(InnerSettings(name="Muon", arguments={}), model)
+        held = {name: p.detach().clone() for name, p in model.named_parameters()}
+        losses = train(InnerLoop(model, optimizer, learning_rate=CONSTANT), 15)
+        assert losses[-1] < 0.95 * losses[0]
+        assert {p.dim() for name, p in model.named_parameters() if not torch.equal(p, held[name])} == {2}
+
+    @pytest.mark.parametrize("arguments", [{"weight_decay": 0.5}, {}, {"betas": (0.9, 0.95)}])
+    def test_weight_decay_acts_on_matrices_only(self, arguments: dict[str, Any]) -> None:
+        """Also where it is the class's own default, as AdamW's 0.01: a zero gradient leaves norms as they are."""
+        loop = make_loop(arguments=arguments, clip_norm=None)
+        before = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
+        for parameter in loop.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        loop.apply(0)
+        for name, parameter in loop.model.named_parameters():
+            decay = arguments.get("weight_decay", 0.01) if parameter.dim() == 2 else 0.0
+            torch.testing.assert_close(parameter.detach(), before[name] * (1 - 1e-2 * decay), rtol=1e-6, atol=0)
+            if not decay:
+                assert torch.equal(parameter, before[name]), name
+
+    def test_no_weight_decay_is_one_group(self) -> None:
+        assert len(make_loop(arguments={"weight_decay": 0.0}).optimizer.param_groups) == 1
+
+    def test_groups_hold_what_is_trainable_once_and_none_is_empty(self) -> None:
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+        model[1].requires_grad_(False)
+        optimizer = make_inner_optimizer(InnerSettings(), model)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert {id(p) for p in held} == {id(p) for p in model.parameters() if p.requires_grad}
+        assert [len(group["params"]) for group in optimizer.param_groups] == [4]
+
+    @pytest.mark.parametrize("arguments", [{}, {"fused": False}, {"foreach": True}])
+    def test_the_fused_kernel_is_taken_unless_told_otherwise(self, arguments: dict[str, Any]) -> None:
+        group = make_loop(arguments=arguments).optimizer.param_groups[0]
+        assert bool(group["fused"]) is (not arguments)
+
+    @pytest.mark.parametrize(
+        ("name", "arguments", "words"),
+        [
+            ("AdmaW", {}, "did you mean 'AdamW'"),
+            ("Optimizer", {}, "no optimizer of torch.optim"),
+            ("lr_scheduler", {}, "no optimizer of torch.optim"),
+            (
+                "AdamW",
+                {"weight_deacy": 0.1},
+                "arguments.weight_deacy is no argument of AdamW; did you mean 'weight_decay'",
+            ),
+            ("SGD", {"betas": (0.9, 0.95)}, "betas is no argument of SGD"),
+            ("AdamW", {"params": []}, "params is no argument of AdamW"),
+            ("AdamW", {"lr": 0.1}, "inner.learning_rate, from which the schedule starts, would work"),
+            ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
+            ("AdamW", {"betas": 0.9}, "torch.optim.AdamW refused"),
+            ("SGD", {"nesterov": True}, "torch.optim.SGD refused .*momentum"),
+            ("AdamW", {"eps": -1.0}, "torch.optim.AdamW refused .*-1.0"),
+            ("LBFGS", {}, "'LBFGS' evaluates the loss several times a step; AdamW or SGD would work"),
+            ("SparseAdam", {}, "'SparseAdam' takes sparse gradients only"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_before_anything_starts(
+        self, name: str, arguments: dict[str, Any], words: str
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=words) as caught:
+            make_inner_optimizer(InnerSettings(name=name, arguments=arguments), build_model(MODEL, seed=0))
+        assert str(caught.value).endswith("Nothing was started.")

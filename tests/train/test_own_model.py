@@ -1,0 +1,126 @@
+"""A model of one's own, from a function: what comes of it in a run, and what is told of mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.config.run_plan import plan_run
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.build import build_language_model
+from diloco.model.foreign import ForeignModel
+from diloco.model.settings import ModelSettings
+from diloco.model.transformer import Transformer
+from diloco.train.checkpoint import open_checkpoint
+from diloco.train.trained import load_trained
+from tests.command_lines import command_line
+from tests.train.source_runs import plan_of, trained
+
+NETS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, hidden):
+        so_far = hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[:, None]
+        return hidden + self.mix(so_far).tanh()
+
+class Net(nn.Module):
+    def __init__(self, vocab_size, width):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(4)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocab_size))
+        self.scale = nn.Parameter(torch.rand(width), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, tokens):
+        if self.training:
+            self.seen += tokens.numel()
+        return self.head(self.blocks(self.embedding(tokens) * self.scale))
+
+def build(vocab_size, width=8):
+    return Net(vocab_size, width)
+
+def native(vocab_size, max_sequence_length):
+    from diloco.model.settings import ModelSettings
+    from diloco.model.transformer import Transformer
+    return Transformer(ModelSettings(
+        vocab_size=vocab_size, max_sequence_length=max_sequence_length, layers=2, width=8, heads=2, ffn_width=8
+    ))
+
+def broken(vocab_size):
+    raise KeyError("width")
+
+def none():
+    return 3
+
+def few(vocab_size):
+    return Net(vocab_size - 1, 4)
+"""
+
+
+def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
+    """A plain module: its layers are found though its head is larger, and what is frozen or a buffer comes along."""
+    file = tmp_path / "nets.py"
+    file.write_text(NETS, encoding="utf-8")
+    plan = plan_of(f"{file}:build", data, model__arguments={"width": 12})
+    summary = trained(tmp_path / "run", plan)
+    assert plan.configuration.fragments.num_fragments == 3  # four layers, three to a fragment, and what is in none
+    again = load_trained(tmp_path / "run").model
+    assert isinstance(again, ForeignModel)
+    assert (again.num_layers, again.vocab_size, again.wrapped.embedding.weight.shape[1]) == (4, 257, 12)
+    checkpoint = open_checkpoint(tmp_path / "run")
+    synchronised = {name for fragment in checkpoint.about["fragments"] for name in fragment["parameters"]}
+    assert synchronised == {name for name, p in again.named_parameters() if p.requires_grad}
+    assert "wrapped.scale" not in synchronised
+    state = checkpoint.load("replica-0")["model"]
+    assert torch.equal(again.wrapped.scale, state["wrapped.scale"])  # type: ignore[arg-type]
+    assert float(again.wrapped.seen) == float(state["wrapped.seen"]) > 0  # type: ignore[arg-type]
+    straight = trained(tmp_path / "run-2", plan_of(f"{file}:build", data, model__arguments={"width": 12}))
+    assert summary["global_params_digest"] == straight["global_params_digest"]
+    with pytest.raises(ConfigurationError, match="takes no documents"):
+        again(torch.zeros(1, 4, dtype=torch.int64), documents=torch.zeros(1, 4, dtype=torch.int64))
+    counted = 2 * 257 * 12 + 4 * 12 * 12
+    assert again.flops_per_token(16) == 6 * (counted - 257 * 12)
+
+    file.write_text(NETS.replace("range(4)", "range(5)"), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="the model that the run began with"):
+        trained(tmp_path / "run", plan_run(command_line(checkpoint__resume=tmp_path / "run", train__steps=16)))
+
+
+def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_nets_for_a_test.py").write_text(NETS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    def built(function: str, seed: int = 0, **settings: Any) -> Any:
+        source = f"my_nets_for_a_test:{function}"
+        return build_language_model(ModelSettings(source=source, vocab_size=20, **settings), seed=seed)
+
+    model = built("native", max_sequence_length=32)
+    assert isinstance(model, Transformer)
+    assert (model.max_sequence_length, model.vocab_size) == (32, 20)
+    one, same, other = (built("build", seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["wrapped.scale"], other["wrapped.scale"])
+    for function, settings, words in (
+        ("bild", {}, "has no function 'bild'; did you mean 'build'"),
+        ("broken", {}, "raised KeyError: 'width'"),
+        ("none", {}, "gave a int; a torch.nn.Module"),
+        ("build", {"arguments": {"widht": 3}}, r"widht is no argument.*did you mean 'width'"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            built(function, **settings)
+    with pytest.raises(ConfigurationError, match=r"gave logits of shape \(1, 3, 19\).*\(1, 3, 20\) would work"):
+        built("few")(torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(ConfigurationError, match="nowhere_to_be_found can't be imported"):
+        build_language_model(ModelSettings(source="nowhere_to_be_found:build"), seed=0)

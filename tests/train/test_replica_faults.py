@@ -1,0 +1,102 @@
+"""Rounds that are void, replicas that are left out, and replicas that differ: nothing is lost, and all agree again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.errors import NonFiniteError
+from diloco.events import RoundCommitted, RoundVoid
+from diloco.transport.faults import Fault, FaultKind
+from diloco.transport.in_process import InProcessTransport
+from tests.replicas import Swarm, agree, quadratic, streaming
+
+
+@pytest.mark.parametrize("kind", ["drop", "truncate", "non-finite"])
+@pytest.mark.parametrize(("codec", "error_feedback"), [("float32", False), ("fp4", False), ("fp4", True)])
+def test_a_void_round_moves_nothing_and_loses_nothing(kind: FaultKind, codec: str, error_feedback: bool) -> None:
+    """Invariant 2: nobody steps, and the next round of the fragment commits with the work of both."""
+    fault = Fault(kind=kind, replica=1, round=RoundId(0, 1))
+    swarm = streaming(faults=[fault], codec=codec, error_feedback=error_feedback)
+    swarm.run(9, quadratic())
+    first = swarm.replicas[0].fragments[0]
+    held = {name: swarm.replicas[0].outer_loop.named_global_params()[name].clone() for name in first.names}
+    swarm.run(1, quadratic())  # round (0, 1) was sent at 8 and would merge at 10
+    after = swarm.replicas[0].outer_loop.named_global_params()
+    assert all(torch.equal(after[name], held[name]) for name in first.names)
+    assert [event.replica for event in swarm.events if isinstance(event, RoundVoid)] == [0, 1, 2]
+    swarm.run(10, quadratic())
+    assert agree(swarm)
+    moved = swarm.replicas[0].outer_loop.named_global_params()
+    assert not any(torch.equal(moved[name], held[name]) for name in first.names)
+    assert all(diloco.rounds_void == 1 for diloco in swarm.replicas)
+
+
+def test_the_work_of_a_void_round_arrives_with_the_next() -> None:
+    """One replica, outer SGD(lr=1), tau = 0: with or without a void round the global parameters end the same."""
+    schedule = SyncSchedule(inner_steps=2)
+    fault = Fault(kind="drop", replica=0, round=RoundId(0, 1))
+    swarms = [Swarm(1, schedule, transport=InProcessTransport(1, faults=faults)) for faults in ([], [fault])]
+    for swarm in swarms:
+        swarm.run(6, quadratic())
+    assert swarms[1].replicas[0].rounds_void == 1
+    torch.testing.assert_close(swarms[0].global_params(0), swarms[1].global_params(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("merge", [AlphaMerge(0.0), RebaseMerge()])
+def test_a_replica_left_out_of_the_mean_keeps_its_work(merge: MergeRule) -> None:
+    """Its local parameters follow the global ones, and its next pseudo-gradient holds all it had."""
+    fault = Fault(kind="drop", replica=2, round=RoundId(0, 0))
+    swarm = streaming(faults=[fault], least=2, merge=merge, codec="float32")
+    swarm.run(5, quadratic())
+    loop = swarm.replicas[2].outer_loop
+    before, _, _ = loop.pseudo_gradient(0, keep_local=False)
+    local = swarm.models[2]
+    held = [p.detach().clone() for p in local.parameters()]
+    for diloco in swarm.replicas:
+        diloco.begin()
+    for diloco in swarm.replicas:
+        diloco.finish()
+    assert agree(swarm)
+    after, _, _ = loop.pseudo_gradient(0, keep_local=False)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(p, q) for p, q in zip(local.parameters(), held, strict=True))
+    assert [e.contributors for e in swarm.events if isinstance(e, RoundCommitted)] == [(0, 1)] * 3
+
+
+def test_who_misses_a_commit_is_found_out_and_takes_over_the_majoritys_state() -> None:
+    fault = Fault(kind="miss-commit", replica=1, round=RoundId(0, 0))
+    swarm = streaming(faults=[fault])
+    swarm.run(7, quadratic())
+    assert not agree(swarm)
+    swarm.run(3, quadratic())  # the fragment's next exchange: sent at 8, due at 10
+    assert agree(swarm)
+    reasons = [event.reason for event in swarm.events if isinstance(event, RoundVoid)]
+    assert len(reasons) == 1 + 3
+    assert "took over the state of replica 0" in " ".join(reasons)
+    swarm.run(20, quadratic())
+    assert agree(swarm)
+    assert [diloco.rounds_void for diloco in swarm.replicas] == [1, 2, 1]
+
+
+def test_a_corrupted_replica_is_found_before_its_first_average() -> None:
+    """From round 0: one flipped bit in the global parameters of one replica."""
+    swarm = streaming()
+    swarm.replicas[2].outer_loop.global_params[1][0] += 1e-6
+    swarm.run(8, quadratic())
+    reasons = {event.reason for event in swarm.events if isinstance(event, RoundVoid)}
+    assert any("replica 2 differ from those of replica 0" in reason for reason in reasons)
+    assert agree(swarm)
+
+
+def test_a_replica_that_is_not_finite_sends_nothing_and_names_the_parameter() -> None:
+    swarm = streaming()
+    swarm.run(3, quadratic())
+    with torch.no_grad():
+        swarm.models[0].third[0] = float("nan")  # type: ignore[union-attr, index]  # a parameter
+    fragment = next(f.index for f in swarm.replicas[0].fragments if "third" in f.names)
+    with pytest.raises(NonFiniteError, match="local values of third hold NaN"):
+        swarm.replicas[0].outer_loop.pseudo_gradient(fragment, keep_local=True)

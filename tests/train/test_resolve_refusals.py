@@ -1,0 +1,184 @@
+"""What settings can't be together, with what would work, and the limits that just can."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.algorithm.codec import make_codec
+from diloco.config.keys import build, flatten
+from diloco.errors import ConfigurationError
+from diloco.train.resolve import resolve
+from diloco.train.settings import RunSettings
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # the schedule
+    ({"schedule.inner_steps": 0}, "inner_steps=0.*at least 1"),
+    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 10}, "overlap_steps=10.*0 to 9 would work"),
+    ({"schedule.overlap_steps": -1}, "overlap_steps=-1.*0 to 99 would work"),
+    ({"schedule.inner_steps": 2, "fragments.num_fragments": 3}, "num_fragments=3.*1 to 2 would work"),
+    ({"fragments.num_fragments": 0}, "num_fragments=0.*at least 1"),
+    ({"fragments.num_fragments": 6}, "num_fragments=6 for a model of 4 layers.*1 to 5.*balanced"),
+    (
+        {"fragments.num_fragments": 6, "fragments.strategy": "sequential"},
+        "num_fragments=6 for a model of 4 layers.*1 to 5",
+    ),
+    ({"fragments.num_fragments": 2, "schedule.offsets": (0,)}, "offsets=.* 2 fragments; 2 values from 0 to 99"),
+    ({"fragments.num_fragments": 1, "schedule.offsets": (100,)}, "offsets=.* from 0 to 99"),
+    ({"fragments.num_fragments": 1, "schedule.offsets": (-1,)}, "offsets=.* from 0 to 99"),
+    (
+        {"fragments.strategy": "patterns", "fragments.patterns": (("*",),), "fragments.num_fragments": 2},
+        "num_fragments=2 with 1 lists.*1, or leaving it out",
+    ),
+    # DiLoCo is not Streaming DiLoCo
+    ({"algorithm": "diloco", "fragments.num_fragments": 2}, "2 fragments.*--algorithm streaming would work"),
+    ({"algorithm": "diloco", "schedule.overlap_steps": 1}, "overlap_steps=1.*--algorithm streaming would work"),
+    ({"algorithm": "diloco", "merge.alpha": 0.5}, "alpha=0.5.*--algorithm streaming would work"),
+    ({"algorithm": "diloco", "merge.rule": "rebase"}, "rebase.* --algorithm streaming would work"),
+    (
+        {"algorithm": "diloco", "fragments.strategy": "patterns", "fragments.patterns": (("a",), ("*",))},
+        "2 fragments.*--algorithm streaming would work",
+    ),
+    # what would mislead without an outer loop
+    ({"algorithm": "data-parallel", "codec.name": "fp4"}, "codec.name='fp4'.*--codec float32"),
+    ({"algorithm": "data-parallel", "codec.name": "int8"}, "codec.name='int8'.*float32, float16, bfloat16"),
+    ({"algorithm": "none", "codec.name": "float16"}, "float16.* independent replicas send nothing"),
+    ({"algorithm": "data-parallel", "schedule.overlap_steps": 2}, "overlap_steps=2.*--algorithm streaming"),
+    ({"algorithm": "none", "merge.alpha": 0.5}, "alpha=0.5.*--algorithm streaming"),
+    # codec
+    ({"codec.name": "int9"}, "codec.name='int9'.*did you mean 'int8'"),
+    ({"codec.name": "zip"}, "codec.name='zip'.*bfloat16, float16, float32, fp4, int8"),
+    ({"codec.block_size": 0}, "block_size=0.*even number from 2 to 65536"),
+    ({"codec.block_size": 7}, "block_size=7.*even number from 2 to 65536"),
+    ({"codec.block_size": 65538}, "block_size=65538.*even number from 2 to 65536"),
+    ({"codec.name": "float32", "codec.error_feedback": True}, "error_feedback.* no loss to feed back"),
+    (
+        {"algorithm": "data-parallel", "codec.name": "float16", "codec.error_feedback": True},
+        "error_feedback.* no loss to feed back",
+    ),
+    # merge
+    ({"merge.alpha": 1.5}, "alpha=1.5.*0 to 1"),
+    ({"merge.alpha": -0.1}, "alpha=-0.1.*0 to 1"),
+    ({"merge.alpha": float("nan")}, "alpha=nan.*0 to 1"),
+    ({"merge.alpha": 0.0, "merge.rule": "rebase"}, "rebase.* one of the two"),
+    # transport and places
+    ({"transport.name": "hivemind"}, "'hivemind' without swarm.run was given; --run NAME"),
+    ({"swarm.run": "mine"}, "swarm.run='mine' with transport.name='in-process' was given; --transport hivemind would"),
+    (
+        {"transport.name": "hivemind", "swarm.run": "mine", "algorithm": "data-parallel"},
+        "gradients can't be averaged at every step by replicas that come and go",
+    ),
+    (
+        {"transport.name": "hivemind", "swarm.run": "mine", "transport.min_replicas": 2},
+        "transport.min_replicas=2 with swarm.start_replicas=1",
+    ),
+    (
+        {"transport.name": "hivemind", "swarm.run": "m", "swarm.straggler": "skip", "swarm.join_window_s": 3.9},
+        "join_window_s=3.9 with transport.heartbeat_s=2.*; 4 or more would work",
+    ),
+    (
+        {"transport.name": "hivemind", "swarm.run": "mine", "transport.latency_s": (0.1,)},
+        r"latency_s=.* \(\) would work",
+    ),
+    ({"transport.name": "hivemind", "swarm.run": "mine", "transport.host": "::1"}, "host='::1' .* None would work"),
+    ({"transport.name": "hivemind", "swarm.run": "mine", "data.sharding": "contiguous"}, "'shuffled' would work"),
+    (
+        {"transport.name": "torch", "transport.faults": ("drop replica=0 fragment=0 outer_step=0",)},
+        "faults with transport.name='torch'.*--transport in-process; without it this would work",
+    ),
+    (
+        {"transport.name": "torch", "transport.step_time_s": (0.1,)},
+        "step_time_s with transport.name='torch'.*--transport in-process; without it this would work",
+    ),
+    (
+        {"transport.name": "torch", "algorithm": "none"},
+        "algorithm='none' with transport.name='torch'.*--transport in-process would work",
+    ),
+    ({"train.device": "gpu"}, "device='gpu'.*cuda:0"),
+    ({"train.device": "cuda:"}, "device='cuda:'.*cuda:0"),
+    ({"train.threads": 0}, "threads=0.*at least 1"),
+    ({"checkpoint.resume": Path("a"), "train.init_from": Path("b")}, "resume=a together with .*init_from=b"),
+    # lengths
+    ({"train.sequence_length": 1025}, "sequence_length=1025.*at most 1024"),
+    ({"train.stop_after": 1001}, "stop_after=1001.*1 to 1000"),
+    ({"inner.warmup_steps": 1001}, "warmup_steps=1001.*0 to 1000"),
+    ({"inner.warmup_steps": -1}, "warmup_steps=-1.*0 to 1000"),
+    ({"inner.schedule": "wsd", "inner.decay_steps": 901}, "decay_steps=901.*0 to 900"),
+    ({"evaluation.every_steps": -1}, "evaluation.every_steps=-1.*0 or more"),
+    ({"evaluation.sequences": -1}, "evaluation.sequences=-1.*0 or more"),
+    ({"evaluation.sample_tokens": -1}, "sample_tokens=-1.*0 or more"),
+    ({"checkpoint.every_steps": -1}, "checkpoint.every_steps=-1.*0 or more"),
+    ({"checkpoint.keep": 0}, "checkpoint.keep=0.*at least 1"),
+    # optimizers
+    ({"inner.learning_rate": 0.0}, "inner.learning_rate=0.0.*positive"),
+    ({"inner.learning_rate": float("nan")}, "inner.learning_rate=nan.*positive"),
+    ({"outer.learning_rate": float("inf")}, "outer.learning_rate=inf.*positive"),
+    ({"outer.epsilon": 0.0}, "outer.epsilon=0.0.*positive"),
+    ({"inner.clip_norm": 0.0}, "clip_norm=0.0.*positive"),
+    ({"inner.final_ratio": 1.1}, "final_ratio=1.1.*0 to 1"),
+    ({"outer.learning_rate_final_ratio": -0.1}, "final_ratio=-0.1.*0 to 1"),
+    ({"outer.momentum": 1.0}, "momentum=1.0.*less than 1"),
+    ({"outer.betas": (0.9, 1.0)}, "betas=.* less than 1"),
+    ({"outer.momentum_warmup_outer_steps": -1}, "momentum_warmup_outer_steps=-1.*0 or more"),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
+def test_impossible_combinations_are_refused_and_say_what_would_work(values: dict[str, Any], words: str) -> None:
+    asked = build(RunSettings, values)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        resolve(asked, num_layers=4)
+    assert str(caught.value).endswith("Nothing was started.")
+
+
+ALLOWED: list[dict[str, Any]] = [
+    {"schedule.inner_steps": 10, "schedule.overlap_steps": 9},
+    {"fragments.num_fragments": 5},
+    {"fragments.num_fragments": 1, "schedule.overlap_steps": 3},
+    {"fragments.num_fragments": 50, "fragments.strategy": "balanced"},
+    {"fragments.num_fragments": 2, "schedule.offsets": (0, 99)},
+    {"algorithm": "diloco", "fragments.num_fragments": 1, "schedule.overlap_steps": 0, "merge.alpha": 0.0},
+    {"algorithm": "diloco", "codec.name": "int8", "codec.error_feedback": True},
+    {"algorithm": "data-parallel", "codec.name": "bfloat16"},
+    {"algorithm": "none", "codec.name": "float32"},
+    {"merge.alpha": 0.0},
+    {"merge.alpha": 1.0},
+    {"train.stop_after": 1000, "inner.warmup_steps": 1000},
+    {"train.sequence_length": 1024},
+    {"train.device": "cuda:12"},
+    {"train.data_parallel_steps": 1000},
+    {"inner.schedule": "wsd", "inner.decay_steps": 900},
+    {"inner.clip_norm": None},
+    {"codec.block_size": 2},
+    {"codec.block_size": 65536},
+    {"transport.name": "torch"},
+    {"transport.name": "torch", "algorithm": "data-parallel"},
+    {"transport.name": "torch", "transport.bandwidth_bits_per_s": (1e6,), "transport.latency_s": (0.1,)},
+    {"transport.name": "in-process", "algorithm": "none"},
+]
+
+
+@pytest.mark.parametrize("values", ALLOWED, ids=[" ".join(values) for values in ALLOWED])
+def test_limits_themselves_are_allowed_and_resolving_twice_changes_nothing(values: dict[str, Any]) -> None:
+    once = resolve(build(RunSettings, values), num_layers=4)
+    assert resolve(once, num_layers=4) == once
+    assert {name: flatten(once)[name] for name in values} == values
+
+
+@pytest.mark.parametrize("block_size", [0, 1, 2, 3, 7, 8, 65535, 65536, 65538])
+def test_block_sizes_are_refused_here_exactly_where_the_codecs_refuse_them(block_size: int) -> None:
+    """The rule stands twice, because settings are checked without torch."""
+
+    def refused(make: Callable[[], object]) -> bool:
+        try:
+            make()
+        except ConfigurationError:
+            return True
+        return False
+
+    by_codec = {refused(functools.partial(make_codec, name, block_size=block_size)) for name in ("int8", "fp4")}
+    assert by_codec == {refused(lambda: resolve(build(RunSettings, {"codec.block_size": block_size}), num_layers=4))}

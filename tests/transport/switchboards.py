@@ -1,0 +1,74 @@
+"""Switchboards that remember what they are told, each with its thread and connections."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
+
+from diloco.transport.peers.liveness import Loss, Timing
+from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+
+
+class HasBoard(Protocol):
+    board: Switchboard
+
+
+Made = TypeVar("Made", bound=HasBoard)
+QUICK = Timing(heartbeat_s=0.1, silence_s=1.0)
+LIMIT_S = 30.0
+
+
+class Rank:
+    """A switchboard that remembers what it is told."""
+
+    def __init__(self, rank: int, timing: Timing = QUICK) -> None:
+        self.heard: queue.Queue[tuple[int, dict[str, Any], bytes, float]] = queue.Queue()
+        self.losses: queue.Queue[tuple[int, Loss]] = queue.Queue()
+        self.board = Switchboard(
+            rank,
+            timing,
+            lambda sender, message, blob: self.heard.put((sender, message, blob, time.monotonic())),
+            lambda other, loss: self.losses.put((other, loss)),
+            TcpStreams(),
+        )
+        self.address = self.board.listen("127.0.0.1", range(1), "127.0.0.1")
+
+    def reach(self, other: Rank) -> None:
+        self.board.call(self.board.connect(other.board.rank, other.address), LIMIT_S)
+        other.settled()  # it answers first and remembers the connection then
+
+    def say(self, other: int, message: dict[str, Any], blob: bytes = b"") -> None:
+        self.board.post(self.board.send, other, message, blob)
+
+    def settled(self) -> None:
+        """Afterwards everything that was posted before has been done."""
+        done = threading.Event()
+        self.board.post(done.set)
+        assert done.wait(LIMIT_S)
+
+
+MakeRank = Callable[..., Rank]
+
+
+def pair(make_rank: MakeRank, *timing: Timing) -> tuple[Rank, Rank]:
+    """Two that are connected; the second one opened the connection."""
+    first, second = make_rank(0, *timing), make_rank(1, *timing)
+    second.reach(first)
+    return first, second
+
+
+def makes(kind: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
+    """For a fixture: makes those who have a board each, and closes the boards."""
+    made: list[Made] = []
+
+    def one(*arguments: Any) -> Made:
+        made.append(kind(*arguments))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.board.close()

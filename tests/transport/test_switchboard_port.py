@@ -1,0 +1,172 @@
+"""Who comes to the port of a switchboard: strangers, who asks a service, and whoever comes when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import socket
+import threading
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from diloco.errors import TransportError
+from diloco.transport.peers import switchboard
+from diloco.transport.peers.frames import pack, read_frame
+from tests.transport.switchboards import LIMIT_S, MakeRank, pair
+
+STRANGERS = {
+    "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+    "random": bytes((17 * n * n + 3) % 256 for n in range(4096)),
+    "huge text": b"DLC1" + (0xFFFFFFFF).to_bytes(4, "big") + bytes(8),
+    "huge blob": b"DLC1" + (2).to_bytes(4, "big") + (1 << 62).to_bytes(8, "big") + b"{}",
+    "no kind": pack({"kind": ""})[:16].replace(b"\x0b", b"\x02") + b"{}",
+    "unknown kind": pack({"kind": "launch-missiles"}),
+    "no rank": pack({"kind": "hello"}),
+    "no number": pack({"kind": "hello", "rank": "first", "address": "a:1"}),
+    "no address": pack({"kind": "hello", "rank": 3, "address": "a:b"}),
+    "half a frame": pack({"kind": "hello", "rank": 3, "address": "a:1"})[:-1],
+}
+
+
+@pytest.mark.parametrize("opening", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_harms_nobody(make_rank: MakeRank, opening: bytes) -> None:
+    first, second = pair(make_rank)
+    with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
+        stranger.sendall(opening)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.settimeout(LIMIT_S)
+        while stranger.recv(4096):
+            pass
+    assert first.board.connected == {1}
+    second.say(0, {"kind": "hello again"})
+    assert first.heard.get(timeout=LIMIT_S)[1] == {"kind": "hello again"}
+    assert first.losses.empty()
+
+
+def test_a_huge_announced_size_costs_no_memory(make_rank: MakeRank) -> None:
+    """The connection ends at its head; nothing of the size is ever asked for."""
+    first = make_rank(0)
+    pages = os.sysconf("SC_PAGE_SIZE")
+
+    def resident_bytes() -> int:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * pages
+
+    before = resident_bytes()
+    for _ in range(20):
+        with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
+            stranger.sendall(STRANGERS["huge blob"])
+            assert stranger.recv(1) == b""
+    assert resident_bytes() - before < 64 << 20
+
+
+def test_a_stranger_who_says_nothing_is_shown_out(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switchboard, "_FIRST_MESSAGE_S", 0.05)
+    first = make_rank(0)
+    with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
+        stranger.settimeout(LIMIT_S)
+        assert stranger.recv(1) == b""
+
+
+def test_somebody_else_behind_an_address_is_told_apart(make_rank: MakeRank) -> None:
+    first, other = make_rank(0), make_rank(4)
+    with pytest.raises(TransportError, match=rf"{other.address} was to be rank 1 and answered .*another diloco"):
+        first.board.call(first.board.connect(1, other.address), LIMIT_S)
+    assert first.board.connected == frozenset()
+
+
+# Services, and the end.
+
+
+def test_a_service_takes_over_a_connection_which_ends_with_it(make_rank: MakeRank) -> None:
+    async def echo(
+        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if message["words"] == "fail":
+            raise ValueError("an odd question")
+        writer.write(pack({"kind": "echo", "words": message["words"]}, blob))
+        await writer.drain()
+
+    async def ask(words: str) -> tuple[dict[str, Any], bytes]:
+        reader, writer = await asyncio.open_connection(first.address.host, first.address.port)
+        writer.write(pack({"kind": "echo", "words": words}, b"blob"))
+        try:
+            answer = await read_frame(reader)
+            assert await reader.read() == b""
+            return answer
+        finally:
+            writer.close()
+
+    first, second = pair(make_rank)
+    first.board.services["echo"] = echo
+    assert second.board.call(ask("hello"), LIMIT_S) == ({"kind": "echo", "words": "hello"}, b"blob")
+    with pytest.raises(asyncio.IncompleteReadError):
+        second.board.call(ask("fail"), LIMIT_S)
+    assert first.board.connected == {1}
+
+
+def test_who_says_hello_while_the_other_one_closes_is_shown_out(make_rank: MakeRank) -> None:
+    """Its task may be past the point where it can be told to end, and opens a line when the others are closed."""
+    first = make_rank(0)
+    with closing(socket.create_connection((first.address.host, first.address.port))) as late:
+        first.settled()
+
+        async def hello_in_the_last_moment(turns: int) -> None:
+            late.sendall(pack({"kind": "hello", "rank": 5, "address": "127.0.0.1:1"}))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await first.board._close()
+
+        first.board.call(hello_in_the_last_moment(0), LIMIT_S)
+        assert first.board.connected == frozenset()
+        first.board.close()
+        late.settimeout(LIMIT_S)
+        while late.recv(4096):
+            pass
+
+
+@pytest.mark.parametrize("turns", range(7))
+def test_who_comes_while_the_other_one_closes_leaves_nothing_open(make_rank: MakeRank, turns: int) -> None:
+    """However far its connection has come: accepted by the system, known to the loop, or looked after by a task."""
+    first = make_rank(0)
+
+    async def come_and_close() -> None:
+        late.connect((first.address.host, first.address.port))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await first.board._close()
+
+    with closing(socket.socket()) as late:
+        first.board.call(come_and_close(), LIMIT_S)
+        first.board.close()
+        late.settimeout(LIMIT_S)
+        with contextlib.suppress(ConnectionError):
+            while late.recv(4096):
+                pass
+    gc.collect()
+
+
+def test_what_nobody_takes_keeps_no_connection_open_after_the_end(make_rank: MakeRank) -> None:
+    async def pour(
+        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        writer.write(bytes(64 << 20))
+        asked.set()
+
+    first, asked = make_rank(0), threading.Event()
+    first.board.services["pour"] = pour
+    with closing(socket.create_connection((first.address.host, first.address.port))) as idle:
+        idle.sendall(pack({"kind": "pour"}))
+        assert asked.wait(LIMIT_S)
+        first.settled()
+        first.board.close()
+        gc.collect()
+        idle.settimeout(LIMIT_S)
+        with contextlib.suppress(ConnectionError):
+            while idle.recv(1 << 20):
+                pass

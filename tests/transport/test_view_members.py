@@ -1,0 +1,207 @@
+"""What single members do when others give up a round, are late or leave; on the simulated network."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.algorithm.averaging import RoundId
+from diloco.errors import ViewChangedError
+from diloco.membership.view import View
+from diloco.transport.peers.view_messages import Leaving
+from tests.membership.network import Limits, explore
+from tests.transport.simulated import begin, check_agreement, rank, settle, simulated
+from tests.transport.simulated_rank import LATE_S, TIMEOUT_S, Rank
+
+pytestmark = pytest.mark.usefixtures("threadless")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("views", [1, 2])
+def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_report(begun: bool, views: int) -> None:
+    """Invariant 2: also for who begins it only in the next view, or in the one after that."""
+    network = simulated(2 + views, Limits(ends=views))
+    begin(network, 0, *([1] if begun else []))
+    rank(network, 0).suffer("timers", 0)  # its vote against is on the way
+    for lost in range(2, 2 + views):
+        network.happen("ends", lost, 0, 0)
+        network.happen("notice", 1, lost, 0)  # before any vote has come
+        settle(network)
+    assert rank(network, 1).view == View(views, (0, 1))
+    explore(network, [])
+    for number in (0, 1):
+        assert rank(network, number).outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
+    outcome = rank(network, 1)._pending[1].outcome
+    assert not isinstance(outcome, ViewChangedError), "which would be handed in again"
+    assert str(outcome) == "fragment 1, outer step 0 is void: somebody voted against it before the view changed."
+
+
+def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() -> None:
+    """Whoever sends it later than the others does not wait for them, though nobody joined its own view."""
+    network = simulated(3, Limits(ends=2, returns=1))
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).transport.policies, joining=True)
+    begin(network, 0)
+    network.happen("ends", 2, 0, 0)
+    settle(network)
+    network.happen("returns", 2, 0, 0)
+    while rank(network, 2).view.id < 2:
+        rank(network, 2).act()
+        settle(network)
+    assert [following.joined for following in rank(network, 1).changes] == [(), (2,)]
+    network.happen("ends", 2, 0, 0)
+    settle(network)
+    assert rank(network, 1).view == View(3, (0, 1))
+    explore(network, [])
+    for number in (0, 1):
+        assert rank(network, number).outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
+
+
+def test_who_is_late_is_lost_and_told_so() -> None:
+    network = simulated(3)
+    begin(network, 0, 1)
+    assert rank(network, 0).timers[1:] == [LATE_S]
+    rank(network, 0).suffer("timers", 1)
+    explore(network, [])
+    words = "replica 2 is late: no contribution to fragment 1, outer step 0 came within 5 s"
+    assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}; replica 2 is lost")
+    for number in (0, 1):
+        assert not rank(network, number).left
+        assert rank(network, number).averages[1].contributors == (0, 1)
+
+
+def test_all_who_are_late_are_lost_at_once_and_only_if_the_others_are_the_larger_side() -> None:
+    network = simulated(4)
+    begin(network, 0)
+    rank(network, 0).suffer("timers", 1)
+    words = "replicas 1, 2, 3 are late: no contribution to fragment 1, outer step 0 came within 5 s"
+    assert rank(network, 0).left.startswith(words)
+    explore(network, [])
+    assert [rank(network, number).view.members for number in (1, 2, 3)] == [(1, 2, 3)] * 3
+
+
+@pytest.mark.parametrize("says", ["nothing", "beats", "its vote"])
+def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> None:
+    network = simulated(3)
+    begin(network, 0, 1, 2)
+    mine = rank(network, 0)
+
+    def look() -> None:
+        mine.suffer("timers", next(i for i, delay_s in enumerate(mine.timers) if delay_s == LATE_S))
+
+    look()  # and see that all have contributed
+    mine._board.spoken[1] += 1
+    if says == "beats":
+        mine._board.spoken[2] += 1
+    elif says == "its vote":
+        assert rank(network, 2).act()
+        settle(network)
+    look()
+    late = mine.keeper._ending.change
+    if says == "nothing":
+        assert late is not None
+        assert late.mine.lost == {2}
+        assert late.why == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else came within 5 s"
+    else:
+        assert late is None
+    explore(network, [])
+    check_agreement([rank(network, number) for number in network.ranks], whole=True)
+
+
+def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
+    """Also by one that had not heard of the others' votes when it heard of the leaving."""
+    network = simulated(3)
+    begin(network, 0, 1, 2)
+    for number in network.ranks:
+        assert rank(network, number).act(), "it votes"
+    for sender in (0, 1):
+        while network.can("deliver", sender, 2):
+            network.happen("deliver", sender, 2, 0)
+    assert rank(network, 2).averages[1].contributors == (0, 1, 2)
+    assert not rank(network, 0).averages
+    rank(network, 2).suffer("leaves", 0)
+    for number in (0, 1):
+        while network.can("deliver", 2, number):
+            network.happen("deliver", 2, number, 0)
+    explore(network, [])
+    for number in (0, 1):
+        assert rank(network, number).averages[1].contributors == (0, 1, 2)
+
+
+def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
+    """The other replicas see to that."""
+    network = simulated(2, size=2)
+    begin(network, 0, 2, 3)
+    rank(network, 0).suffer("timers", 1)
+    assert rank(network, 0).keeper._ending.change is None
+    rank(network, 2).suffer("timers", 1)
+    explore(network, [])
+    words = "replica 0 is late: no contribution to fragment 1, outer step 0 came within 5 s"
+    assert words in rank(network, 2).left, "it is the smaller side"
+    assert [rank(network, number).view.members for number in (0, 1)] == [(0,)] * 2
+
+
+def test_gradients_are_never_late() -> None:
+    network = simulated(2)
+    for number in (0, 1):
+        rank(network, number)._gradients = True
+        rank(network, number).transport.step = 2
+    while rank(network, 0).act():
+        pass
+    assert rank(network, 0)._pending[3].round == RoundId(-1, 3)
+    assert rank(network, 0).timers.count(LATE_S) == len(rank(network, 0)._pending) - 1
+
+
+def test_a_round_has_one_time_in_all_the_views_that_it_takes() -> None:
+    """Else it might outlast any time that somebody waits for it; whoever is late has a new time in each view."""
+    network = simulated(3, Limits(ends=1))
+    begin(network, 0)
+    rank(network, 0)._pending[1].sent_s -= 7.0
+    network.happen("ends", 2, 0, 0)
+    settle(network)
+    assert rank(network, 0).view.members == (0, 1)
+    expires_s, late_s = rank(network, 0).timers[-2:]
+    assert expires_s <= TIMEOUT_S - 7.0
+    assert late_s == LATE_S
+
+
+def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> None:
+    network = simulated(3)
+    begin(network, 0, 1)
+    rank(network, 2).suffer("leaves", 0)
+    explore(network, [])
+    assert rank(network, 2).left == "replica 2 left after step 0; it takes part no more."
+    for number in (0, 1):
+        (change,) = rank(network, number).changes
+        assert change.left == ((2, 0),)
+        assert change.reason == "replica 2 has left; replicas 0, 1 go on"
+        assert rank(network, number).keeper._reason.startswith("replica 2 leaves after step 0; ")
+        assert rank(network, number).averages[1].contributors == (0, 1)
+
+
+def test_all_ranks_of_a_replica_say_that_they_leave() -> None:
+    """Else whoever notices the end of one's connections before the other one's words have come takes it for a loss."""
+    network = simulated(3, size=2)
+    rank(network, 4).suffer("leaves", 0)
+    network.happen("deliver", 4, 5, 0)
+    assert rank(network, 5).left
+    assert not network.can("notice", 0, 5), "it has said something before it went"
+    network.happen("deliver", 5, 0, 0)
+    explore(network, [])
+    assert [rank(network, number).changes[-1].left for number in range(4)] == [((2, 0),)] * 4
+
+
+def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> None:
+    network = simulated(3)
+    network.hang_up(0, 2)
+    rank(network, 0).keeper.heard(2, Leaving(3, {(1, 2): "d"}).to_message(0))
+    change = rank(network, 0).keeper._ending.change
+    assert change is not None
+    assert change.mine.left == {(2, 3)}
+
+
+def test_the_last_one_goes_on_when_all_others_leave() -> None:
+    network = simulated(3)
+    for number in (0, 1):
+        rank(network, number).suffer("leaves", 0)
+    explore(network, [])
+    assert rank(network, 2).view.members == (2,)
+    assert not rank(network, 2).left

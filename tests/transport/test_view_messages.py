@@ -1,0 +1,162 @@
+"""Who has a say in a view, and what becomes of what is no message of its protocol; on the simulated network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.algorithm.averaging import RoundId
+from diloco.membership.ballot import Vote
+from diloco.membership.change import NextView, Report
+from diloco.membership.view import View
+from diloco.transport.peers.header import Header
+from diloco.transport.peers.view_messages import Leaving, RoundVote, adopted, change_message, next_view, read
+from tests.membership.network import LIMITS, NUMBERS, Limits, explore
+from tests.transport.simulated import begin, check_agreement, rank, simulate, simulated
+from tests.transport.simulated_rank import Rank
+
+pytestmark = pytest.mark.usefixtures("threadless")
+
+HEADER = Header(RoundId(1, 0), 2, 1.0, "d", 3, None, "", False).to_message(0)
+VOTE = RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0).to_message(0)
+CHANGE = change_message(
+    Report(0, 0, frozenset({2}), frozenset({2}), frozenset(), 1, {(0, 1): "d"}, frozenset({(1, 0)})),
+    "replica 2 is lost",
+)
+NEXT = NextView(View(1, (0, 1)), View(0, (0, 1, 2)), 7, {(0, 1): "d"}, "because", (), frozenset({(-1, 3)}), ((2, 5),))
+ADOPTED = adopted(NEXT)
+LEAVING = Leaving(3, {(1, 2): "d"}).to_message(0)
+MESSAGES = [HEADER, VOTE, CHANGE, ADOPTED, LEAVING]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message["kind"])
+@pytest.mark.parametrize("view_id", [0, 1])
+def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Mapping[str, Any], view_id: int) -> None:
+    """Not in the present one, nor in the next one if it is no member of that."""
+    network = simulated(3, Limits(ends=1), strangers=1)
+    begin(network, 0, 1)
+    if message["kind"] == "adopted":  # which counts only while there is something to adopt
+        rank(network, 0).keeper._extend("somebody may be lost")
+    change, states = rank(network, 0).keeper._ending.change, dict(rank(network, 0).keeper.book._rounds)  # type: ignore[union-attr]
+    votes = {round_id: dict(state.votes) for round_id, state in states.items()}
+    rank(network, 0).keeper.heard(3, message | {"view": view_id})
+    keeper = rank(network, 0).keeper
+    assert keeper.book is not None
+    assert (keeper._ending.change, keeper.view.id) == (change, 0)
+    assert keeper.book._rounds == states
+    assert {round_id: state.votes for round_id, state in keeper.book._rounds.items()} == votes
+    assert all(3 not in state.headers for state in states.values())
+    network.happen("ends", 2, 0, 0)
+    explore(network, [])
+    for number in (0, 1):
+        assert rank(network, number).view == View(keeper.view.id, (0, 1))
+        assert set(rank(network, number).outcomes.values()) == {True}
+
+
+def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
+    network = simulated(3, Limits(ends=1, returns=1))
+    begin(network, 0, 1)
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).transport.policies, joining=True)
+    network.happen("ends", 2, 0, 0)
+    network.happen("returns", 2, 0, 0)  # before the others have noticed that it had ended
+    rank(network, 0).keeper.heard(2, VOTE)
+    assert rank(network, 0)._pending[1].outcome is None
+    rank(network, 0).keeper.heard(2, {"kind": "vote"})  # nor can it make itself lost
+    assert rank(network, 0).keeper._ending.change is None
+    explore(network, [])
+    assert [rank(network, number).view.members for number in range(3)] == [(0, 1, 2)] * 3
+
+
+def test_messages_say_what_was_meant() -> None:
+    view = View(0, (0, 1, 2))
+    assert read(1, HEADER, view) == (0, Header(RoundId(1, 0), 2, 1.0, "d", 3, None, "", False))
+    assert read(1, VOTE, view) == (0, RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0))
+    assert read(1, LEAVING, view) == (0, Leaving(3, {(1, 2): "d"}))
+    assert next_view(json.loads(json.dumps(ADOPTED)), view) == NEXT
+    known = {"lost": frozenset({2}), "gone": frozenset({2}), "joining": frozenset({3}), "left": frozenset({(2, 8)})}
+    report = Report(1, 4, **known, step=9, commits={(0, 1): "d"}, void=frozenset({(-1, 9)}))  # type: ignore[arg-type]
+    view_id, said = read(1, json.loads(json.dumps(change_message(report, "why"))), view)
+    assert (view_id, said.report, said.why) == (4, report, "why")  # type: ignore[union-attr]
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-3, 3)
+    | st.sampled_from([10**400, 1 << 63, float("nan"), float("inf"), -0.5])
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=3,
+)
+
+
+def is_what_it_should_be(name: str, value: Any) -> bool:
+    """Whether ``value`` would do as the field ``name`` of a message, so that the message is not malformed by it."""
+    try:
+        for message in MESSAGES:
+            if name in message:
+                read(1, message | {name: value}, View.of(3))
+                return True
+    except ValueError:
+        pass
+    return False
+
+
+@st.composite
+def malformed(draw: st.DrawFn) -> dict[str, Any]:
+    """A message with a field that is missing or is something else, or any object at all."""
+    message = dict(draw(st.sampled_from(MESSAGES)))
+    name = draw(st.sampled_from(sorted(message)))
+    if draw(st.booleans()):
+        del message[name]
+        return message
+    value = draw(JSON)
+    if is_what_it_should_be(name, value):
+        value = [[None]]  # which no field should be
+    if draw(st.booleans()):
+        return message | {name: value}
+    return {"kind": draw(st.sampled_from(["header", "vote", "change", "adopted", "leaving", "?"])), name: value}
+
+
+@settings(max_examples=300, deadline=None)
+@given(malformed())
+def test_what_is_no_message_names_its_field_and_raises_nothing_else(message: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^it has no '|^its 'kind' is|^its kind is|^its '.* should be |^a view of"):
+        read(1, message, View.of(3))
+
+
+@settings(max_examples=300, deadline=None)
+@given(NUMBERS, st.integers(2, 4), LIMITS, st.lists(malformed(), min_size=1, max_size=3), st.integers(1, 2))
+def test_what_is_no_message_costs_its_sender_the_view_and_nothing_else(
+    numbers: list[int], replicas: int, limits: Limits, garbage: list[dict[str, Any]], size: int
+) -> None:
+    """Property: nothing raises, and who goes on commits every round."""
+    limits = Limits(limits.ends, limits.machines, limits.cuts, own={"garbage": 2})
+    check_agreement(simulate(limits, numbers, replicas=replicas, size=size, garbage=garbage), whole=True)
+
+
+def test_a_member_that_says_what_is_no_message_is_lost_and_named() -> None:
+    network = simulated(3)
+    begin(network, 0, 1)
+    rank(network, 0).keeper.heard(2, HEADER | {"numel": -1})
+    explore(network, [])
+    words = "replica 2 sent what is no message of this protocol: its 'numel' is -1, and should be an integer from 0 to"
+    assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}")
+    assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
+
+
+def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
+    network = simulated(3)
+    for _ in range(1000):
+        rank(network, 0).keeper.heard(2, VOTE | {"view": 9})
+    assert rank(network, 0).keeper._ending.change is None
+    rank(network, 0).keeper.heard(2, VOTE | {"view": 9})
+    assert len(rank(network, 0).keeper._early) == 1000
+    explore(network, [])
+    assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
