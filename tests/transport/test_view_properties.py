@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.membership.quorum import Policy
-from diloco.transport.peers.views import Policies
+from diloco.transport.peers.view_policies import Policies
 from tests.membership.network import Limits, Network, explore
 from tests.transport.simulated import Rank, simulate, simulated, weight_of, without_threads
 
