@@ -23,7 +23,8 @@ from diloco.transport.base import Average
 from diloco.transport.peers.data_link import DataLink
 from diloco.transport.peers.decided import Decided
 from diloco.transport.peers.header import Header, donor_for, header_of, judge_headers
-from diloco.transport.peers.payloads import PayloadExchange, Postman
+from diloco.transport.peers.payloads import PayloadExchange
+from diloco.transport.peers.postman import Postman
 from diloco.transport.peers.round_state import Begun, RoundState, digest_of
 from diloco.transport.peers.rules import Rules, expired_words, late_words
 from diloco.transport.peers.view_messages import RoundVote

@@ -20,8 +20,8 @@ from diloco.transport.peers.joining import Joining
 from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.meetings import Meetings
-from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.postman import Postman
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.round_desk import RoundDesk
 from diloco.transport.peers.rules import Rules

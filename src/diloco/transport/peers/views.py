@@ -17,7 +17,7 @@ from diloco.transport.peers.header import Header
 from diloco.transport.peers.intake import Intake
 from diloco.transport.peers.lineup import Lineup
 from diloco.transport.peers.mailbox import Mailbox
-from diloco.transport.peers.payloads import Postman
+from diloco.transport.peers.postman import Postman
 from diloco.transport.peers.present import Present
 from diloco.transport.peers.round_state import Begun
 from diloco.transport.peers.rounds import RoundBook
