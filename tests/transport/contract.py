@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,6 +79,29 @@ class TransportContract:
             assert average.buffers is not None
             mean = sum(w * m for m, w in enumerate(weights)) / sum(weights)
             assert average.buffers.tolist() == pytest.approx([mean, 1.0])
+
+    @pytest.mark.parametrize("withdrawn", ["", "it was not finite"])
+    def test_nothing_is_kept_of_a_round_that_is_over(self, make_endpoints: MakeEndpoints, withdrawn: str) -> None:
+        """A run has millions of rounds, and each is as large as the model."""
+        endpoints, freed = make_endpoints(3), list[threading.Event]()
+
+        def watch(tensor: torch.Tensor) -> None:
+            freed.append(threading.Event())
+            weakref.finalize(tensor, freed[-1].set)
+
+        def take_part(fragment: int) -> None:
+            given = [replace(contribution(m, fragment=fragment), withdrawn=withdrawn) for m in range(3)]
+            for each in given:
+                watch(each.payload)
+            pending = [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]
+            for each in pending:
+                with nullcontext() if not withdrawn else pytest.raises(RoundVoidError):
+                    watch(each.wait().values)
+
+        for fragment in (-1, 0):  # of gradients, and of parameters
+            take_part(fragment)
+        assert len(freed) == (6 if withdrawn else 12)
+        assert all(event.wait(10.0) for event in freed)
 
     def test_several_rounds_in_flight_do_not_mix(self, make_endpoints: MakeEndpoints) -> None:
         endpoints = make_endpoints(2)

@@ -73,11 +73,13 @@ class _Board:
     def address_of(self, rank: int) -> Address:
         return Address("simulated", rank)
 
-    def _call_later(self, delay_s: float, function: Callable[..., object], *arguments: Any) -> None:
+    def _call_later(self, delay_s: float, function: Callable[..., object], *arguments: Any) -> SimpleNamespace:
+        timer = (delay_s, lambda: function(*arguments))
         if delay_s > SOON_S:
-            self.timers.append((delay_s, lambda: function(*arguments)))
+            self.timers.append(timer)
         else:  # nothing waits for it but the rank itself
             self.post(function, *arguments)
+        return SimpleNamespace(cancel=lambda: timer in self.timers and self.timers.remove(timer))
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         self._todo.append(lambda: function(*arguments))

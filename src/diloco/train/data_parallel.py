@@ -77,6 +77,8 @@ class GradientAverager:
                 f"{error} Data-parallel training can't do without them. Nothing was applied; the last checkpoint "
                 "stands."
             ) from error
+        finally:
+            self._pending = self._contribution = None
         unflatten_(average.values, [parameter.grad for parameter in self.parameters if parameter.grad is not None])
         return True
 

@@ -288,8 +288,7 @@ class SwarmFleet:
         self.begun = self.begun or members >= self._start_replicas
 
     def _status(self) -> Mapping[str, Any]:
-        view, moved = self.transport.view, self.transport.transfers[-1:]
-        rates = [8 * num_bytes / max(1e-9, took_s) for _, num_bytes, took_s in moved]
+        view, moved = self.transport.view, self.transport.last_transfer
         digests = sorted(self.transport.digests.items())
         return {
             "replica": self.transport.replica,
@@ -302,6 +301,6 @@ class SwarmFleet:
             "received_bytes": self.transport.received_bytes,
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "digest": xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
-            "link_bits_per_s": rates[0] if rates else None,
+            "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
             **self._seen,
         }

@@ -86,7 +86,10 @@ class LeaderTransport(Transport):
         self.view = View(identity, tuple(members))
         self.sent_bytes, self.received_bytes = told["traffic"]
         if "error" in told:
-            raise raised or _rebuilt(told["error"])
+            try:
+                raise raised or _rebuilt(told["error"])
+            finally:
+                del raised  # which holds this frame, and with it the round of whoever called
         return told["value"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from diloco.algorithm.averaging import RoundId
-from diloco.errors import RoundTimeoutError, TransportError
+from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
 from diloco.transport.base import Average
 
 __all__ = ["PeerPending"]
@@ -23,6 +23,10 @@ class PeerPending:
         guard_s: longer than any round can take to be decided.
         missing: says which replicas were not heard of.
         taken: called with this and the outcome when it is taken.
+
+    Attributes:
+        decided_s: when it was decided, by the clock of `time.monotonic`; None: not yet.
+        void: whether it was decided that nobody applies the round.
     """
 
     def __init__(
@@ -42,18 +46,25 @@ class PeerPending:
         self._taken = taken
         self._done = threading.Event()
         self._outcome: Average | TransportError | None = None
+        self.void = False
         self._was_taken = False
 
     @property
     def outcome(self) -> Average | TransportError | None:
-        """None until decided."""
+        """None until it is decided, and again once it was taken."""
         return self._outcome
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is an outcome, be it taken already."""
+        return self.decided_s is not None
 
     def resolve(self, outcome: Average | TransportError) -> None:
         """Decide; a second decision changes nothing."""
-        if self._outcome is None:
-            self.decided_s = time.monotonic()
+        if self.decided_s is None:
             self._outcome = outcome
+            self.void = isinstance(outcome, RoundVoidError)
+            self.decided_s = time.monotonic()
             self._done.set()
 
     def wait(self, timeout_s: float | None = None) -> Average:
@@ -72,9 +83,12 @@ class PeerPending:
                 replicas=missing,
             )
         self._was_taken = True
-        outcome = self._outcome
+        outcome, self._outcome = self._outcome, None  # whoever waited has it now; I may be kept for longer
         assert outcome is not None
         self._taken(self, outcome)
         if isinstance(outcome, TransportError):
-            raise outcome
+            try:
+                raise outcome
+            finally:
+                del outcome  # which holds this frame, and with it the contribution of whoever called
         return replace(outcome, wait_s=time.monotonic() - started_s)

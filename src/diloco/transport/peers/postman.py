@@ -62,6 +62,7 @@ class Postman:
                 future.set_result(send())
             except (RuntimeError, TransportError) as error:  # the link has ended
                 future.set_exception(error)
+            del send, future  # or they would be kept until the next message
 
     def _wait_s(self) -> float | None:
         return max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else None

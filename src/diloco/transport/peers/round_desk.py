@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.errors import RoundVoidError, TransportError
+from diloco.errors import TransportError
 from diloco.transport.base import Average
 from diloco.transport.peers.host_copies import HostCopies
 from diloco.transport.peers.pending import PeerPending
@@ -59,7 +59,7 @@ class RoundDesk:
                 "contributes for itself. It was not taken."
             )
         before = self._sent.get(round_id.fragment)
-        if before is not None and before.round == round_id and not isinstance(before.outcome, RoundVoidError):
+        if before is not None and before.round == round_id and not before.void:
             raise TransportError(
                 f"replica {replica} has contributed to {round_id} already; one contribution a round is taken. "
                 "The first one stands.",
@@ -79,7 +79,7 @@ class RoundDesk:
     def decided_rounds(self, fragment: int) -> int:
         """Rounds of ``fragment`` before the next one that this rank waits for: who has finished fewer is behind it."""
         sent = self._sent.get(fragment)
-        return 0 if sent is None else sent.round.outer_step + (1 if sent.outcome is not None else 0)
+        return 0 if sent is None else sent.round.outer_step + (1 if sent.decided else 0)
 
     def close(self) -> None:
         """Wait for the copies."""

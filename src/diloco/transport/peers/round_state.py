@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.digest import digest_tensors
@@ -20,7 +21,14 @@ from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.view_messages import RoundVote
 
-__all__ = ["Begun", "RoundState", "digest_of"]
+__all__ = ["Begun", "RoundState", "Timer", "digest_of"]
+
+
+class Timer(Protocol):
+    """Something that is to be called later."""
+
+    def cancel(self) -> None:
+        """Don't call it, and keep nothing of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +47,7 @@ class RoundState:
         id: which round.
         headers, votes: rank -> what it said.
         fault: what I get instead of the average, whatever becomes of the round.
-        begun: my contribution; None: I have not begun it.
+        begun: my contribution; None: I have not begun it, or it is over.
         plan: how the payloads travel.
         taking_over: whether I am still taking over the fragment's state.
         donor: a replica that holds the state which the round applies to, where I don't.
@@ -48,7 +56,9 @@ class RoundState:
         committed: True: applied by all; False: void for all; None: not decided yet.
         reason: why it is void.
         exchanging: whether a thread still moves payloads.
+        concluded: whether who waits for it has been told.
         lateness: who keeps it waiting.
+        expiring, looking: until it is decided.
     """
 
     id: RoundId
@@ -64,12 +74,32 @@ class RoundState:
     committed: bool | None = None
     reason: str = ""
     exchanging: bool = False
+    concluded: bool = False
     lateness: Lateness = field(default_factory=Lateness)
+    expiring: Timer | None = None
+    looking: Timer | None = None
 
     @property
     def key(self) -> tuple[int, int]:
         """Fragment and outer step."""
         return self.id.fragment, self.id.outer_step
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether I contributed to it."""
+        return self.begun is not None or self.concluded
+
+    def stop_timers(self) -> None:
+        """A timer that is not cancelled keeps the round's tensors for as long as it runs."""
+        for timer in (self.expiring, self.looking):
+            if timer is not None:
+                timer.cancel()
+        self.expiring = self.looking = None
+
+    def free(self) -> None:
+        """Keep no tensors once they are of no use."""
+        if self.concluded and not self.exchanging:
+            self.begun = self.mean = None
 
     def missing(self, ranks: Sequence[int], rules: Rules) -> tuple[int, ...]:
         """Replicas of which no header has come; readable from any thread. ``ranks``: of the view."""

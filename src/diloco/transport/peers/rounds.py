@@ -25,7 +25,7 @@ from diloco.transport.peers.decided import Decided
 from diloco.transport.peers.header import Header, donor_for, header_of, judge_headers
 from diloco.transport.peers.payloads import PayloadExchange
 from diloco.transport.peers.postman import Postman
-from diloco.transport.peers.round_state import Begun, RoundState, digest_of
+from diloco.transport.peers.round_state import Begun, RoundState, Timer, digest_of
 from diloco.transport.peers.rules import Rules, expired_words, late_words
 from diloco.transport.peers.view_messages import RoundVote
 
@@ -63,7 +63,7 @@ class RoundBook:
         links: Future[Mapping[int, DataLink]],
         postman: Postman,
         tell: Callable[[dict[str, Any]], None],
-        later: Callable[[float, Callable[[], None]], object],
+        later: Callable[[float, Callable[[], None]], Timer],
         post: Callable[..., None],
         broken: Callable[[str], None],
         confirmed: Callable[[int], None],
@@ -112,11 +112,12 @@ class RoundBook:
         threading.Thread(
             target=self._exchange, args=(state,), name=f"diloco-{contribution.round.fragment}", daemon=True
         ).start()
-        waited_s = time.monotonic() - pending.sent_s
-        self._later(max(0.0, self.rules.round_timeout_s - waited_s), lambda: self._expire(state))
-        if self.rules.late_s is not None and contribution.round.fragment >= 0:
-            self._look(state, self.rules.late_s)
-        if state.committed is False:
+        if state.committed is None:
+            left_s = max(0.0, self.rules.round_timeout_s - (time.monotonic() - pending.sent_s))
+            state.expiring = self._later(left_s, lambda: self._expire(state))
+            if self.rules.late_s is not None and contribution.round.fragment >= 0:
+                self._look(state, self.rules.late_s)
+        else:
             self._conclude(state)
         self._judge(state)
 
@@ -163,9 +164,9 @@ class RoundBook:
         carried = goes_on and following is not None and following.carries_over
         for state in list(self._rounds.values()):
             mine = state.votes.get(self.rules.rank)
+            state.stop_timers()
             if state.committed is not None:
-                if state.begun is not None:
-                    self._conclude(state)
+                pass
             elif following is not None and state.key in following.commits and mine is not None and mine.ok:
                 self._decide(state, True, "")
             elif not carried:
@@ -188,8 +189,9 @@ class RoundBook:
         state = self._rounds.get(round_id)
         if state is not None:  # a header that is late is still waited for, by the thread that moves the payloads
             return f"{name}: it had contributed to it before" if sender in state.headers else ""
-        begun = [each.outer_step for each, s in self._rounds.items() if each.fragment == round_id.fragment and s.begun]
-        return f"{name}: that round is long over" if round_id.outer_step + 1 < max(begun, default=0) else ""
+        mine = (each for each, s in self._rounds.items() if each.fragment == round_id.fragment and s.was_begun)
+        last = max((each.outer_step for each in mine), default=0)
+        return f"{name}: that round is long over" if round_id.outer_step + 1 < last else ""
 
     def _state(self, round_id: RoundId) -> RoundState:
         state = self._rounds.get(round_id)
@@ -200,8 +202,7 @@ class RoundBook:
                 for each in self._rounds.values()
                 if each.id.fragment == round_id.fragment
                 and each.id.outer_step < round_id.outer_step - 1
-                and each.committed is not None
-                and each.begun is not None
+                and each.concluded
                 and not each.exchanging
             ]:
                 del self._rounds[old]
@@ -252,6 +253,7 @@ class RoundBook:
 
     def _exchanged(self, state: RoundState) -> None:
         state.exchanging = False
+        state.free()
 
     def _computed(self, state: RoundState, mean: Mean, digest: str) -> None:
         state.mean = mean
@@ -279,7 +281,7 @@ class RoundBook:
         if absent or silent:
             self._late(absent | silent, late_words(state.id, absent, silent, late_s))
         else:
-            self._later(late_s / Lateness.LOOKS, lambda: self._look(state, late_s))
+            state.looking = self._later(late_s / Lateness.LOOKS, lambda: self._look(state, late_s))
 
     def _cast(self, vote: RoundVote, state: RoundState) -> None:
         if self._frozen or self.rules.rank in state.votes:
@@ -297,6 +299,7 @@ class RoundBook:
 
     def _decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         state.committed, state.reason = committed, reason
+        state.stop_timers()
         if committed:
             self._decided.commit(state.key, state.votes[self.rules.rank].digest)
         else:
@@ -312,3 +315,5 @@ class RoundBook:
             words, self._refused = [*filter(None, [outcome.note]), *self._refused], []
             outcome = replace(outcome, note="; ".join(words))
         state.begun.pending.resolve(outcome)
+        state.concluded = True
+        state.free()

@@ -58,6 +58,7 @@ class PeerTransport(Transport):
         address: of this rank's control port.
         step: inner steps that this rank has begun to synchronise; see `tick`.
         on_change: called with every next view, in the control thread; what it gives is told to those who join with it.
+        last_transfer: bytes of a contribution, and seconds until its round was decided; None: none yet.
         digests: by fragment, of the state that this rank contributed from last.
         joining: asks those who are members to let this rank be one; see `enter`.
         on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
@@ -83,7 +84,7 @@ class PeerTransport(Transport):
         self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
         self.welcome_note: Mapping[str, Any] = {}
         self.on_introduction: Callable[[Entry], None] = lambda entry: None
-        self.transfers: list[tuple[RoundId, int, float]] = []
+        self.last_transfer: tuple[int, float] | None = None
         self.mailbox = Mailbox()
         self._postman = Postman(Pacer(link) if link else None)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
@@ -333,7 +334,7 @@ class PeerTransport(Transport):
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
             if pending.decided_s is not None:
-                self.transfers.append((pending.round, pending.payload_bytes, pending.decided_s - pending.sent_s))
+                self.last_transfer = pending.payload_bytes, pending.decided_s - pending.sent_s
         elif not isinstance(outcome, ReplicaLostError):
             others = len(self.view.members) - 1
             self.sent_bytes += others * pending.payload_bytes
