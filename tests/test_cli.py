@@ -114,6 +114,10 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["inspect", "a", "--jsn"], "--json"),
         (["presets", "tiny"], "tiny"),
         (["generate", "a", "--num-samples", "0"], "--num-samples 0 was given; at least 1"),
+        (["generate", "a", "--batch-size", "0"], "--batch-size 0 was given; at least 1"),
+        (["generate", "a", "--seed", str(2**63)], f"--seed {2**63} was given; at most {2**63 - 2} would work"),
+        (["export", "a", "b", "--max-shard-size", "5XB"], "--max-shard-size 5XB was given; a number in KB, MB, GB"),
+        (["generate", "a", "--top-p", "2.0"], "top_p=2.0 was given; a number above 0 and up to 1"),
         (["generate", "a", "--device", "gpu"], "--device='gpu' was given; auto, cpu, cuda"),
         (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "together with --prompt-file y; one of the two"),
         (["evaluate", "a", "--sequences", "-1"], "--sequences -1 was given; 0 or more"),
@@ -326,13 +330,25 @@ def test_generate_reads_a_file_stops_at_a_text_and_tells_scripts(
     samples = json.loads(capsys.readouterr().out)
     assert [sample["prompt"] for sample in samples] == ["é doc"] * 2
     assert samples[0]["text"] != samples[1]["text"]
+    alone = [*arguments, "--prompt-file", str(tmp_path / "prompt"), "--batch-size", "1", "--seed"]
+    assert main([*alone, "3", "--num-samples", "2"]) == 0
+    assert json.loads(capsys.readouterr().out) == samples
+    assert main([*alone, "4"]) == 0
+    assert json.loads(capsys.readouterr().out) == samples[1:]  # the second one has the next seed
     text = samples[0]["text"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é doc".encode())))
     assert main([*arguments, "--prompt-file", "-", "--stop", "absent", text[4:6].replace("\n", "\\n")]) == 0
     [stopped] = json.loads(capsys.readouterr().out)
     assert (stopped["text"], stopped["ended_by"]) == (text[: text.index(text[4:6])], "stop")
+    together = [*arguments, "--prompt-file", str(tmp_path / "prompt"), "--num-samples", "2", "--stop"]
+    assert main([*together, text[4:6].replace("\n", "\\n")]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both == [stopped, both[1]]
+    assert both[1]["text"] == samples[1]["text"].partition(text[4:6])[0]  # it went on without the first
     (tmp_path / "prompt").write_bytes(b"\xff")
-    assert "cannot be read" in refused([*arguments, "--prompt-file", str(tmp_path / "prompt")], capsys, code=1)
+    broken = refused([*arguments, "--prompt-file", str(tmp_path / "prompt")], capsys, code=1)
+    assert "cannot be read" in broken
+    assert "UTF-8, or - for standard input, would work" in broken
 
 
 def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
@@ -366,7 +382,7 @@ def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys
     assert texts[0].startswith("doc")
     assert main([*arguments, "--num-samples", "2"]) == 0
     assert "--- sample 2 of 2" in capsys.readouterr().out
-    assert "top_p=2.0" in refused(["generate", str(files / "run"), "--top-p", "2.0"], capsys)
+    assert "--context 2000 was given; 1 to" in refused([*arguments, "--context", "2000"], capsys)
 
 
 def test_inspect_says_what_a_checkpoint_holds(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

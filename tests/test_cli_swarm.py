@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from diloco.cli import main
+from diloco.transport.hivemind import lookout
 from tests.runs import SMALL, write_text
 
 LIMIT_S = 300
@@ -179,3 +181,25 @@ def test_ctrl_c_ends_a_round_that_nobody_else_would(data: Path, tmp_path: Path, 
     first.process.send_signal(signal.SIGINT)
     assert first.end(130)["interrupted"] == "SIGINT"
     assert first.metrics("CheckpointSaved"), "what it has not shared is kept"
+
+
+def test_why_a_peer_does_not_answer_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [lookout.Seen("QmHere", 0, {"step": 7}), lookout.Seen("QmAway", 1, problem="no answer within 10 s")]
+
+    async def look(*_: Any) -> list[lookout.Seen]:
+        return found
+
+    monkeypatch.setattr(lookout, "look", look)
+    arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    assert [line.split()[:4] for line in shown.out.splitlines()[1:]] == [
+        ["QmHere", "0", "?", "7"],
+        ["QmAway", "1", "no", "answer"],
+    ]
+    assert shown.err == "diloco: QmAway: no answer within 10 s\n"
+    found.clear()
+    assert main(arguments) == 1
+    assert "no peer of run 'mine'" in capsys.readouterr().err

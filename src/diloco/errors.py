@@ -135,8 +135,8 @@ def nearest(given: str, known: Iterable[str]) -> str:
     >>> nearest("int9", ["int8", "fp4"])
     "did you mean 'int8'?"
     >>> nearest("zip", ["int8", "fp4"])
-    'known are: fp4, int8'
+    'known are: fp4, int8.'
     """
     choices = sorted(known)
     close = difflib.get_close_matches(given, choices, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(choices)}"
+    return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(choices)}."

@@ -10,8 +10,9 @@ from torch import nn
 
 from diloco import DiLoCo, SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.integrations.host import GlobalsInModel, StepWatch, bare_model, bare_optimizer, required
+from diloco.integrations.host import StepWatch, bare_model, bare_optimizer, required
 from diloco.integrations.shares import replica_share
+from diloco.integrations.values import GlobalsInModel
 
 
 def a_class_of(module: str, name: str, base: type = nn.Module) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco import DiLoCo, SyncSchedule, connect_replica
 from diloco.algorithm.fragments import local_shard
 from diloco.errors import ConfigurationError
-from diloco.integrations.host import GlobalsInModel, bare_model, check_ranks
+from diloco.integrations.host import bare_model, check_ranks
 from diloco.integrations.state import load_state, save_state
 from diloco.transport.address import Address
 from diloco.transport.in_process import InProcessTransport
@@ -58,7 +58,7 @@ def trained(rank: int, held: Held, address: Address, folder: Path) -> dict[str, 
                 optimizer.zero_grad()
                 diloco.begin()
                 if step == 2:
-                    save_state(folder / f"of-{replica}", diloco, GlobalsInModel(diloco))
+                    save_state(folder / f"of-{replica}", diloco)
                 diloco.finish()
         found["digest"] = diloco.outer_loop.digest(0)
         found["local"] = torch.cat([local_shard(p).flatten() for p in model.parameters()])

@@ -21,6 +21,7 @@ from diloco.model.settings import ModelSettings
 from diloco.train.generate import generate
 from diloco.train.parallel import parallelise
 from diloco.train.prepare import prepare_blocks
+from diloco.train.sampling import Sampling
 from diloco.transport.replica_group import open_replica_group
 from tests.huggingface import ARCHITECTURES, config_of, write_config
 
@@ -290,7 +291,7 @@ def test_shards_are_of_whole_blocks_and_give_the_same_gradients(tmp_path: Path) 
                 sharded.loss(tokens, tokens).loss.backward()
             whole.loss(tokens, tokens).loss.backward()
             texts = [
-                generate(some, [1, 2], max_new_tokens=4, generator=torch.Generator(), temperature=0)
+                list(generate(some, [1, 2], torch.Generator(), max_new_tokens=4, sampling=Sampling(temperature=0)))
                 for some in (sharded.model, whole)
             ]
             assert texts[0] == texts[1]

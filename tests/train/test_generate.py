@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ import torch
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.generate import generate, stream
+from diloco.train.generate import generate, generate_together
+from diloco.train.sampling import Sampling
 
 SETTINGS = ModelSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)
 PROMPT = [3, 1, 4, 1, 5]
@@ -31,8 +32,10 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def run(model: Transformer, **changes: Any) -> list[int]:
+    """`generate`, with the fields of `Sampling` among its arguments."""
     arguments: dict[str, Any] = {"prompt_tokens": PROMPT, "max_new_tokens": 7, "generator": seeded(), **changes}
-    return generate(model, arguments.pop("prompt_tokens"), **arguments)
+    drawing = {field.name: arguments.pop(field.name) for field in fields(Sampling) if field.name in arguments}
+    return list(generate(model, sampling=Sampling(**drawing), **arguments))
 
 
 def next_logits(model: Transformer, tokens: list[int]) -> torch.Tensor:
@@ -136,20 +139,33 @@ def test_a_repetition_penalty_is_that_of_the_paper() -> None:
     assert run(model, temperature=0, repetition_penalty=3.0) == tokens[5:] != run(model, temperature=0)
 
 
-def test_a_stream_computes_what_is_asked_for_and_leaves_its_caller_alone() -> None:
+def test_tokens_are_computed_when_asked_for_and_the_caller_is_left_alone() -> None:
     model = build_lively().train()
-    tokens = stream(model, PROMPT, max_new_tokens=7, generator=seeded())
+    tokens = generate(model, PROMPT, seeded(), max_new_tokens=7)
     first = next(tokens)
     assert torch.is_grad_enabled()
     assert [first, *tokens] == run(model)
     assert model.training
-    begun = stream(model, PROMPT, max_new_tokens=7, generator=seeded())
+    begun = generate(model, PROMPT, seeded(), max_new_tokens=7)
     next(begun)
     assert not model.training
     begun.close()  # type: ignore[attr-defined]  # of generators
     assert model.training
     with pytest.raises(ConfigurationError, match="max_new_tokens=-1"):  # at once, not at the first token
-        stream(model, PROMPT, max_new_tokens=-1, generator=seeded())
+        generate(model, PROMPT, seeded(), max_new_tokens=-1)
+
+
+@pytest.mark.parametrize("window", [12, 7])
+def test_together_each_text_is_what_it_is_alone(window: int) -> None:
+    """Beyond the window, with a token that ends some of them early, and read in one batch."""
+    model, sampling = build_lively(), Sampling(temperature=1.5, top_k=None, repetition_penalty=1.1)
+    how: dict[str, Any] = {"max_new_tokens": 30, "sampling": sampling, "stop_token": 7, "window": window}
+    alone = [list(generate(model, PROMPT, seeded(seed), **how)) for seed in range(5)]
+    assert len({len(text) for text in alone}) > 2  # they end apart
+    together = list(generate_together(model, PROMPT, [seeded(seed) for seed in range(5)], **how))
+    assert len(together) == max(map(len, alone))
+    for text, column in zip(alone, zip(*together, strict=True), strict=True):
+        assert list(column) == text + [None] * (len(column) - len(text))
 
 
 def test_the_coldest_samples_are_the_greedy_choice() -> None:
@@ -251,3 +267,8 @@ def test_arguments_that_cannot_work(changes: dict[str, Any], message: str) -> No
 def test_the_generator_must_be_on_the_models_device() -> None:
     with pytest.raises(ConfigurationError, match="generator on cpu with a model on meta"):
         run(build_model(SETTINGS, seed=0, device="meta"))
+
+
+def test_together_needs_somebody() -> None:
+    with pytest.raises(ConfigurationError, match="no generator was given; one for each text would work"):
+        generate_together(build_lively(), PROMPT, [], max_new_tokens=1)

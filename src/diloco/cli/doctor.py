@@ -49,9 +49,10 @@ def run(arguments: Sequence[str]) -> int:
     """Examine or listen; returns 0 if all ways work, 1 if one does not."""
     options = tyro.cli(Options, prog="diloco doctor", description=DESCRIPTION, args=list(arguments))
     if bool(options.peers) == bool(options.listen):
+        given = f"--listen {options.listen} was given with peers to examine" if options.peers else "no peer was given"
         raise ConfigurationError(
-            "peers to examine, or --listen HOST:PORT, one of the two would work: `diloco doctor 10.0.0.1:29400`. "
-            "Nothing was done."
+            f"{given}; either HOST:PORT of a peer, such as `diloco doctor 10.0.0.1:29400`, or --listen HOST:PORT would "
+            "work. Nothing was done."
         )
     if not 0.1 <= options.megabytes <= 64 or not options.timeout_s > 0:
         raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Arguments:
     max_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """hf: the longest sequence that the model says it serves. Default: what it was trained with."""
     max_shard_size: str = "5GB"
-    """hf: largest file of weights."""
+    """hf: largest file of weights, in KB, MB, GB or TB."""
     overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Replace an earlier export."""
 
@@ -57,6 +58,11 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError(
             "--max-length was given with --to safetensors, which holds nothing but parameters; --to hf would work. "
             "Nothing was exported."
+        )
+    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", given.max_shard_size, re.IGNORECASE):
+        raise ConfigurationError(
+            f"--max-shard-size {given.max_shard_size} was given; a number in KB, MB, GB or TB, such as 500MB, would "
+            "work. Nothing was exported."
         )
 
     from diloco.train.export import export_huggingface, export_safetensors

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from diloco.errors import ConfigurationError, DataError
 from diloco.train.checks import check_device
+from diloco.train.sampling import Sampling
 from diloco.train.settings import TrainSettings
+from diloco.train.text_stream import TextStream
 
 __all__ = ["run"]
 
@@ -26,6 +28,9 @@ Examples:
   diloco generate runs/streaming-tiny --prompt "def " --temperature 0
   diloco generate exported --prompt-file beginning.txt --stop "\\n\\n"
   cat beginning.txt | diloco generate runs/streaming-tiny --prompt-file - --json"""
+
+_LARGEST_SEED = 2**63 - 1
+"""That a generator of torch takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,32 +51,34 @@ class Arguments:
     """Tokens to generate at most; the end of the document ends a sample."""
     stop: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
     r"""End a sample before any of these texts; \n, \t and \\ are understood."""
-    temperature: float = 0.8
-    """Divides the logits: below 1 likelier, above 1 wilder, 0 always the likeliest token."""
-    top_k: Annotated[int | None, arg(metavar="INT")] = 50
-    """Draw from this many likeliest tokens; None: from all."""
-    top_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
-    """Draw from the likeliest tokens that together have this probability. Default: from all."""
-    min_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
-    """Leave out tokens less likely than this share of the likeliest one's probability. Default: none."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens that have occurred are less likely."""
     seed: int = 0
-    """Of the draws; the same seed gives the same text."""
+    """Of the draws: the same seed gives the same text. Sample 2 is what the next seed gives, and so on."""
     num_samples: int = 1
     """How many texts."""
+    batch_size: int = 8
+    """Samples drawn together at most; fewer need less memory."""
     context: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Tokens that the model sees at most. Default: as it was trained."""
     device: Annotated[str, arg(metavar="TEXT")] = "auto"
     """cpu, cuda, cuda:N, or auto."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Print one JSON list of all samples, when they are done."""
+    sampling: OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         check_device("--device", self.device)
-        if self.num_samples < 1:
+        for flag, value, least in (
+            ("--num-samples", self.num_samples, 1),
+            ("--batch-size", self.batch_size, 1),
+            ("--tokens", self.tokens, 0),
+            ("--seed", self.seed, 0),
+        ):
+            if value < least:
+                raise ConfigurationError(f"{flag} {value} was given; at least {least} would work. Nothing was started.")
+        if self.seed + self.num_samples > _LARGEST_SEED:
             raise ConfigurationError(
-                f"--num-samples {self.num_samples} was given; at least 1 would work. Nothing was started."
+                f"--seed {self.seed} was given; at most {_LARGEST_SEED - self.num_samples} would work. "
+                "Nothing was started."
             )
         if self.prompt and self.prompt_file is not None:
             raise ConfigurationError(
@@ -87,56 +94,114 @@ def run(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from diloco.monitor.wording import visible
     from diloco.train.components import choose_device
-    from diloco.train.generate import stream
-    from diloco.train.text_stream import TextStream
+    from diloco.train.generate import generate_together
     from diloco.train.trained import checkpoint_at, load_trained
 
     device = choose_device(TrainSettings(device=given.device))
     trained = load_trained(checkpoint_at(given.path, given.checkpoint), device, replica=given.replica)
-    tokenizer = trained.tokenizer
-    prompt_tokens = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    tokenizer, longest = trained.tokenizer, trained.model.max_sequence_length
+    if given.context is not None and not 1 <= given.context <= longest:
+        raise ConfigurationError(
+            f"--context {given.context} was given; 1 to {longest}, which the model serves, would work. "
+            "Nothing was generated."
+        )
     stops = [text.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\") for text in given.stop]
-    generator = torch.Generator(device).manual_seed(given.seed)
-    samples: list[dict[str, Any]] = []
-
-    def show(piece: str) -> None:
-        if piece and not given.json:
-            sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
-            sys.stdout.flush()
-
+    samples = []
     for number in range(1, given.num_samples + 1):
-        if given.num_samples > 1:
-            show(f"--- sample {number} of {given.num_samples}\n")
-        text, pieces, count = TextStream(tokenizer, stops), [prompt], 0
-        show(prompt)
-        new_tokens = stream(
+        heading = f"--- sample {number} of {given.num_samples}\n" if given.num_samples > 1 else ""
+        samples.append(_Sample(TextStream(tokenizer, stops), given.tokens, heading + prompt))
+    shown = () if given.json else samples
+    _show(shown)
+    for first in range(0, given.num_samples, given.batch_size):
+        together = samples[first : first + given.batch_size]
+        tokens = generate_together(
             trained.model,
-            prompt_tokens,
+            tokenizer.encode(prompt) or [tokenizer.eos_id],
+            [torch.Generator(device).manual_seed(given.seed + first + offset) for offset in range(len(together))],
             max_new_tokens=given.tokens,
-            temperature=given.temperature,
-            top_k=given.top_k,
-            top_p=given.top_p,
-            min_p=given.min_p,
-            repetition_penalty=given.repetition_penalty,
-            generator=generator,
+            sampling=given.sampling,
             stop_token=tokenizer.eos_id,
             window=trained.sequence_length if given.context is None else given.context,
         )
-        for token in new_tokens:
-            count += 1
-            pieces.append(text.feed(token))
-            show(pieces[-1])
-            if text.stopped:
+        for drawn in tokens:
+            for sample, token in zip(together, drawn, strict=True):
+                sample.take(token)
+            _show(shown)
+            if all(sample.ended_by for sample in together):
                 break
-        pieces.append(text.finish())
-        show(pieces[-1] + "\n")
-        ended = "stop" if text.stopped else "length" if count == given.tokens else "end of document"
-        samples.append({"prompt": prompt, "text": "".join(pieces[1:]), "tokens": count, "ended_by": ended})
+        for sample in together:
+            sample.end()
+        _show(shown)
     if given.json:
-        print(json.dumps(samples, indent=2))
+        records = [
+            {"prompt": prompt, "text": sample.text, "tokens": sample.tokens, "ended_by": sample.ended_by}
+            for sample in samples
+        ]
+        print(json.dumps(records, indent=2))
     return 0
+
+
+class _Sample:
+    """One text as it comes, and what of it is still to be shown.
+
+    Args:
+        stream: what makes text of its tokens.
+        most_tokens: that it may have.
+        heading: to be shown before it.
+
+    Attributes:
+        text: so far, as much as is certain.
+        tokens: how many it has.
+        ended_by: what; empty while it goes on.
+    """
+
+    def __init__(self, stream: TextStream, most_tokens: int, heading: str) -> None:
+        self.text = ""
+        self.tokens = 0
+        self.ended_by = ""
+        self._stream = stream
+        self._most_tokens = most_tokens
+        self._unshown = heading
+
+    def take(self, token: int | None) -> None:
+        """The next token, or None where there is no more."""
+        if token is None:
+            self.end()
+        elif not self.ended_by:
+            self.tokens += 1
+            self._add(self._stream.feed(token))
+            if self._stream.stopped or self.tokens == self._most_tokens:
+                self.end()
+
+    def end(self) -> None:
+        """No more tokens come."""
+        if not self.ended_by:
+            self._add(self._stream.finish())
+            self._unshown += "\n"
+            whole = self.tokens == self._most_tokens
+            self.ended_by = "stop" if self._stream.stopped else "length" if whole else "end of document"
+
+    def unshown(self) -> str:
+        """What has come since this was last asked."""
+        text, self._unshown = self._unshown, ""
+        return text
+
+    def _add(self, text: str) -> None:
+        self.text += text
+        self._unshown += text
+
+
+def _show(samples: Sequence[_Sample]) -> None:
+    """One after the other: the first that goes on, as far as it is there, and those before it to their ends."""
+    from diloco.monitor.wording import visible
+
+    for sample in samples:
+        text = sample.unshown()
+        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+        if not sample.ended_by:
+            break
+    sys.stdout.flush()
 
 
 def _read(path: Path) -> str:
@@ -145,4 +210,8 @@ def _read(path: Path) -> str:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"The prompt in {path} cannot be read: {error}. Nothing was generated.") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(
+            f"--prompt-file {path} was given, and cannot be read: {reason}. A file of text in UTF-8, or - for standard "
+            "input, would work. Nothing was generated."
+        ) from error

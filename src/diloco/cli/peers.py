@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,14 +58,23 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
-        rows = [_row(each.peer_id, each.number, dict(each.status), each.problem) for each in found]
+        rows = [_row(each.peer_id, each.number, dict(each.status)) for each in found]
         print(
             columns(["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest"], rows)
+        )
+    for each in found:
+        if each.problem:
+            print(f"diloco: {each.peer_id}: {each.problem}", file=sys.stderr)
+    if not found:
+        print(
+            f"diloco: no peer of run {options.run!r} has been there within the last half hour; the name that its "
+            "replicas were given as --run would work.",
+            file=sys.stderr,
         )
     return 0 if any(each.status for each in found) else 1
 
 
-def _row(peer_id: str, number: int, status: dict[str, Any], problem: str) -> list[str]:
+def _row(peer_id: str, number: int, status: dict[str, Any]) -> list[str]:
     if not status:
         return [peer_id, str(number), "no answer", *["-"] * 7]
     speed, pace, rate = status.get("tokens_per_s"), status.get("pace"), status.get("link_bits_per_s")

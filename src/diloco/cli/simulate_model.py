@@ -60,8 +60,9 @@ def run(options: Options) -> int:
             check_picture_path(path)
     if options.timeline and not (options.bandwidth and len(methods) == 1):
         raise ConfigurationError(
-            "--timeline was given without --bandwidth and one --method; it shows one method on one link. "
-            "Nothing was computed."
+            f"--timeline {options.timeline} was given with {len(methods)} methods and --bandwidth "
+            f"{' '.join(options.bandwidth) or 'left out'}, and it shows one method on one link; --method "
+            "streaming-overlap --bandwidth 500Mbit would work. Nothing was computed."
         )
     cluster = _cluster(options)
     workload = make_workload(options.preset, options.parameters, options.layers, float(cluster.step_time_s.mean()))

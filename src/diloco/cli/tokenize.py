@@ -42,7 +42,9 @@ class TokenizeSettings:
 
     def __post_init__(self) -> None:
         if self.shard_tokens < 1:
-            raise ConfigurationError(f"--shard-tokens {self.shard_tokens} was given; at least 1 is needed.")
+            raise ConfigurationError(
+                f"--shard-tokens {self.shard_tokens} was given; at least 1 is needed. Nothing was written."
+            )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -57,7 +59,9 @@ def run(arguments: Sequence[str]) -> int:
     from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
     settings = build(TokenizeSettings, from_file | line.values)
     if settings.out is None:
-        raise ConfigurationError("--out FOLDER, where the tokens shall be, would work. Nothing was written.")
+        raise ConfigurationError(
+            "no --out was given; --out FOLDER, where the tokens shall be, would work. Nothing was written."
+        )
 
     from diloco.data.tokenize import tokenize
 

@@ -9,16 +9,9 @@ from typing import Any, Unpack
 from torch import nn
 
 from diloco.errors import ConfigurationError
-from diloco.integrations.host import (
-    DiLoCoArguments,
-    Figures,
-    GlobalsInModel,
-    StepWatch,
-    bare_model,
-    bare_optimizer,
-    check_ranks,
-    required,
-)
+from diloco.integrations.figures import Figures
+from diloco.integrations.host import StepWatch, required, unwrapped
+from diloco.integrations.hosted_replica import DiLoCoArguments
 from diloco.integrations.state import load_state, save_state
 from diloco.train.replica import DiLoCo
 from diloco.transport.base import Transport
@@ -72,12 +65,11 @@ class AcceleratedDiLoCo(DiLoCo):
                 f"an Accelerator for {kind} was given; {_UNFIT[kind]}, so DiLoCo can't serve it. "
                 "DistributedDataParallel or FSDP2 would work. Nothing was started."
             )
-        bare, bare_inner = bare_model(model), bare_optimizer(optimizer)
-        check_ranks(bare, transport)
+        bare, inner = unwrapped(model, optimizer, transport)
         self.figures = Figures(arguments.get("on_event"))
-        super().__init__(bare, bare_inner, transport=transport, **(arguments | {"on_event": self.figures.handle}))
+        super().__init__(bare, inner, transport=transport, **(arguments | {"on_event": self.figures.handle}))
         self._accelerator = accelerator
-        self._watch = StepWatch(bare_inner)
+        self._watch = StepWatch(inner)
         self._hooks = (
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -115,7 +107,7 @@ class AcceleratedDiLoCo(DiLoCo):
         return synchronised and (self._watch.taken or self._accelerator.scaler is not None)
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        save_state(Path(folder), self, GlobalsInModel(self))
+        save_state(Path(folder), self)
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
         load_state(Path(folder), self, check_model=False)

@@ -1,53 +1,34 @@
-"""What every integration needs of the framework that drives the loop: the bare model and optimizer behind its
-wrappers, whether a step was really taken, and figures for its logs.
+"""What stands behind the wrappers of a framework: the bare model and optimizer, which ranks hold what of them, and
+whether a step was really taken.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, Literal, TypedDict
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from diloco.algorithm.clipping import Clipping
-from diloco.algorithm.codec import Codec
-from diloco.algorithm.fragments import Fragment, local_shard, trainable_parameters
-from diloco.algorithm.merge import MergeRule
-from diloco.algorithm.outer_optimizer import OuterOptimizer
-from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm.fragments import trainable_parameters
 from diloco.errors import ConfigurationError
-from diloco.events import Event, RoundCommitted
-from diloco.train.replica import DiLoCo
 from diloco.transport.base import Transport
 from diloco.transport.leader import LeaderTransport
 
 __all__ = [
-    "DiLoCoArguments",
-    "Figures",
-    "GlobalsInModel",
-    "Parameters",
     "StepWatch",
     "bare_model",
     "bare_optimizer",
-    "check_parameters",
     "check_ranks",
-    "held_values",
-    "hold_values",
     "is_sharded",
-    "make_diloco",
     "names_of_kinds",
     "required",
+    "unwrapped",
 ]
-
-Parameters = Literal["global", "local"]
-"""Whose values are evaluated, saved for use, and left in the model at the end: what all replicas agree on, or this
-replica's own."""
 
 _UNFIT = {
     "deepspeed": "DeepSpeed keeps the parameters that its optimizer steps to itself",
@@ -57,21 +38,6 @@ _UNFIT = {
     "DeepSpeedOptimizerWrapper": "DeepSpeed keeps the parameters that its optimizer steps to itself",
 }
 """Packages and classes that can't be served, and why."""
-
-
-class DiLoCoArguments(TypedDict, total=False):
-    """What of `DiLoCo`'s arguments an integration passes on; its docstring tells them."""
-
-    schedule: SyncSchedule | None
-    fragments: Sequence[Fragment] | None
-    outer_optimizer: OuterOptimizer | None
-    merge: MergeRule | None
-    codec: Codec | str
-    error_feedback: bool
-    global_device: torch.device | str | None
-    weight: float
-    clipping: Clipping | None
-    on_event: Callable[[Event], None] | None
 
 
 def required(module: str, extra: str) -> ModuleType:
@@ -117,8 +83,7 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
         ConfigurationError: if there is none.
     """
     _refuse_unfit(optimizer)
-    names = {kind.__name__ for kind in type(optimizer).__mro__}
-    if names & {"AcceleratedOptimizer", "LightningOptimizer"}:
+    if {"AcceleratedOptimizer", "LightningOptimizer"}.intersection(names_of_kinds(optimizer)):
         return bare_optimizer(optimizer.optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
@@ -126,6 +91,17 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
             "torch.optim.Optimizer would work. Nothing was started."
         )
     return optimizer
+
+
+def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> tuple[nn.Module, Optimizer]:
+    """The bare model and the bare optimizer, once all that can't work with them or ``transport`` is refused.
+
+    Raises:
+        ConfigurationError: for it.
+    """
+    bare, inner = bare_model(model), bare_optimizer(optimizer)
+    check_ranks(bare, transport)
+    return bare, inner
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -154,14 +130,6 @@ def check_ranks(model: nn.Module, transport: Transport | None) -> None:
         )
 
 
-def check_parameters(parameters: str) -> None:
-    """Raise `ConfigurationError` for anything but global or local."""
-    if parameters not in ("global", "local"):
-        raise ConfigurationError(
-            f"parameters={parameters!r} was given; global or local would work. Nothing was started."
-        )
-
-
 class StepWatch:
     """Whether an optimizer took its steps, or a gradient scaler skipped them.
 
@@ -171,6 +139,7 @@ class StepWatch:
     Args:
         optimizer: of torch.
 
+    >>> import torch
     >>> parameter = nn.Parameter(torch.zeros(1))
     >>> optimizer = torch.optim.SGD([parameter], lr=1.0)
     >>> watch = StepWatch(optimizer)
@@ -205,96 +174,9 @@ class StepWatch:
             self._taken = True
 
 
-class GlobalsInModel:
-    """Puts the global parameters into the model and takes them out again, where no ``with`` fits.
-
-    In between, nothing may be trained or merged.
-    """
-
-    def __init__(self, diloco: DiLoCo) -> None:
-        self.diloco = diloco
-        self._before: dict[str, Tensor] | None = None
-
-    @property
-    def shown(self) -> bool:
-        """Whether the model holds the global parameters now."""
-        return self._before is not None
-
-    def show(self) -> None:
-        """The model holds the global parameters; does nothing where it does already."""
-        if self._before is None:
-            self._before = {name: values.clone() for name, values in held_values(self.diloco.model).items()}
-            hold_values(self.diloco.model, self.diloco.outer_loop.named_global_params())
-
-    def hide(self) -> None:
-        """The model holds the local parameters again."""
-        if self._before is not None:
-            hold_values(self.diloco.model, self._before)
-            self._before = None
-
-    def keep(self) -> None:
-        """The model holds the global parameters for good."""
-        self.show()
-        self._before = None
-
-    def local(self) -> dict[str, Tensor]:
-        """Parameter name -> what this rank holds of the local value, wherever it is now; not copied."""
-        return held_values(self.diloco.model) if self._before is None else self._before
-
-
-def held_values(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> what this rank holds of the trainable parameter, on the same memory."""
-    return {name: local_shard(parameter) for name, parameter in trainable_parameters(model).items()}
-
-
-def hold_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy ``values`` into the trainable parameters, in their own dtype and on their own device."""
-    for name, shard in held_values(model).items():
-        shard.copy_(values[name])
-
-
-class Figures:
-    """What became of the rounds so far, as a framework's logs take it: name -> number.
-
-    Args:
-        also: called with every event, too.
-    """
-
-    def __init__(self, also: Callable[[Event], None] | None) -> None:
-        self._also = also
-        self._wait_s = 0.0
-        self._contributors = 0
-
-    def handle(self, event: Event) -> None:
-        """Take note of ``event``."""
-        if isinstance(event, RoundCommitted):
-            self._wait_s += event.wait_s
-            self._contributors = len(event.contributors)
-        if self._also is not None:
-            self._also(event)
-
-    def of(self, diloco: DiLoCo) -> dict[str, float]:
-        """Rounds and bytes since the beginning; the wait since this process began. Times in seconds."""
-        return {
-            "diloco/rounds": diloco.rounds_committed,
-            "diloco/rounds_void": diloco.rounds_void,
-            "diloco/contributors": self._contributors,
-            "diloco/sent_bytes": diloco.transport.sent_bytes,
-            "diloco/received_bytes": diloco.transport.received_bytes,
-            "diloco/wait_s": self._wait_s,
-        }
-
-
-def make_diloco(
-    model: nn.Module,
-    optimizer: Optimizer,
-    transport: Transport | None,
-    figures: Figures,
-    arguments: DiLoCoArguments,
-) -> DiLoCo:
-    """The `DiLoCo` of a bare model and optimizer, once all that can't work is refused."""
-    check_ranks(model, transport)
-    return DiLoCo(model, optimizer, transport=transport, **(arguments | {"on_event": figures.handle}))
+def names_of_kinds(thing: object) -> Iterable[str]:
+    """The names of the classes that ``thing`` is one of."""
+    return (kind.__name__ for kind in type(thing).__mro__)
 
 
 def _refuse_unfit(thing: object) -> None:
@@ -305,8 +187,3 @@ def _refuse_unfit(thing: object) -> None:
                 f"a {kind.__name__} of {kind.__module__.partition('.')[0]} was given; {why}, so DiLoCo can't serve it. "
                 "DistributedDataParallel, or FSDP2 where the integration says so, would work. Nothing was started."
             )
-
-
-def names_of_kinds(thing: object) -> Iterable[str]:
-    """The names of the classes that ``thing`` is one of."""
-    return (kind.__name__ for kind in type(thing).__mro__)

@@ -15,20 +15,10 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.integrations.host import (
-    DiLoCoArguments,
-    Figures,
-    GlobalsInModel,
-    Parameters,
-    StepWatch,
-    bare_model,
-    bare_optimizer,
-    check_parameters,
-    hold_values,
-    make_diloco,
-    names_of_kinds,
-    required,
-)
+from diloco.integrations.host import names_of_kinds, required
+from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica
+from diloco.integrations.state import exact_state, restore
+from diloco.integrations.values import Parameters
 from diloco.train.replica import DiLoCo
 from diloco.transport.base import Transport
 
@@ -78,8 +68,6 @@ class DiLoCoCallback(Callback):
         ConfigurationError: for what can't work; most of it when training begins.
     """
 
-    diloco: DiLoCo | None = None
-
     def __init__(
         self,
         *,
@@ -88,15 +76,16 @@ class DiLoCoCallback(Callback):
         begin_from_checkpoint: bool = False,
         **arguments: Unpack[DiLoCoArguments],
     ) -> None:
-        check_parameters(parameters)
         self.transport = transport
-        self.parameters = parameters
         self.begin_from_checkpoint = begin_from_checkpoint
-        self.arguments = arguments
-        self.figures = Figures(arguments.get("on_event"))
-        self._training = False
+        self._replica = HostedReplica(parameters, arguments)
         self._loaded: Mapping[str, Any] | None = None
-        self._connection = ExitStack()
+        self._at_end = ExitStack()
+
+    @property
+    def diloco(self) -> DiLoCo | None:
+        """Of this replica, once training has begun."""
+        return self._replica.diloco
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what can't work before anything is set up for it."""
@@ -121,27 +110,24 @@ class DiLoCoCallback(Callback):
             )
         transport = self.transport
         if callable(transport):
-            transport = self._connection.enter_context(transport())
-        bare = bare_optimizer(trainer.optimizers[0])
-        self.diloco = make_diloco(bare_model(pl_module), bare, transport, self.figures, self.arguments)
-        self._globals = GlobalsInModel(self.diloco)
+            transport = self._at_end.enter_context(transport())
+        diloco = self._replica.begin(pl_module, trainer.optimizers[0], transport)
         if self._loaded is not None:
-            self._resume(self.diloco, self._loaded)
+            self._resume(diloco, self._loaded)
         elif trainer.global_step and not self.begin_from_checkpoint:
             raise CheckpointError(
                 f"the Trainer resumes at step {trainer.global_step} from a checkpoint without DiLoCo's state; one that "
                 "was saved with DiLoCoCallback, or begin_from_checkpoint=True, would work. Nothing was started."
             )
-        self._watch = StepWatch(bare)
         self._counted = trainer.global_step
-        self._restore_hook = _saving_globals(pl_module, self._put_globals)
-        self._training = True
+        if self._replica.parameters == "global":
+            put_globals = functools.partial(_put_globals, diloco, pl_module)
+            self._at_end.callback(_before_saving(pl_module, put_globals))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Where this batch completed an optimizer step, it is counted."""
-        assert self.diloco is not None, "training has begun"
         steps = trainer.global_step - self._counted
         self._counted = trainer.global_step
         if steps > 1:
@@ -150,42 +136,34 @@ class DiLoCoCallback(Callback):
                 "merge; one step a batch, or DiLoCo around a loop of your own, would work. Training stops here."
             )
         if steps:
-            self.diloco.step(self._watch.trained())
-        pl_module.log_dict(self.figures.of(self.diloco))
+            self._replica.step()
+        pl_module.log_dict(self._replica.figures())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module takes the parameters that are to be validated."""
-        if self._training and self.parameters == "global":
-            self._globals.show()
+        self._replica.show()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training goes on with the local parameters."""
-        if self._training:
-            self._globals.hide()
+        self._replica.hide()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Merge what is in flight, leave the module with the parameters that were asked for, and part."""
-        assert self.diloco is not None, "training has begun"
-        self._globals.hide()
-        self.diloco.drain()
-        if self.parameters == "global":
-            self._globals.keep()
-        self._end()
-        self._connection.close()
+        self._replica.end()
+        self._at_end.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Part at once."""
-        if self._training:
-            self._globals.hide()
-            self._end()
-        self._connection.__exit__(type(exception), exception, sys.exc_info()[2])
+        self._replica.abandon()
+        self._at_end.__exit__(type(exception), exception, sys.exc_info()[2])
 
     def state_dict(self) -> dict[str, Any]:
         """What Lightning keeps of this callback in a checkpoint."""
         if self.diloco is None:
             return dict(self._loaded or {})
-        local = self._globals.local() if self._training and self.parameters == "global" else None
-        return {"diloco": self.diloco.state_dict(), "local": local, "replica": self.diloco.transport.replica}
+        saves_globals = self._replica.training and self._replica.parameters == "global"
+        state = exact_state(self.diloco, self._replica.local() if saves_globals else None)
+        return state | {"replica": self.diloco.transport.replica}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, when training begins."""
@@ -197,28 +175,18 @@ class DiLoCoCallback(Callback):
                 f"the checkpoint is of replica {state['replica']}, and this is replica {diloco.transport.replica}; "
                 "each replica's own would work. Nothing was started."
             )
-        if state["local"] is not None:
-            hold_values(diloco.model, state["local"])
-        diloco.load_state_dict(state["diloco"])
-
-    def _put_globals(self, module: LightningModule, state_dict: dict[str, Tensor]) -> None:
-        """Replace the parameters in what Lightning is about to save."""
-        assert self.diloco is not None, "training has begun"
-        if self.parameters == "global":
-            values = {id(module.get_parameter(n)): v for n, v in self.diloco.outer_loop.named_global_params().items()}
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if id(parameter) in values and name in state_dict:
-                    state_dict[name] = values[id(parameter)].to(parameter.device, parameter.dtype, copy=True)
-
-    def _end(self) -> None:
-        self._training = False
-        self._restore_hook()
-        self._watch.close()
+        restore(diloco, state)
 
 
-def _saving_globals(
-    module: LightningModule, put: Callable[[LightningModule, dict[str, Tensor]], None]
-) -> Callable[[], None]:
+def _put_globals(diloco: DiLoCo, module: LightningModule, state_dict: dict[str, Tensor]) -> None:
+    """Replace the parameters in what Lightning is about to save of ``module``."""
+    values = {id(module.get_parameter(name)): v for name, v in diloco.outer_loop.named_global_params().items()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in values and name in state_dict:
+            state_dict[name] = values[id(parameter)].to(parameter.device, parameter.dtype, copy=True)
+
+
+def _before_saving(module: LightningModule, put: Callable[[dict[str, Tensor]], None]) -> Callable[[], None]:
     """Call ``put`` with every ``state_dict`` that Lightning saves of ``module``, until what is returned is called.
 
     In the module's own hook, since Lightning does not ask callbacks where it saves weights only.
@@ -226,10 +194,10 @@ def _saving_globals(
     saving = module.on_save_checkpoint
 
     @functools.wraps(saving)
-    def with_globals(checkpoint: dict[str, Any]) -> None:
-        put(module, checkpoint["state_dict"])
+    def put_first(checkpoint: dict[str, Any]) -> None:
+        put(checkpoint["state_dict"])
         saving(checkpoint)
 
     # as an attribute of the object: its class may have others
-    object.__setattr__(module, "on_save_checkpoint", with_globals)
+    object.__setattr__(module, "on_save_checkpoint", put_first)
     return lambda: object.__delattr__(module, "on_save_checkpoint")

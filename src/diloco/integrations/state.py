@@ -6,6 +6,7 @@ parameters out and each saves its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from diloco.algorithm.digest import digest_tensors
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.integrations.host import GlobalsInModel, held_values, hold_values, is_sharded
+from diloco.integrations.host import is_sharded
+from diloco.integrations.values import held_values, hold_values
 from diloco.train.checkpoint import open_checkpoint, save_checkpoint
 from diloco.train.replica import DiLoCo
 
-__all__ = ["has_state", "load_state", "save_state"]
+__all__ = ["exact_state", "has_state", "load_state", "restore", "save_state"]
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,30 @@ class _Place:
         return [name for name in found if name.partition("-rank-")[0] != mine or not name.endswith(end)]
 
 
-def save_state(checkpoint: Path, diloco: DiLoCo, shown: GlobalsInModel) -> None:
+def exact_state(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """All that `restore` needs beside the framework's own state.
+
+    Args:
+        diloco: of this rank.
+        local: parameter name -> the local value, where the framework saves global ones as the model.
+    """
+    return {"diloco": diloco.state_dict(), "local": local}
+
+
+def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
+    """Go on where `exact_state` was called, with a model that the framework has loaded, or is about to."""
+    if state["local"] is not None:
+        hold_values(diloco.model, state["local"])
+    diloco.load_state_dict(state["diloco"])
+
+
+def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:
     """Save what this rank needs to go on exactly; to be called on all ranks of the replica.
 
     Args:
         checkpoint: the framework's folder.
         diloco: of this rank.
-        shown: whether the framework saved global parameters as the model; then the local ones are saved here.
+        local: parameter name -> the local value, where the framework saved global ones as the model.
 
     Raises:
         ConfigurationError: if another replica saves into the same folder.
@@ -67,9 +86,8 @@ def save_state(checkpoint: Path, diloco: DiLoCo, shown: GlobalsInModel) -> None:
             f"replica {place.replica} was to save into {checkpoint}, where {others[0]} saves too, so that each "
             "overwrites the other's model and optimizer; a folder for each replica would work. Nothing was saved."
         )
-    state: dict[str, Any] = {"diloco": diloco.state_dict(), "local": shown.local() if shown.shown else None}
     about = {"replica": place.replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco.model))}
-    save_checkpoint(place.path, diloco.steps, {"state": state}, about=about, keep=1)
+    save_checkpoint(place.path, diloco.steps, {"state": exact_state(diloco, local)}, about=about, keep=1)
 
 
 def has_state(checkpoint: Path) -> bool:
@@ -102,11 +120,7 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
             f"the model that was loaded is not the one saved in {checkpoint}; naming the folder that it was loaded "
             "from (resume_from_checkpoint of the callback) would work. Nothing was started."
         )
-    state = opened.load("state")
-    local: dict[str, Tensor] | None = state["local"]
-    if local is not None:
-        hold_values(diloco.model, local)
-    diloco.load_state_dict(state["diloco"])
+    restore(diloco, opened.load("state"))
 
 
 def _saves_alone(diloco: DiLoCo) -> bool:

@@ -9,21 +9,10 @@ from typing import Any, Self, Unpack
 from torch import nn
 
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.integrations.host import (
-    DiLoCoArguments,
-    Figures,
-    GlobalsInModel,
-    Parameters,
-    StepWatch,
-    bare_model,
-    bare_optimizer,
-    check_parameters,
-    held_values,
-    hold_values,
-    make_diloco,
-    required,
-)
+from diloco.integrations.host import required
+from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica
 from diloco.integrations.state import has_state, load_state, save_state
+from diloco.integrations.values import Parameters, held_values
 from diloco.train.replica import DiLoCo
 from diloco.transport.base import Transport
 
@@ -69,8 +58,6 @@ class DiLoCoCallback(TrainerCallback):
         ConfigurationError: for what can't work; most of it when training begins.
     """
 
-    diloco: DiLoCo | None = None
-
     def __init__(
         self,
         *,
@@ -80,13 +67,15 @@ class DiLoCoCallback(TrainerCallback):
         begin_from_checkpoint: bool = False,
         **arguments: Unpack[DiLoCoArguments],
     ) -> None:
-        check_parameters(parameters)
         self.transport = transport
-        self.parameters = parameters
         self.resume_from_checkpoint = resume_from_checkpoint
         self.begin_from_checkpoint = begin_from_checkpoint
-        self.arguments = arguments
-        self.figures = Figures(arguments.get("on_event"))
+        self._replica = HostedReplica(parameters, arguments)
+
+    @property
+    def diloco(self) -> DiLoCo | None:
+        """Of this replica, once training has begun."""
+        return self._replica.diloco
 
     def add_to(self, trainer: Trainer) -> Self:
         """Instead of ``Trainer(callbacks=[...])``: the figures then reach TensorBoard, W&B and other trackers,
@@ -107,38 +96,34 @@ class DiLoCoCallback(TrainerCallback):
         """Make the `DiLoCo`, at its beginning or where a checkpoint was saved."""
         assert model is not None, "a Trainer gives its model"
         self._refuse_unfit(args, state)
-        bare = bare_optimizer(optimizer)
-        self.diloco = make_diloco(bare_model(model), bare, self.transport, self.figures, self.arguments)
-        self._globals = GlobalsInModel(self.diloco)
+        diloco = self._replica.begin(model, optimizer, self.transport)
         if state.global_step:
-            self._resume(args, state)
-        self._watch = StepWatch(bare)
+            self._resume(diloco, args, state)
         if args.eval_on_start:
-            self._show()
+            self._replica.show()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Training goes on with the local parameters."""
-        self._globals.hide()
+        self._replica.hide()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Training goes on with the local parameters."""
-        self._globals.hide()
+        self._replica.hide()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The optimizer has stepped, or a gradient scaler has skipped the step."""
-        assert self.diloco is not None, "training has begun"
-        self.diloco.step(self._watch.trained())
+        self._replica.step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Before an evaluation or a checkpoint the model takes the parameters that it is to have there."""
         if control.should_evaluate or control.should_save:
-            self._show()
+            self._replica.show()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -149,15 +134,15 @@ class DiLoCoCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save DiLoCo's state beside the optimizer's, unless the Trainer saves the model only."""
         assert self.diloco is not None, "training has begun"
-        folder = _checkpoint_of(args, state)
-        if self.parameters == "global" and not self._globals.shown:
+        folder, shown = _checkpoint_of(args, state), self._replica.shows_globals
+        if self._replica.parameters == "global" and not shown:
             warnings.warn(
                 f"{folder} holds local parameters, since a callback behind DiLoCoCallback asked for it to be saved; "
                 "DiLoCoCallback as the last one would save the global ones.",
                 stacklevel=2,
             )
         if not args.save_only_model:
-            save_state(folder, self.diloco, self._globals)
+            save_state(folder, self.diloco, self._replica.local() if shown else None)
 
     def on_log(
         self,
@@ -169,7 +154,7 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         """Add the figures to what the Trainer logs of training, and to its history."""
         if self.diloco is not None and logs is not None and {"loss", "train_loss"} & logs.keys():
-            figures = self.figures.of(self.diloco)
+            figures = self._replica.figures()
             logs.update(figures)
             state.log_history[-1].update(figures)
 
@@ -184,24 +169,13 @@ class DiLoCoCallback(TrainerCallback):
         best = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = {name: values.clone() for name, values in held_values(self.diloco.model).items()}
-        self._globals.hide()
-        self.diloco.drain()
-        if best is not None:
-            hold_values(self.diloco.model, best)
-        elif self.parameters == "global":
-            self._globals.keep()
-        self._watch.close()
+        self._replica.end(best)
 
-    def _show(self) -> None:
-        if self.parameters == "global":
-            self._globals.show()
-
-    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        assert self.diloco is not None, "it was made"
+    def _resume(self, diloco: DiLoCo, args: TrainingArguments, state: TrainerState) -> None:
         given = self.resume_from_checkpoint or args.resume_from_checkpoint
         folder = Path(given) if isinstance(given, str | Path) and Path(given).is_dir() else _checkpoint_of(args, state)
         if has_state(folder):
-            load_state(folder, self.diloco, check_model=True)
+            load_state(folder, diloco, check_model=True)
         elif not self.begin_from_checkpoint:
             raise CheckpointError(
                 f"the Trainer resumes at step {state.global_step}, and {folder} has no state of DiLoCo. Where it "

@@ -200,7 +200,10 @@ def _newest(folder: Path) -> Path:
         return found[-1]
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES) if folder.is_dir() else []
     why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
-    raise CheckpointError(f"{folder} holds no complete checkpoint{why}. Nothing was loaded.")
+    raise CheckpointError(
+        f"{folder} holds no complete checkpoint{why}; a folder in which a run has saved one would work. "
+        "Nothing was loaded."
+    )
 
 
 def _refused(place: Path, why: object) -> CheckpointError:

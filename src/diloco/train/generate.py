@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model.language_model import LanguageModel
+from diloco.train.sampling import Sampling
 
-__all__ = ["generate", "stream"]
+__all__ = ["generate", "generate_together"]
+
+DEFAULT = Sampling()
 
 
 def generate(
     model: LanguageModel,
     prompt_tokens: Sequence[int],
+    generator: torch.Generator,
     *,
     max_new_tokens: int,
-    generator: torch.Generator,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop_token: int | None = None,
-    window: int | None = None,
-) -> list[int]:
-    """Continue ``prompt_tokens``; all at once what `stream` gives one by one. See there."""
-    return list(
-        stream(
-            model,
-            prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            generator=generator,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            stop_token=stop_token,
-            window=window,
-        )
-    )
-
-
-def stream(
-    model: LanguageModel,
-    prompt_tokens: Sequence[int],
-    *,
-    max_new_tokens: int,
-    generator: torch.Generator,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    sampling: Sampling = DEFAULT,
     stop_token: int | None = None,
     window: int | None = None,
 ) -> Iterator[int]:
@@ -68,15 +36,9 @@ def stream(
 
     Args:
         prompt_tokens: token ids, at least one; of a prompt longer than the window, its end is read.
+        generator: of the draws, on the model's device.
         max_new_tokens: tokens to generate, at least 0.
-        generator: of the samples, on the model's device.
-        temperature: logits are divided by it; 0 takes the likeliest token always.
-        top_k: sample among the k likeliest tokens; None: among all.
-        top_p: sample among the likeliest tokens that together reach this probability, after ``top_k``, the one that
-            reaches it included; None: among all.
-        min_p: leave out tokens less likely than this share of the likeliest one's probability; None: none.
-        repetition_penalty: positive logits of tokens that have occurred, in the prompt too, are divided by it, others
-            multiplied (CTRL, 1909.05858); 1: no penalty.
+        sampling: how they are drawn.
         stop_token: end when the model gives this token.
         window: tokens of context; default: the model's ``max_sequence_length``. A model does poorly beyond the
             sequence length it was trained with, so that length is the one to give.
@@ -88,96 +50,143 @@ def stream(
         ConfigurationError: for an argument that cannot work; at once.
         NonFiniteError: if the model gives logits that are not finite; when that token is asked for.
     """
+    together = generate_together(
+        model,
+        prompt_tokens,
+        [generator],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_token=stop_token,
+        window=window,
+    )
+    return _only(together)
+
+
+def generate_together(
+    model: LanguageModel,
+    prompt_tokens: Sequence[int],
+    generators: Sequence[torch.Generator],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = DEFAULT,
+    stop_token: int | None = None,
+    window: int | None = None,
+) -> Generator[tuple[int | None, ...]]:
+    """Continue one prompt several times, in one batch: each text is the one that `generate` gives with its generator.
+
+    But for the round-off of the logits, which is another for another size of the batch: where two tokens are equally
+    likely to the last bits, it may decide.
+
+    Args:
+        generators: one for each text; all other arguments as those of `generate`.
+
+    Returns:
+        An iterator of the next token of each text, None for one that has ended; it ends when all have.
+
+    Raises:
+        ConfigurationError: for an argument that cannot work; at once.
+        NonFiniteError: as `generate`.
+    """
     longest = model.max_sequence_length
     window = longest if window is None else window
     device = next(model.parameters()).device
     vocabulary = model.vocab_size
     _check(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more")
-    _check(0 <= temperature < float("inf"), f"temperature={temperature}", "0 (greedy) or a positive number")
-    _check(top_k is None or top_k >= 1, f"top_k={top_k}", "1 or more, or None")
-    _check(top_p is None or 0 < top_p <= 1, f"top_p={top_p}", "a number above 0 and up to 1, or None")
-    _check(min_p is None or 0 < min_p <= 1, f"min_p={min_p}", "a number above 0 and up to 1, or None")
-    _check(0 < repetition_penalty < float("inf"), f"repetition_penalty={repetition_penalty}", "a positive number")
     _check(1 <= window <= longest, f"window={window}", f"1 to model.max_sequence_length={longest}")
     _check(len(prompt_tokens) >= 1, "an empty prompt", "at least one token, such as the end-of-document token,")
     for token in (*prompt_tokens, *(() if stop_token is None else (stop_token,))):
         _check(0 <= token < vocabulary, f"token {token}", f"0 to {vocabulary - 1}, the model's vocabulary,")
-    _check(
-        generator.device.type == device.type,
-        f"a generator on {generator.device} with a model on {device}",
-        f'torch.Generator("{device.type}")',
-    )
+    _check(len(generators) >= 1, "no generator", "one for each text")
+    for generator in generators:
+        _check(
+            generator.device.type == device.type,
+            f"a generator on {generator.device} with a model on {device}",
+            f'torch.Generator("{device.type}")',
+        )
+    texts = [_Text(list(prompt_tokens), generator) for generator in generators]
+    return _together(model, texts, max_new_tokens, sampling, stop_token, window)
 
-    choice = _Choice(generator, temperature, top_k, top_p, min_p, repetition_penalty)
-    return _stream(model, list(prompt_tokens), max_new_tokens, choice, stop_token, window)
 
+@dataclass
+class _Text:
+    """One of those that are continued together, with its prompt; of one length all of them."""
 
-class _Choice(NamedTuple):
-    """How a token is drawn; see `stream`."""
-
+    tokens: list[int]
     generator: torch.Generator
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
+    ended: bool = False
 
 
-def _stream(
-    model: LanguageModel, tokens: list[int], max_new_tokens: int, choice: _Choice, stop_token: int | None, window: int
-) -> Iterator[int]:
+def _together(
+    model: LanguageModel,
+    texts: Sequence[_Text],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_token: int | None,
+    window: int,
+) -> Generator[tuple[int | None, ...]]:
     device = next(model.parameters()).device
-    unread = tokens[-window:]
+    unread = window
     cache = model.new_cache()
     was_training = model.training
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            if cache.length + len(unread) > window:
-                unread = tokens[-max(1, window // 2) :]
+            if cache.length + unread > window:
+                unread = max(1, window // 2)
                 cache = model.new_cache()
             # Not around the yield, where it would hold for whoever asks for the tokens. Not inference mode: what FSDP
             # gathers in it could not be trained afterwards.
             with torch.no_grad():
                 # `__call__` but for one thing: a compiled model would compile anew for every length of the cache.
                 call: Callable[..., Tensor] = model._call_impl
-                logits = call(torch.tensor([unread], device=device), cache)[0, -1].float()
-                token = _sample(logits, tokens, choice)
-            if token == stop_token:
+                logits = call(torch.tensor([text.tokens[-unread:] for text in texts], device=device), cache)[:, -1]
+                for text, of_text in zip(texts, logits.float(), strict=True):
+                    # One that has ended goes on with its last token, for nothing: the others are in the same batch.
+                    token = text.tokens[-1] if text.ended else _sample(of_text, text, sampling)
+                    text.tokens.append(token)
+                    text.ended = token == stop_token
+            if all(text.ended for text in texts):
                 break
-            tokens.append(token)
-            unread = [token]
-            yield token
+            unread = 1
+            yield tuple(None if text.ended else text.tokens[-1] for text in texts)
     finally:
         model.train(was_training)
 
 
-def _sample(logits: Tensor, before: Sequence[int], choice: _Choice) -> int:
-    """One token from ``(vocab,)`` float32 logits, after the tokens ``before``."""
-    generator, temperature, top_k, top_p, min_p, repetition_penalty = choice
+def _only(together: Generator[tuple[int | None, ...]]) -> Iterator[int]:
+    """The tokens of the one text there is."""
+    with closing(together):
+        for (token,) in together:
+            assert token is not None, "it ends with its only text"
+            yield token
+
+
+def _sample(logits: Tensor, text: _Text, sampling: Sampling) -> int:
+    """The next token of ``text``, from ``(vocab,)`` float32 logits."""
     if not bool(logits.isfinite().all()):
         raise NonFiniteError(
             "the model gave logits that are not finite; its parameters are damaged or its training diverged. "
             "No further token was generated."
         )
-    if repetition_penalty != 1:
-        occurred = torch.tensor(sorted(set(before)), device=logits.device)
+    penalty = sampling.repetition_penalty
+    if penalty != 1:
+        occurred = torch.tensor(sorted(set(text.tokens)), device=logits.device)
         theirs = logits[occurred]
-        penalised = theirs.where(theirs < 0, theirs / repetition_penalty)
-        logits = logits.scatter(0, occurred, penalised.where(theirs >= 0, theirs * repetition_penalty))
-    if temperature == 0:
+        penalised = theirs.where(theirs < 0, theirs / penalty)
+        logits = logits.scatter(0, occurred, penalised.where(theirs >= 0, theirs * penalty))
+    if sampling.temperature == 0:
         return int(logits.argmax())
     candidates, tokens = logits.sort(descending=True, stable=True)
-    if top_k is not None:
-        candidates, tokens = candidates[:top_k], tokens[:top_k]
+    if sampling.top_k is not None:
+        candidates, tokens = candidates[: sampling.top_k], tokens[: sampling.top_k]
     # Relative to the largest first, so that a tiny temperature gives 0 and -inf instead of inf - inf.
-    probabilities = ((candidates - candidates[0]) / temperature).softmax(0)
-    if top_p is not None:
+    probabilities = ((candidates - candidates[0]) / sampling.temperature).softmax(0)
+    if sampling.top_p is not None:
         # A token stays if those before it have not reached top_p; the first always does.
-        probabilities = probabilities.where(probabilities.cumsum(0) - probabilities < top_p, 0)
-    if min_p is not None:
-        probabilities = probabilities.where(probabilities >= min_p * probabilities[0], 0)
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+        probabilities = probabilities.where(probabilities.cumsum(0) - probabilities < sampling.top_p, 0)
+    if sampling.min_p is not None:
+        probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities[0], 0)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=text.generator)])
 
 
 def _check(holds: bool, given: str, works: str) -> None:

@@ -178,7 +178,10 @@ def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
     except OSError as error:
-        raise ConfigurationError(f"a process could not be started: {error}. Nothing runs.") from error
+        raise ConfigurationError(
+            f"a process for a replica could not be started: {error}. Fewer --replicas, or more processes and memory "
+            "allowed on this machine, would work. Nothing runs."
+        ) from error
 
 
 def _end_with_parent() -> None:

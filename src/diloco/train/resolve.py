@@ -111,7 +111,7 @@ def _resolve_codec(settings: RunSettings) -> CodecSettings:
     if codec.name is None:
         codec = dataclasses.replace(codec, name="fp4" if algorithm == "streaming" else "float32")
     if codec.name not in CODEC_NAMES:
-        raise refuse(f"codec.name={codec.name!r}", f"{nearest(str(codec.name), CODEC_NAMES).rstrip('?')}")
+        raise refuse(f"codec.name={codec.name!r}", f"{nearest(str(codec.name), CODEC_NAMES).rstrip('?.')}")
     if not 2 <= codec.block_size <= 65536 or codec.block_size % 2:
         raise refuse(f"codec.block_size={codec.block_size}", "an even number from 2 to 65536 would work")
     if algorithm == "data-parallel" and codec.name not in GRADIENT_CODECS:

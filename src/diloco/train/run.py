@@ -340,12 +340,13 @@ class _Run:
                 tokens = generate(
                     models[0],
                     tokenizer.encode(prompt) or [tokenizer.eos_id],
+                    generator,
                     max_new_tokens=settings.sample_tokens,
-                    generator=generator,
                     stop_token=tokenizer.eos_id,
                     window=self.settings.train.sequence_length,
                 )
-            self._emit(SampleGenerated(step=self.step, prompt=prompt, text=tokenizer.decode(tokens), final=final))
+                text = tokenizer.decode(list(tokens))
+            self._emit(SampleGenerated(step=self.step, prompt=prompt, text=text, final=final))
 
     def _emit(self, event: Event) -> None:
         self.sink.handle(event)

@@ -1,0 +1,50 @@
+"""How the next token is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import arg
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["Sampling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn from the model's logits.
+
+    Raises:
+        ConfigurationError: for a value that cannot work.
+
+    >>> Sampling(temperature=0)
+    Sampling(temperature=0, top_k=50, top_p=None, min_p=None, repetition_penalty=1.0)
+    """
+
+    temperature: float = 0.8
+    """Divides the logits: below 1 likelier, above 1 wilder, 0 always the likeliest token."""
+    top_k: Annotated[int | None, arg(metavar="INT")] = 50
+    """Draw from this many likeliest tokens; None: from all."""
+    top_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Draw from the likeliest tokens that together have this probability, after --top-k, the one that reaches it
+    included. Default: from all."""
+    min_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Leave out tokens less likely than this share of the likeliest one's probability. Default: none."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that have occurred, in the prompt too, are less likely: their positive logits are divided by it,
+    others multiplied (CTRL, 1909.05858)."""
+
+    def __post_init__(self) -> None:
+        for name, holds, works in (
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "1 or more, or None"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "a number above 0 and up to 1, or None"),
+            ("min_p", self.min_p is None or 0 < self.min_p <= 1, "a number above 0 and up to 1, or None"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "a positive number"),
+        ):
+            if not holds:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} was given; {works} would work. Nothing was generated."
+                )
