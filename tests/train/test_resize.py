@@ -171,7 +171,7 @@ def test_who_joins_later_is_told_how_the_data_is_shared_out(tmp_path: Path) -> N
         told.append(asker.data_order)
         return words
 
-    from diloco.train import run as module
+    from diloco.train import beginning as module
 
     load = module.load_session
     train(data, run, "--stop-after 3")

@@ -86,6 +86,12 @@ class Arguments:
         ):
             if value is not None and value < least:
                 raise ConfigurationError(f"{flag} {value} was given; {least} or more would work. Nothing was started.")
+        for flag, given in (("--text-field", self.text_field), ("--document-separator", self.document_separator)):
+            if given is not None and not self.data:
+                raise ConfigurationError(
+                    f"{flag} {given!r} was given without --data; what the run held out is read as the run read it. "
+                    "With --data PATH it would work. Nothing was started."
+                )
         if self.sequences and (self.stride is not None or self.by_document):
             raise ConfigurationError(
                 f"--sequences {self.sequences} was given with {'--by-document' if self.by_document else '--stride'}, "

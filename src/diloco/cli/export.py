@@ -45,8 +45,8 @@ class Arguments:
     """Of the weights."""
     max_length: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """hf: the longest sequence that the model says it serves. Default: what it was trained with."""
-    max_shard_size: str = "5GB"
-    """hf: largest file of weights, in KB, MB, GB or TB."""
+    max_shard_size: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    """hf: largest file of weights, such as 500MB (KB, MB, GB or TB). Default: 5GB."""
     overwrite: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Replace an earlier export."""
 
@@ -54,14 +54,17 @@ class Arguments:
 def run(arguments: Sequence[str]) -> int:
     """Load, write, and say what was written."""
     given = tyro.cli(Arguments, prog="diloco export", description=DESCRIPTION, args=list(arguments))
-    if given.to == "safetensors" and given.max_length is not None:
+    if given.to == "safetensors":
+        for flag, value in (("--max-length", given.max_length), ("--max-shard-size", given.max_shard_size)):
+            if value is not None:
+                raise ConfigurationError(
+                    f"{flag} was given with --to safetensors, one file that holds nothing but parameters; --to hf "
+                    "would work. Nothing was exported."
+                )
+    largest = "5GB" if given.max_shard_size is None else given.max_shard_size
+    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", largest, re.IGNORECASE):
         raise ConfigurationError(
-            "--max-length was given with --to safetensors, which holds nothing but parameters; --to hf would work. "
-            "Nothing was exported."
-        )
-    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", given.max_shard_size, re.IGNORECASE):
-        raise ConfigurationError(
-            f"--max-shard-size {given.max_shard_size} was given; a number in KB, MB, GB or TB, such as 500MB, would "
+            f"--max-shard-size {largest} was given; a number in KB, MB, GB or TB, such as 500MB, would "
             "work. Nothing was exported."
         )
 
@@ -77,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
             given.out,
             dtype=given.dtype,
             max_length=given.max_length,
-            max_shard_size=given.max_shard_size,
+            max_shard_size=largest,
             overwrite=given.overwrite,
         )
         kind, files = type(made).__name__, list(given.out.iterdir())

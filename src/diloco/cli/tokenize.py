@@ -67,8 +67,10 @@ def run(arguments: Sequence[str]) -> int:
 
     started_s = time.monotonic()
     shown = _Progress(sys.stderr.isatty())
-    folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=shown)
-    shown.end()
+    try:
+        folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=shown)
+    finally:
+        shown.end()
     elapsed_s = time.monotonic() - started_s
     for name, side in folder.sides.items():
         print(

@@ -43,6 +43,7 @@ class Configuration(RunSettings):
         return self.preset if self.model.source is None else parse_source(self.model.source).label
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # object.__setattr__ is the frozen dataclass's own way to derive a field: an alias becomes the listed name.
         object.__setattr__(self, "preset", get_preset(self.preset).name)
         if self.monitor.every_steps < 1:

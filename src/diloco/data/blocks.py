@@ -90,9 +90,13 @@ class BlockReader:
         if self._records is None or self._next > first or (anywhere and self._next != first):
             self._next = first if anywhere else 0
             self._records = self._source.records(self._next)
-        for _ in islice(self._records, first - self._next):
-            self._next += 1
-        records = list(islice(self._records, self.size)) if self._next == first else []
+        try:
+            for _ in islice(self._records, first - self._next):
+                self._next += 1
+            records = list(islice(self._records, self.size)) if self._next == first else []
+        except BaseException:  # it has ended now, which is not where the source ends
+            self._records = None
+            raise
         self._next += len(records)
         if len(records) < self.size:
             self._records = None

@@ -27,7 +27,8 @@ class BPETokenizer(Tokenizer):
         source: what to call it in messages.
 
     Raises:
-        DataError: it cannot be read, does not tell texts exactly (see `diloco.data.pieces`), or has no such token.
+        DataError: it cannot be read, does not tell texts exactly (see `diloco.data.pieces`), or has no such token. Also
+            raised for a text with that token in it, where it can be written with ordinary characters.
     """
 
     def __init__(self, content: str, *, eos: str, source: str = "the tokenizer") -> None:
@@ -54,7 +55,9 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         checked_utf8(text)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        self._check_end(text, ids)
+        return ids
 
     def encode_documents(self, documents: Sequence[str]) -> NDArray[Any]:
         pieces = [np.zeros(0, dtype=self.dtype)]
@@ -64,10 +67,20 @@ class BPETokenizer(Tokenizer):
                 checked_utf8(text)
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for text, encoding in zip(texts, encodings, strict=True):
+                self._check_end(text, encoding.ids)
                 pieces.append(np.array([*encoding.ids, self.eos_id], dtype=self.dtype))
                 if self._adds_space:
                     self._check(text, pieces[-1])
         return np.concatenate(pieces)
+
+    def _check_end(self, text: str, ids: Sequence[int]) -> None:
+        """Refuse a text that would end itself, as where a Unigram model has the end-of-document token as a piece."""
+        if self.eos_id in ids:
+            raise DataError(
+                f"{self._source} turns a text into the token that ends a document, {self._eos!r}; the text begins with "
+                f"{text[:40]!r}. A text without these characters, or another token for the end (eos_token in "
+                "tokenizer_config.json), would work. It was not encoded."
+            )
 
     def _check(self, text: str, ids: NDArray[Any]) -> None:
         """Refuse a document that is not told exactly; one that begins with a space may have got no other."""

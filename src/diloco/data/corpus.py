@@ -16,7 +16,7 @@ from diloco.data.sources import open_source
 from diloco.data.split import split_documents
 from diloco.data.token_folder import TokenFolder, fingerprint_of, is_token_folder
 from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokens import given_tokenizer, load_tokenizer, make_tokenizer, vocabulary_size
+from diloco.data.tokens import given_tokenizer, make_tokenizer, vocabulary_size
 from diloco.errors import ConfigurationError
 
 __all__ = ["Corpus", "build_corpus", "corpus_vocabulary_size", "read_source", "split_documents", "token_folders"]
@@ -56,6 +56,8 @@ def build_corpus(settings: DataSettings) -> Corpus:
             f"data.max_documents={settings.max_documents} was given with tokens that are ready; given to `diloco "
             "tokenize` it would work. The corpus was not built."
         )
+    if all(folders.values()):
+        _check_heldout(settings, [folder for found in folders.values() for folder in found])
     texts = {
         source.name: split_documents(read_source(source), settings.heldout_fraction, settings.max_documents)
         for source in sources
@@ -75,6 +77,19 @@ def build_corpus(settings: DataSettings) -> Corpus:
     if not settings.sources:
         return corpora[0]
     return _mixed(sources, corpora)
+
+
+def _check_heldout(settings: DataSettings, folders: Sequence[TokenFolder]) -> None:
+    """Refuse a fraction to hold out that was asked for, where all documents were parted by another."""
+    asked = settings.heldout_fraction
+    for folder in folders:
+        made = folder.made.get("heldout_fraction", asked)
+        if asked not in (made, DataSettings().heldout_fraction):
+            raise ConfigurationError(
+                f"data.heldout_fraction={asked:g} was given, and {folder.path} was made with {made:g}, which settles "
+                "what is held out of it; without, or given to `diloco tokenize`, it would work. The corpus was not "
+                "built."
+            )
 
 
 def read_source(source: SourceSettings) -> Iterable[str]:
@@ -112,9 +127,9 @@ def _tokenizer(settings: DataSettings, folders: Sequence[TokenFolder], train: Ca
     """The one that all tokens are of; that of the folders where there are any."""
     if not folders:
         return make_tokenizer(settings, train())
-    first = load_tokenizer(folders[0].path)
+    first = folders[0].tokenizer()
     for folder in folders[1:]:
-        if load_tokenizer(folder.path).to_json() != first.to_json():
+        if folder.tokenizer().to_json() != first.to_json():
             raise ConfigurationError(
                 f"{folders[0].path} and {folder.path} are of different tokenizers; `diloco tokenize` with the same "
                 f"one, such as --data.tokenizer {folders[0].path}, would work. The corpus was not built."
@@ -133,7 +148,9 @@ def _mapped(folders: Sequence[TokenFolder], tokenizer: Tokenizer) -> Corpus:
     for name in ("train", "heldout"):
         parts = [folder.tokens(name) for folder in folders]
         digests = " ".join(part.digest for part in parts)  # those of the manifests: nothing is read for it
-        whole = PackedTokens([p for part in parts for p in part.pieces], xxhash.xxh3_64_hexdigest(digests.encode()))
+        pieces = [piece for part in parts for piece in part.pieces]
+        digest = xxhash.xxh3_64_hexdigest(digests.encode())
+        whole = PackedTokens(pieces, digest, vocab_size=tokenizer.vocab_size)
         tokens[name] = parts[0] if len(parts) == 1 else whole
     count = {
         f"{name}_{what}": sum(getattr(folder.sides[name], what) for folder in folders)
@@ -180,7 +197,7 @@ def _mixed(sources: Sequence[SourceSettings], corpora: Sequence[Corpus]) -> Corp
     told = [[source.name, share, corpus.fingerprint] for (source, corpus), share in zip(pairs, shares, strict=True)]
     return Corpus(
         train=Mixture([Part(source.name, corpus.train, source.weight) for source, corpus in pairs]),
-        heldout=PackedTokens(heldout),
+        heldout=PackedTokens(heldout, vocab_size=corpora[0].tokenizer.vocab_size),
         tokenizer=corpora[0].tokenizer,
         train_documents=sum(corpus.train_documents for corpus in corpora),
         heldout_documents=sum(corpus.heldout_documents for corpus in corpora),

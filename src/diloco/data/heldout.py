@@ -27,7 +27,8 @@ def heldout_tokens(settings: DataSettings, tokenizer: Tokenizer) -> Tokens:
     sources = settings.parsed_sources()
     if settings.streaming:
         return tokenizer.encode_documents(first_heldout([open_source(source) for source in sources], settings))
-    return PackedTokens([piece for source in sources for piece in _of_source(source, settings, tokenizer)])
+    pieces = [piece for source in sources for piece in _of_source(source, settings, tokenizer)]
+    return PackedTokens(pieces, vocab_size=tokenizer.vocab_size)
 
 
 def read_texts(settings: DataSettings, paths: Sequence[Path]) -> Iterable[str]:

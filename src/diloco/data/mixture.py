@@ -57,7 +57,11 @@ class Mixture:
         self.shares = shares_of({part.name: part.weight for part in self.parts})
         pieces = [part.tokens.pieces if isinstance(part.tokens, PackedTokens) else (part.tokens[:],) for part in parts]
         dtype = max((part.tokens.dtype for part in self.parts), key=lambda each: each.itemsize)
-        self.tokens = PackedTokens([piece.astype(dtype, copy=False) for each in pieces for piece in each])
+        sizes = [part.tokens.vocab_size for part in self.parts if isinstance(part.tokens, PackedTokens)]
+        self.tokens = PackedTokens(
+            [piece.astype(dtype, copy=False) for each in pieces for piece in each],
+            vocab_size=next((size for size in sizes if size is not None), None),  # all parts are of one tokenizer
+        )
         self._offsets = [0, *accumulate(len(part.tokens) for part in self.parts)]
         self._cycles: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._bounds = np.array([0, *accumulate(self.shares)], dtype=np.int64)

@@ -11,6 +11,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from diloco.errors import DataError
+
 __all__ = ["PackedTokens", "TokenArray", "Tokens", "tokens_digest"]
 
 TokenArray: TypeAlias = NDArray[np.integer[Any]]
@@ -36,17 +38,24 @@ class PackedTokens:
     Args:
         pieces: ``(n,)`` arrays of one integer type, such as memory-mapped files.
         digest: of all of them (see `tokens_digest`), where it is known already; else it is computed when asked for.
+        vocab_size: ids are below it; looked at where they are read, since files may be damaged. None: not looked at.
+
+    Raises:
+        DataError: from a slice that holds another id.
 
     >>> tokens = PackedTokens([np.arange(4), np.arange(4, 6)])
     >>> len(tokens), tokens[2:5].tolist(), tokens[0:3].tolist()
     (6, [2, 3, 4], [0, 1, 2])
     """
 
-    def __init__(self, pieces: Sequence[TokenArray], digest: str | None = None) -> None:
+    def __init__(
+        self, pieces: Sequence[TokenArray], digest: str | None = None, *, vocab_size: int | None = None
+    ) -> None:
         # A plain view: slices of np.memmap are memory maps again, ten times as slow to make.
         self.pieces = tuple(piece.view(np.ndarray) for piece in pieces)
         self._ends = list(accumulate(len(piece) for piece in self.pieces))
         self._digest = digest
+        self.vocab_size = vocab_size
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -63,7 +72,16 @@ class PackedTokens:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, where: slice, /) -> TokenArray:
-        begin, end, _ = where.indices(len(self))
+        tokens = self._slice(*where.indices(len(self))[:2])
+        if self.vocab_size is not None and len(tokens) and (highest := int(tokens.max())) >= self.vocab_size:
+            raise DataError(
+                f"The tokens hold the id {highest}, and their vocabulary ends at {self.vocab_size - 1}: a file of them "
+                "is damaged. A whole copy of the folder, or `diloco tokenize` of the source, would work. They were "
+                "not used."
+            )
+        return tokens
+
+    def _slice(self, begin: int, end: int) -> TokenArray:
         number = bisect_right(self._ends, begin)
         if begin >= end:
             return np.zeros(0, dtype=self.dtype)

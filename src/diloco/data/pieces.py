@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["PROBES", "is_byte_level", "token_bytes"]
 
+_WORD = "word"
 PROBES = (
     "The quick  brown fox,\n\n\tit's 12,345 µm",
     "Grüße – 東京 🙂 ﬁ e\u0301 \u00a0x\r\n",
-    "word",
+    _WORD,
     "_",
 )
 """Texts that a tokenizer must tell exactly: runs of white space, other scripts, characters that normalisers change."""
@@ -45,9 +46,15 @@ def token_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> tuple[list[byte
         DataError: that cannot be told exactly; ``source`` is what it is called in the message.
     """
     if is_byte_level(tokenizer):
-        return _of_bytes(tokenizer, source), False
+        table = _of_bytes(tokenizer, source)
+        return table, _told(tokenizer, table, _WORD) == b" " + _WORD.encode()  # add_prefix_space
     table = _of_pieces(tokenizer)
     return table, _adds_space(tokenizer, table, source)
+
+
+def _told(tokenizer: tokenizers.Tokenizer, table: list[bytes], text: str) -> bytes:
+    """What a text becomes in the tokens' bytes."""
+    return b"".join(table[index] for index in tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _of_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
@@ -87,8 +94,7 @@ def _adds_space(tokenizer: tokenizers.Tokenizer, table: list[bytes], source: str
     """Whether documents get a space before them; the probes must be told exactly but for that."""
     before = set()
     for probe in PROBES:
-        ids = tokenizer.encode(probe, add_special_tokens=False).ids
-        told, text = b"".join(table[index] for index in ids), probe.encode()
+        told, text = _told(tokenizer, table, probe), probe.encode()
         if told not in (text, b" " + text):
             raise DataError(
                 f"{source} does not tell every text exactly: {probe!r} became {told.decode(errors='replace')!r}, so "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = ["HUB_PREFIX", "HubName", "SourceSettings", "absolute_place", "absolut
 HUB_PREFIX = "hf:"
 """Begins what is read by the ``datasets`` library, or is a tokenizer of the Hugging Face hub."""
 
+_OF_HUB = ("config", "split", "data_files")
 _TEXTS = ("text_field", "document_separator", "config", "split", "data_files")
 
 
@@ -125,6 +127,12 @@ def _parse(name: str, table: Any, common: SourceSettings) -> SourceSettings:
         values[key] = _checked(f"{where}.{key}", key, value)
     if not values.get("data"):
         raise _wrong(where, dict(table), 'data = "folder/", or a list of files, folders and hf: names,')
+    of_hub = [key for key in _OF_HUB if key in values]
+    if of_hub and not any(place.startswith(HUB_PREFIX) for place in values["data"]):
+        raise ConfigurationError(
+            f"{where} has {', '.join(of_hub)}, for what the datasets library reads, and its data are "
+            f"{', '.join(values['data'])}; without, or with an hf: name, it would work. Nothing was started."
+        )
     return dataclasses.replace(common, **values)
 
 
@@ -135,7 +143,7 @@ def _checked(where: str, key: str, value: Any) -> Any:
             return listed
         raise _wrong(where, value, "text, or a list of it,")
     if key == "weight":
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
         raise _wrong(where, value, "a positive number")
     if key == "streaming":

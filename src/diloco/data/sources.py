@@ -160,7 +160,12 @@ def _data_set(place: str, settings: SourceSettings) -> DocumentSource:
             f"{place} needs datasets, which is not installed: pip install 'diloco[hf]'. The text was not read."
         ) from error
     name = HubName.parse(place)
-    split, config = settings.split or name.split or "train", settings.config or name.config
+    for key, said, given in (("split", name.split, settings.split), ("config", name.config, settings.config)):
+        if said and given and said != given:
+            raise ConfigurationError(
+                f"{place} was given with {key} = {given!r}; one of the two would work. The text was not read."
+            )
+    split, config = settings.split or name.split, settings.config or name.config
     folder = Path(name.path).expanduser()
     with _told(place):
         if _is_saved(folder):
@@ -169,7 +174,7 @@ def _data_set(place: str, settings: SourceSettings) -> DocumentSource:
             rows = datasets.load_dataset(
                 str(folder) if folder.exists() else name.path,
                 config,
-                split=split,
+                split=split or "train",
                 data_files=list(settings.data_files) or None,
                 streaming=settings.streaming,
             )
@@ -185,15 +190,23 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def _saved(loaded: Any, split: str, place: str) -> Any:
-    """The split of what was saved; a data set that was saved alone has none."""
-    if not hasattr(loaded, "keys"):
+def _saved(loaded: Any, split: str | None, place: str) -> Any:
+    """The split of what was saved, or the part of it that is asked for; of a data set that was saved alone, all."""
+    import datasets
+
+    alone = not hasattr(loaded, "keys")
+    if alone and split is None:
         return loaded
-    if split not in loaded:
+    parts = {str(loaded.split or "train"): loaded} if alone else loaded
+    try:
+        read = datasets.ReadInstruction.from_spec(split or "train")
+        found = read.to_absolute({name: len(rows) for name, rows in parts.items()})
+    except (ValueError, AssertionError) as error:
         raise DataError(
-            f"{place} has no split {split!r}; {', '.join(map(repr, loaded))} would work. The text was not read."
-        )
-    return loaded[split]
+            f"{place} has no split {split or 'train'!r}; {', '.join(map(repr, parts))} would work, or a part of it "
+            f"such as {next(iter(parts))}[:10%]. The text was not read."
+        ) from error
+    return datasets.concatenate_datasets([parts[each.splitname].select(range(each.from_, each.to)) for each in found])
 
 
 @contextmanager

@@ -11,17 +11,18 @@
       heldout-00000.tokens ...
 
 Documents are in the order of their source and never lie across two files. A folder is written beside its place and
-renamed when it is complete.
+renamed when it is complete; where an empty folder is there already, in that one, and the manifest comes last.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 
 from diloco.data.packed import PackedTokens
 from diloco.data.tokenizer import Tokenizer
+from diloco.data.tokens import load_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "Side", "TokenFolder", "TokenWriter", "fingerprint_of", "is_token_folder"]
@@ -78,6 +80,8 @@ class TokenFolder:
         path: the folder.
 
     Attributes:
+        vocab_size: of its tokenizer.
+        eos_id: the token that ends each document.
         sides: of "train" and "heldout".
         fingerprint: equal for equal tokens, split and vocabulary, also where they were not read from a folder.
         made: how it was made.
@@ -97,7 +101,7 @@ class TokenFolder:
                     "source would work. The data was not read."
                 )
             self.dtype = np.dtype(_DTYPES[members["dtype"]])
-            self.vocab_size = int(members["vocab_size"])
+            self.vocab_size, self.eos_id = int(members["vocab_size"]), int(members["eos_id"])
             self.fingerprint = str(members["fingerprint"])
             self.made: Mapping[str, Any] = members["made"]
             self.sides = {
@@ -114,11 +118,27 @@ class TokenFolder:
                 self._check(self._file(name, number, "tokens"), tokens * self.dtype.itemsize)
                 self._check(self._file(name, number, "ends"), documents * 8)
 
+    def tokenizer(self) -> Tokenizer:
+        """That of its tokens.
+
+        Raises:
+            DataError: there is none, or it is another one.
+        """
+        tokenizer = load_tokenizer(self.path)
+        if (tokenizer.vocab_size, tokenizer.eos_id) != (self.vocab_size, self.eos_id):
+            raise DataError(
+                f"{self.path} holds a tokenizer of {tokenizer.vocab_size} ids that ends documents with "
+                f"{tokenizer.eos_id}, and its tokens are of one of {self.vocab_size} that ends them with "
+                f"{self.eos_id}; the tokenizer.json and tokenizer_config.json that were made with them would work. "
+                "The data was not read."
+            )
+        return tokenizer
+
     def tokens(self, side: str) -> PackedTokens:
         """The packed tokens of "train" or "heldout", memory-mapped."""
         shards = range(len(self.sides[side].shards))
         pieces = [_mapped(self._file(side, number, "tokens"), self.dtype) for number in shards]
-        return PackedTokens(pieces, self.sides[side].digest)
+        return PackedTokens(pieces, self.sides[side].digest, vocab_size=self.vocab_size)
 
     def ends(self, side: str) -> NDArray[np.int64]:
         """(documents,) int64: where in the packed tokens each document ends, the token that ends it included."""
@@ -154,6 +174,7 @@ class TokenWriter:
     """
 
     def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
+        place = Path(os.path.realpath(place))  # a link stays one, and "." gets a name
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
             raise ConfigurationError(
                 f"{place} is there already; another place, or none there, would work. Nothing was written."
@@ -162,7 +183,9 @@ class TokenWriter:
         self.tokenizer = tokenizer
         self.shard_tokens = shard_tokens
         self._dtype = tokenizer.dtype.newbyteorder("<")
-        self._folder = place.with_name(f".{place.name}.{secrets.token_hex(4)}.partial")
+        partial = f".{place.name}.{secrets.token_hex(4)}.partial"
+        self._is_there = place.exists()  # perhaps a mounted disk, or where somebody works: no other can take its place
+        self._folder = place / partial if self._is_there else place.with_name(partial)
         self._sides = {name: _Side(self._folder, name) for name in SIDES}
 
     @contextmanager
@@ -171,6 +194,9 @@ class TokenWriter:
 
         Args:
             made: what the manifest shall say about how it was made; may be filled inside.
+
+        Raises:
+            DataError: it can't be written, such as for want of room.
         """
         try:
             self._folder.mkdir(parents=True)
@@ -178,10 +204,15 @@ class TokenWriter:
             for side in self._sides.values():
                 side.close()
             self._finish(made)
-        except BaseException:
+        except BaseException as error:
             for side in self._sides.values():
-                side.close()
+                side.drop()
             shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise DataError(
+                    f"{self.place} can't be written: {error}. A place that can be written to, with room in it, would "
+                    "work. Nothing is left of what was written."
+                ) from error
             raise
 
     @property
@@ -217,9 +248,14 @@ class TokenWriter:
             file.write(json.dumps(members, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        if self.place.exists():
-            self.place.rmdir()
-        os.replace(self._folder, self.place)
+        if not self._is_there:
+            os.replace(self._folder, self.place)
+            return
+        if os.listdir(self.place) != [self._folder.name]:
+            raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(self.place))
+        for part in sorted(self._folder.iterdir(), key=lambda part: part.name == MANIFEST):
+            os.replace(part, self.place / part.name)
+        self._folder.rmdir()
 
 
 class _Side:
@@ -271,6 +307,13 @@ class _Side:
         self._files = None
         self._shards.append((self._tokens, self._documents))
         self._tokens = self._documents = 0
+
+    def drop(self) -> None:
+        """Let go of the present file; what is not written yet may be lost."""
+        for file in self._files or ():
+            with suppress(OSError):  # of a full disk, once more
+                file.close()
+        self._files = None
 
     def told(self) -> Side:
         tokens, documents = (sum(each) for each in zip(*self._shards, strict=True)) if self._shards else (0, 0)

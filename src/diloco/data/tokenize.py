@@ -37,7 +37,8 @@ def tokenize(
         progress: told documents and UTF-8 bytes so far, after each batch.
 
     Raises:
-        DataError: the text cannot be read, or does not suffice for both sides. Nothing is left of the folder.
+        DataError: the text cannot be read, or does not suffice for both sides, or the folder can't be written. Nothing
+            is left of it.
         ConfigurationError: something asked for is not installed or unknown, or is there already.
     """
     sources = settings.parsed_sources()

@@ -69,6 +69,9 @@ class HuggingFaceModel(LanguageModel):
     def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0) -> None:
         super().__init__()
         self.wrapped = wrapped
+        embedding: Any = wrapped.get_input_embeddings()
+        # Packed documents have no padding: its token, often the one that ends a document, learns like any other.
+        embedding.padding_idx = None
         self.z_loss = z_loss
         self.weights: Literal["stored", "fresh"] | None = None
         config = wrapped.config
@@ -168,7 +171,7 @@ class HuggingFaceModel(LanguageModel):
         """Ask the model itself, on a few tokens, whether it is causal, and how it keeps documents apart.
 
         Raises:
-            ConfigurationError: if a token sees those that come after it.
+            ConfigurationError: if a token sees those that come after it, or the weights give no numbers.
         """
         special = {getattr(self.wrapped.config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
         usable = [token for token in range(min(self.vocab_size, 64)) if token not in special] or [0]
@@ -179,6 +182,11 @@ class HuggingFaceModel(LanguageModel):
         self.eval()
         try:
             logits = self(tokens)
+            if not bool(logits.isfinite().all()):
+                raise ConfigurationError(
+                    f"{type(self.wrapped).__name__} gives logits that are not finite: its weights are damaged. Another "
+                    "copy of them, or --model.weights fresh, would work. Nothing was started."
+                )
             changed = tokens.clone()
             changed[0, -1] = tokens[0, 0]
             if not _alike(self(changed)[:, :-1], logits[:, :-1]):

@@ -64,6 +64,9 @@ def build_huggingface(
                 "leaving it out, or --model.weights fresh, would work. Nothing was started."
             )
         config.vocab_size = size
+    pad = getattr(config, "pad_token_id", None)  # not every architecture has one
+    if isinstance(pad, int) and not 0 <= pad < config.vocab_size:
+        config.pad_token_id = None  # of a larger vocabulary; nothing is padded here
     with _in_words(type(config).__name__):
         if on_meta:
             with torch.device("meta"):
@@ -75,7 +78,8 @@ def build_huggingface(
             wrapped = auto.from_config(config, dtype=torch.float32)
     model = HuggingFaceModel(wrapped.float(), z_loss=settings.z_loss)
     if not on_meta:
-        model.probe()
+        with _in_words(f"{type(config).__name__}, in a first forward pass"):
+            model.probe()
     if folder is not None and (not on_meta or settings.weights == "fresh" or stored):
         model.weights = "stored" if stored else "fresh"
     return model
@@ -232,7 +236,16 @@ def _in_words(what: str) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, OSError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        OSError,
+        AssertionError,
+    ) as error:
         raise ConfigurationError(
             f"transformers refused {what}: {str(error).strip() or type(error).__name__} Nothing was started."
         ) from error

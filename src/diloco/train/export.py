@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.transformer import Transformer
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Dtype", "export_huggingface", "export_safetensors"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+MARK = "diloco.json"
+"""In every folder that was exported, and in no other: what may be replaced."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -38,7 +42,8 @@ def export_huggingface(
 ) -> PreTrainedModel:
     """Write ``folder``: weights, ``config.json``, ``generation_config.json``, tokeniser, and ``diloco.json``.
 
-    It is written beside its place and renamed, so it is whole or not there.
+    It is written beside its place and renamed, so it is whole or not there. An empty folder that is there already is
+    filled, ``config.json`` last.
 
     Args:
         trained: model and tokeniser. The model is converted in place.
@@ -56,24 +61,33 @@ def export_huggingface(
         ConfigurationError: the model has no counterpart in ``transformers``, or ``folder`` holds something.
         CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
     """
-    folder = folder.absolute()
+    folder = Path(os.path.realpath(folder))  # a link stays one
     served = _longest_sequence(trained, max_length)
-    _check_place(folder, overwrite, "config.json")
+    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B", max_shard_size, re.IGNORECASE):
+        raise ConfigurationError(
+            f"files of at most {max_shard_size!r} were asked for; a positive number of KB, MB, GB or TB, such as 5GB, "
+            "would work. Nothing was exported."
+        )
+    _check_place(folder, overwrite, MARK)
     made = trained.model.to_huggingface()
     made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs know no dtype
     _check_finite(made, dtype)
     _describe(made, trained, served)
-    partial = hidden_name(folder, "partial")
+    is_empty = folder.is_dir() and not any(folder.iterdir())  # perhaps a mounted disk, or where somebody works
+    partial = hidden_name(folder / folder.name if is_empty else folder, "partial")
     with _written(partial, folder), _without_progress():
         partial.mkdir(parents=True)
         made.save_pretrained(partial, max_shard_size=max_shard_size)
         trained.tokenizer.save(partial)
         _complete_tokenizer_config(partial / "tokenizer_config.json", served)
-        _write_json(partial / "diloco.json", _origin(trained, dtype))
+        _write_json(partial / MARK, _origin(trained, dtype))
         for path in partial.iterdir():
             _sync(path)
         sync_folder(partial)
-        move_in(partial, folder)
+        if is_empty:
+            _move_out(partial, folder)
+        else:
+            move_in(partial, folder)
     return made
 
 
@@ -84,7 +98,7 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
         ConfigurationError: ``file`` exists, or is not called ``.safetensors``.
         CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
     """
-    file = file.absolute()
+    file = Path(os.path.realpath(file))
     if file.suffix != ".safetensors":
         raise ConfigurationError(f"{file} was given; a name with .safetensors would work. Nothing was exported.")
     _check_place(file, overwrite, None)
@@ -192,6 +206,14 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def _move_out(partial: Path, folder: Path) -> None:
+    """The files of a folder into the one that it is in; what makes it a model comes last."""
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+        os.replace(path, folder / path.name)
+    partial.rmdir()
+    sync_folder(folder)
+
+
 @contextmanager
 def _written(partial: Path, place: Path) -> Iterator[None]:
     """Clear away what was half-written when something goes wrong."""
@@ -201,8 +223,9 @@ def _written(partial: Path, place: Path) -> Iterator[None]:
         if partial.is_dir():
             delete(partial)
         else:
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+            with suppress(OSError):  # not there, or below a file
+                partial.unlink()
+        if isinstance(error, OSError | SafetensorError):
             raise CheckpointError(f"{place} can't be written: {error}. What was there before still is.") from error
         raise
 

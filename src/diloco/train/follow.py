@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from diloco.errors import RunOverError, TransportError
 from diloco.events import Event, Note, ViewChanged
+from diloco.train.joining import come_back
 from diloco.train.session import Session
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.train.swarm_fleet import SwarmFleet
@@ -50,7 +51,7 @@ def follow_views(
     happened = str(fleet.failure).partition(". ")[0]
     emit(Note(step=step, text=f"{happened}. It looks for the others, and keeps its work."))
     try:
-        session.come_back(fleet, session.settings.transport.rendezvous_timeout_s, stop.interrupting)
+        come_back(session, fleet, session.settings.transport.rendezvous_timeout_s, stop.interrupting)
     except StopAsked:
         return
     except RunOverError as error:

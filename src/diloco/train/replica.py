@@ -1,7 +1,7 @@
 """`DiLoCo`: three lines around anybody's training loop, and the heart of our own.
 
 For each action of the step, ``Send`` starts an average and ``Merge`` finishes one. Nothing here knows which variant of
-the algorithm runs or what the network is.
+the algorithm runs or what the network is; what happens in a round is in `diloco.train.rounds`.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.buffers import check_buffers, collect_buffers, restore_buffers_
+from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.buffers import check_buffers
 from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import Codec, make_codec
-from diloco.algorithm.error_feedback import ErrorFeedback
 from diloco.algorithm.fragments import Fragment, check_coverage, holding, partition, trainable_parameters
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Send, SyncSchedule
-from diloco.algorithm.weighting import TrainedSteps, check_base_weight, contribution_weight
-from diloco.errors import CheckpointError, ConfigurationError, DivergedError, RoundVoidError
-from diloco.events import Event, Note, RoundCommitted, RoundSent, RoundVoid
-from diloco.train.in_flight import InFlight, restore_contribution
+from diloco.algorithm.weighting import check_base_weight
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.events import Event, Note
+from diloco.train.rounds import Rounds
 from diloco.train.shared_state import SharedState
 from diloco.train.taking_over import TakingOver
-from diloco.transport.base import Average, Transport
+from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 
 __all__ = ["DiLoCo"]
@@ -99,8 +98,6 @@ class DiLoCo:
         self.weight = check_base_weight(weight)
         self.clipping = clipping or UNCLIPPED
         self.steps = 0
-        self.rounds_committed = 0
-        self.rounds_void = 0
         check_coverage(model, self.fragments)
         check_buffers(model)
         if self.clipping.active:
@@ -114,15 +111,19 @@ class DiLoCo:
         default = Nesterov(learning_rate=0.7 if len(self.fragments) == 1 else 0.4)
         device = None if global_device is None else torch.device(global_device)
         self.outer_loop = OuterLoop(model, self.fragments, outer_optimizer or default, device)
-        codec = make_codec(codec) if isinstance(codec, str) else codec
-        self._codecs: list[Codec] = [
-            ErrorFeedback(codec, fragment.numel) if error_feedback else codec for fragment in self.fragments
-        ]
-        self._trained = TrainedSteps(len(self.fragments))
         self._on_event = on_event or (lambda event: None)
-        self._in_flight: dict[int, InFlight] = {}
         self._shared = SharedState(self.outer_loop)
         self._taking_over = TakingOver(self._shared, self.transport)
+        self._rounds = Rounds(
+            model,
+            self._shared,
+            self._taking_over,
+            self.transport,
+            merge_rule=self.merge_rule,
+            codec=make_codec(codec) if isinstance(codec, str) else codec,
+            error_feedback=error_feedback,
+            clipping=self.clipping,
+        )
         self.transport.publish(self._shared.snapshot, self._shared.version)
 
     def step(self, trained: float = 1.0) -> None:
@@ -138,22 +139,29 @@ class DiLoCo:
     def begin(self, trained: float = 1.0) -> None:
         """The first half of `step`: count the inner step and send what is due. Never blocks on other replicas."""
         self._take_over_what_came()
-        self._trained.add(trained)
+        self._rounds.trained_steps.add(trained)
         self.steps += 1
         self.transport.tick()
         for action in self.schedule.actions(self.steps):
             if isinstance(action, Send):
-                self._send(RoundId(action.fragment, action.outer_step))
+                sent = self._rounds.send(
+                    RoundId(action.fragment, action.outer_step),
+                    step=self.steps,
+                    base_weight=self.weight,
+                    scheduled_steps=self.schedule.window_steps(action.fragment, action.outer_step),
+                )
+                self._on_event(sent)
 
     def finish(self) -> None:
         """The second half of `step`: wait for the averages that are due, and merge them."""
         for action in self.schedule.actions(self.steps):
-            if not isinstance(action, Send) and action.fragment in self._in_flight:
-                self._merge(action.fragment)
+            if not isinstance(action, Send) and self._rounds.awaits(action.fragment):
+                self._on_event(self._rounds.merge(action.fragment, step=self.steps))
 
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, with nothing in flight."""
         self.transport = transport
+        self._rounds.transport = transport
         self._taking_over.change_transport(transport)
         self.transport.publish(self._shared.snapshot, self._shared.version)
 
@@ -168,16 +176,15 @@ class DiLoCo:
         Raises:
             TransportError: if none of ``donors`` answers.
         """
-        taken: Callable[[int], None] = (lambda index: None) if keep_work else self._trained.forget
+        taken: Callable[[int], None] = (lambda index: None) if keep_work else self._rounds.trained_steps.forget
         self._taking_over.all_from(donors, keep_work=keep_work, taken=taken)
 
     def begin_from_global(self) -> None:
         """Begin as a replica that has done nothing yet: the local parameters become the global ones."""
-        for fragment, codec in zip(self.fragments, self._codecs, strict=True):
-            self._trained.forget(fragment.index)
+        for fragment in self.fragments:
+            self._rounds.trained_steps.forget(fragment.index)
             self.outer_loop.merge(fragment.index, AlphaMerge(), None)
-            if isinstance(codec, ErrorFeedback):
-                codec.load_state_dict({"residual": torch.zeros_like(codec.residual)})
+        self._rounds.forget_losses()
 
     def drain(self, *, take_over: bool = True) -> None:
         """Merge every fragment in flight at once, in the order sent; for the end of a run.
@@ -185,15 +192,25 @@ class DiLoCo:
         Args:
             take_over: whether to wait for state that is being taken over; not where it will be fetched anew.
         """
-        for fragment in list(self._in_flight):
-            self._merge(fragment)
+        for round_id in self.in_flight:
+            self._on_event(self._rounds.merge(round_id.fragment, step=self.steps))
         if take_over:
             self._take_over_what_came(wait=True)
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
         """Rounds sent and not yet merged, in the order sent."""
-        return tuple(entry.contribution.round for entry in self._in_flight.values())
+        return self._rounds.in_flight
+
+    @property
+    def rounds_committed(self) -> int:
+        """Averages applied so far."""
+        return self._rounds.committed
+
+    @property
+    def rounds_void(self) -> int:
+        """Rounds so far that nobody applied, or that this replica had no state for."""
+        return self._rounds.void
 
     @property
     def data_order(self) -> str:
@@ -208,138 +225,13 @@ class DiLoCo:
         """Inside, the model holds the global parameters (for evaluation or export); afterwards its local ones again."""
         return holding(self.model, self.outer_loop.named_global_params())
 
-    def _send(self, round_id: RoundId) -> None:
-        index = round_id.fragment
-        codec = self._codecs[index]
-        delta, sent, largest = self.outer_loop.pseudo_gradient(index, keep_local=self.merge_rule.keeps_sent)
-        buffers, integers = collect_buffers(self.model) if index == len(self.fragments) - 1 else (None, None)
-        contribution = Contribution(
-            round=round_id,
-            replica=self.transport.replica,
-            codec=codec,
-            numel=delta.numel(),
-            payload=codec.encode(delta),
-            weight=contribution_weight(
-                self.weight,
-                self._trained.hand_in(index),
-                self.schedule.window_steps(index, round_id.outer_step),
-            ),
-            digest=self.outer_loop.digest(index),
-            buffers=buffers,
-            integers=integers,
-            clipping=self.clipping,
-        )
-        self._submit(contribution, sent)
-        self._on_event(
-            RoundSent(
-                step=self.steps,
-                replica=self.transport.replica,
-                fragment=index,
-                outer_step=round_id.outer_step,
-                payload_bytes=contribution.payload.numel(),
-                saturated=largest > codec.saturation_limit,
-                digest=contribution.digest,
-                weight=contribution.weight,
-            )
-        )
-
-    def _submit(self, contribution: Contribution, sent: Tensor | None) -> None:
-        pending = self.transport.average(contribution)
-        self._in_flight[contribution.round.fragment] = InFlight(contribution, pending, sent)
-
-    def _merge(self, index: int) -> None:
-        entry = self._in_flight[index]
-        averaged = False
-        try:
-            average = entry.pending.wait()
-            if average.donor is None:
-                averaged = self._apply(average, entry.sent)
-            else:
-                self._void(entry, self._taking_over.missed(average, average.donor))
-        except DivergedError as error:
-            self._void(entry, f"{error} {self._taking_over.follow(index, error)}")
-        except RoundVoidError as error:
-            self._void(entry, str(error))
-        if not self._taking_over.lacks(index):
-            with self._shared.changing(index):
-                self._shared.finished_rounds[index] = max(
-                    self._shared.finished_rounds[index], entry.contribution.round.outer_step + 1
-                )
-        codec = self._codecs[index]
-        if averaged:
-            self._trained.commit(index)
-        if isinstance(codec, ErrorFeedback):
-            if averaged:
-                codec.commit()
-            else:  # what is sent next holds all of this work again
-                codec.rollback()
-        del self._in_flight[index]
-
-    def _apply(self, average: Average, sent: Tensor | None) -> bool:
-        """Outer step and merge; False if this replica's own work is not in the average and stays to be sent."""
-        index = average.round.fragment
-        averaged = self.transport.replica in average.contributors
-        with self._shared.changing(index):
-            self._shared.finished_rounds[index] = average.round.outer_step + 1
-            if averaged:
-                self.outer_loop.outer_step(index, average.values)
-                self.outer_loop.merge(index, self.merge_rule, sent)
-            else:
-                with self.outer_loop.carrying_over(index):
-                    self.outer_loop.outer_step(index, average.values)
-        if average.buffers is not None or average.integers is not None:
-            restore_buffers_(self.model, average.buffers, average.integers)
-        self.rounds_committed += 1
-        self._on_event(
-            RoundCommitted(
-                step=self.steps,
-                replica=self.transport.replica,
-                fragment=index,
-                outer_step=average.round.outer_step,
-                contributors=average.contributors,
-                sent_bytes=average.sent_bytes,
-                received_bytes=average.received_bytes,
-                wait_s=average.wait_s,
-                clipped=average.clipped,
-                note=average.note,
-            )
-        )
-        return averaged
-
-    def _take_over_what_came(self, *, wait: bool = False) -> None:
-        for failure in self._taking_over.poll(wait=wait):
-            self._on_event(Note(step=self.steps, text=failure))
-
-    def _void(self, entry: InFlight, reason: str) -> None:
-        self.rounds_void += 1
-        round_id = entry.contribution.round
-        self._on_event(
-            RoundVoid(
-                step=self.steps,
-                replica=self.transport.replica,
-                fragment=round_id.fragment,
-                outer_step=round_id.outer_step,
-                reason=reason,
-            )
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Everything but model and inner optimizer, which are saved beside it; tensors are not copied.
 
         Global parameters, outer state, position in the schedule, fragments in flight (what was sent, so that the same
         average is made again), error-feedback residuals, steps trained that no mean has taken, counters.
         """
-        return {
-            "about": self._about(),
-            "steps": self.steps,
-            "rounds_committed": self.rounds_committed,
-            "rounds_void": self.rounds_void,
-            "fragments": [self.outer_loop.fragment_state(fragment.index) for fragment in self.fragments],
-            "codecs": [codec.state_dict() if isinstance(codec, ErrorFeedback) else None for codec in self._codecs],
-            "in_flight": [entry.state_dict() for entry in self._in_flight.values()],
-            "finished_rounds": list(self._shared.finished_rounds),
-            "trained_steps": self._trained.state_dict(),
-        }
+        return {"about": self._about(), "steps": self.steps, **self._rounds.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; what was in flight is handed to the transport again.
@@ -354,33 +246,16 @@ class DiLoCo:
                     f"the saved state has {key} = {theirs.get(key)!r} and this run {mine[key]!r}; the same on both "
                     "sides would work. Nothing was loaded."
                 )
-        self._trained.load_state_dict(state.get("trained_steps"))
+        self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
-        self.rounds_committed = int(state["rounds_committed"])
-        self.rounds_void = int(state["rounds_void"])
-        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
-            self.outer_loop.load_fragment_state(fragment.index, saved)
-        for codec, saved in zip(self._codecs, state["codecs"], strict=True):
-            if isinstance(codec, ErrorFeedback):
-                codec.load_state_dict(saved)
-        self._shared.finished_rounds = [int(count) for count in state["finished_rounds"]]
-        self._in_flight.clear()
-        device = self.outer_loop.device
-        for entry in state["in_flight"]:
-            fragment = self.fragments[int(entry["fragment"])]
-            contribution = restore_contribution(
-                entry,
-                replica=self.transport.replica,
-                codec=self._codecs[fragment.index],
-                numel=fragment.numel,
-                device=device,
-                clipping=self.clipping,
-            )
-            self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
+
+    def _take_over_what_came(self, *, wait: bool = False) -> None:
+        for failure in self._taking_over.poll(wait=wait):
+            self._on_event(Note(step=self.steps, text=failure))
 
     def _about(self) -> dict[str, Any]:
         """What must be the same on both sides of a checkpoint."""
-        codec = self._codecs[0]
+        codec = self._rounds.codecs[0]
         return {
             "inner_steps": self.schedule.inner_steps,
             "overlap_steps": self.schedule.overlap_steps,

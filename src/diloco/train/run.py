@@ -11,36 +11,32 @@ from typing import Any
 
 import torch
 
-from diloco.data.corpus import Corpus, build_corpus
+from diloco.data.corpus import build_corpus
 from diloco.data.stream_corpus import open_stream
-from diloco.errors import CheckpointError
 from diloco.events import (
     CheckpointSaved,
-    Evaluated,
     Event,
     Interrupted,
     Note,
     RunFinished,
     RunStarted,
-    SampleGenerated,
     Sink,
     StepFinished,
 )
 from diloco.model.build import build_language_model, check_vocabulary, with_vocabulary
+from diloco.train.beginning import find_beginning
 from diloco.train.checkpoint import open_checkpoint
 from diloco.train.components import choose_device, make_transport
 from diloco.train.definition import stored_definition
 from diloco.train.environment import describe_environment
-from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
-from diloco.train.fleet import InProcessFleet, TorchFleet
+from diloco.train.fleet import InProcessFleet
 from diloco.train.follow import follow_views
-from diloco.train.generate import generate
-from diloco.train.handshake import handshake_facts, model_fingerprint
-from diloco.train.leader_fleet import LeaderFleet
+from diloco.train.handshake import handshake_facts
+from diloco.train.joining import JoinableFleet
+from diloco.train.progress import evaluate_session, sample_session
 from diloco.train.reports import checkpoint_about, run_facts, run_summary
-from diloco.train.resize import checkpoint_home
 from diloco.train.session import Session
-from diloco.train.session_state import load_session, save_session
+from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
 from diloco.train.swarm_fleet import SwarmFleet
@@ -50,7 +46,7 @@ from diloco.train.whole_file import write_whole
 __all__ = ["run_training"]
 
 
-Meet = Callable[[Mapping[str, str], Path], TorchFleet | LeaderFleet | SwarmFleet]
+Meet = Callable[[Mapping[str, str], Path], JoinableFleet]
 """What the ranks must agree on, and the folder of this one -> its fleet."""
 
 
@@ -90,8 +86,7 @@ def run_training(
     outline = build_language_model(settings.model, seed=settings.seed, device="meta", definition=definition)
     check_vocabulary(outline, corpus.tokenizer.vocab_size)
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
-    resume = settings.checkpoint.resume
-    fleet: InProcessFleet | TorchFleet | LeaderFleet | SwarmFleet
+    fleet: InProcessFleet | JoinableFleet
     if meet is None:
         fleet = InProcessFleet(make_transport(settings.transport))
     else:
@@ -100,18 +95,15 @@ def run_training(
     session: Session | None = None
     try:
         session = Session(settings, corpus, fleet, device, sink.handle, initial, definition)
-        run = _Run(settings, folder, sink, session, corpus, device)
-        if not isinstance(fleet, InProcessFleet):
-            run.find_place(fleet)
-        elif resume is not None:
-            run.resume(resume)
-        if run.resumed_from is None or not (folder / "config.toml").exists():
+        home = folder.parent if fleet.group.position else folder
+        resumed_from = find_beginning(session, fleet, home, sink.handle)
+        if resumed_from is None or not (folder / "config.toml").exists():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.toml").write_text(config_toml, encoding="utf-8")
             corpus.tokenizer.save(folder)
         environment = json.dumps(describe_environment(device), indent=2)
         (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
-        return run.train(notes)
+        return _Run(folder, home, sink, session, resumed_from).train(notes)
     finally:
         if session is not None:
             session.close()
@@ -121,68 +113,18 @@ def run_training(
 class _Run:
     """The state of `run_training` that its parts share."""
 
-    def __init__(
-        self, settings: RunSettings, folder: Path, sink: Sink, session: Session, corpus: Corpus, device: torch.device
-    ) -> None:
-        self.settings = settings
+    def __init__(self, folder: Path, home: Path, sink: Sink, session: Session, resumed_from: str | None) -> None:
+        self.settings = session.settings
         self.folder = folder
-        self.home = folder.parent if session.fleet.group.position else folder
+        self.home = home
         self.sink = sink
         self.session = session
-        self.corpus = corpus
-        self.device = device
         self.speed = session.speed
-        self.resumed_from: str | None = None
+        self.resumed_from = resumed_from
 
     @property
     def step(self) -> int:
         return self.session.totals.steps
-
-    @property
-    def tokens(self) -> int:
-        """Seen so far, all replicas together."""
-        return self.session.tokens
-
-    def resume(self, path: Path) -> None:
-        """Load the checkpoint at ``path``, refusing one of other data."""
-        checkpoint = open_checkpoint(path)
-        fingerprint = checkpoint.about.get("corpus")
-        if fingerprint != self.corpus.fingerprint:
-            raise CheckpointError(
-                f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
-                f"{self.corpus.fingerprint}; the same files and tokeniser would work. Nothing was started."
-            )
-        fingerprint = checkpoint.about.get("model_fingerprint")
-        mine = model_fingerprint(self.session.replicas[0].model)
-        if fingerprint not in (None, mine):
-            raise CheckpointError(
-                f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}; the model that the run "
-                "began with, from the same source, would work. Nothing was started."
-            )
-        for words in load_session(self.session, checkpoint, self.home):
-            self._emit(Note(step=self.step, text=words))
-        self.resumed_from = str(checkpoint.path)
-
-    def find_place(self, fleet: TorchFleet | LeaderFleet | SwarmFleet) -> None:
-        """Begin where the other processes are: with them at step 0, at a checkpoint that all have, or as a joiner."""
-        if fleet.joining:
-            self.session.take_over(fleet, self.settings.transport.rendezvous_timeout_s)
-            self.resumed_from = "the other replicas"
-            return
-        if self.settings.checkpoint.resume is None:
-            return
-        if isinstance(fleet, SwarmFleet):
-            self.resume(self.settings.checkpoint.resume)
-            return
-        held = fleet.held_steps()
-        if min(held.values()) < 0:
-            lacking = ", ".join(str(rank) for rank, step in held.items() if step < 0)
-            raise CheckpointError(
-                f"--resume was given, and rank {lacking} has no checkpoint in its folder; its checkpoints in place, or "
-                "a new run with --init-from the global parameters of another one, would work. Nothing was started."
-            )
-        home = checkpoint_home(self.home, self.session.replicas[0].number, self.settings.checkpoint.resume)
-        self.resume(home / "checkpoints" / f"step-{min(held.values()):08d}")
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
         settings, totals = self.settings, self.session.totals
@@ -224,9 +166,9 @@ class _Run:
                 self._train_step()
                 totals.wall_s = wall_before_s + time.perf_counter() - started_s
                 if evaluate_every and self.step % evaluate_every == 0 and self.step < last and fleet.leads:
-                    self._evaluate(final=False)
+                    evaluate_session(self.session, self._emit, final=False)
                 if sample_every and self.step % sample_every == 0 and self.step < last and fleet.leads:
-                    self._sample(final=False)
+                    sample_session(self.session, self._emit, final=False)
                 if save_every and self.step % save_every == 0 and self.step < last:
                     self._save()
                     saved_at = self.step
@@ -241,9 +183,11 @@ class _Run:
             interrupted = stop.signal or ("another replica" if agreed is not None and not finished else None)
             if interrupted:
                 self._emit(Interrupted(step=self.step, signal=interrupted))
-            evaluation = None if interrupted or not fleet.leads else self._evaluate(final=True)
+            evaluation = None
+            if not interrupted and fleet.leads:
+                evaluation = evaluate_session(self.session, self._emit, final=True)
             if finished and fleet.leads:
-                self._sample(final=True)
+                sample_session(self.session, self._emit, final=True)
         totals.wall_s = wall_before_s + time.perf_counter() - started_s
         summary = run_summary(self.session, self.folder, evaluation, interrupted)
         if finished and isinstance(fleet, SwarmFleet):
@@ -268,7 +212,7 @@ class _Run:
                 loss=result.loss,
                 learning_rate=inner[0].learning_rate,
                 gradient_norm=sum(step.gradient_norm for step in inner) / len(inner),
-                tokens=self.tokens,
+                tokens=self.session.tokens,
                 step_s=step_s,
                 sent_bytes=sent_bytes,
                 received_bytes=received_bytes,
@@ -279,7 +223,6 @@ class _Run:
                 model_flops_utilization=self.speed.utilization(step_s) if result.trained else None,
             )
         )
-
         for name, epoch in self._epochs().items():
             if epoch > epochs.get(name, epoch) and self.session.fleet.leads:
                 source = f"source {name!r}" if name else "the data"
@@ -288,35 +231,6 @@ class _Run:
     def _epochs(self) -> dict[str, int]:
         """Source -> how often all of it has been read."""
         return {name: int(number) for name, number in self.session.replicas[0].sampler.epochs.items()}
-
-    def _evaluate(self, *, final: bool) -> Evaluation:
-        settings = self.settings
-        with self.session.evaluated_models() as models:
-            evaluation = mean_evaluation(
-                [
-                    evaluate(
-                        model,
-                        self.corpus.tokenizer,
-                        self.corpus.heldout,
-                        sequence_length=settings.train.sequence_length,
-                        batch_size=settings.train.batch_size * 8,
-                        sequences=settings.evaluation.sequences,
-                        document_masks=settings.train.document_masks,
-                    )
-                    for model in models
-                ]
-            )
-        self._emit(
-            Evaluated(
-                step=self.step,
-                heldout_loss=evaluation.loss,
-                perplexity=evaluation.perplexity,
-                bits_per_byte=evaluation.bits_per_byte,
-                heldout_tokens=evaluation.tokens,
-                final=final,
-            )
-        )
-        return evaluation
 
     def _save(self) -> None:
         started_s = time.perf_counter()
@@ -328,25 +242,6 @@ class _Run:
                 step=self.step, path=str(path), size_bytes=size_bytes, save_s=time.perf_counter() - started_s
             )
         )
-
-    def _sample(self, *, final: bool) -> None:
-        """Drawn by a generator of their own, so that training keeps its bits, and the same one each time."""
-        settings, tokenizer = self.settings.evaluation, self.corpus.tokenizer
-        if not settings.sample_tokens:
-            return
-        generator = torch.Generator(self.device).manual_seed(self.settings.seed)
-        for prompt in settings.sample_prompts:
-            with self.session.evaluated_models() as models:
-                tokens = generate(
-                    models[0],
-                    tokenizer.encode(prompt) or [tokenizer.eos_id],
-                    generator,
-                    max_new_tokens=settings.sample_tokens,
-                    stop_token=tokenizer.eos_id,
-                    window=self.settings.train.sequence_length,
-                )
-                text = tokenizer.decode(list(tokens))
-            self._emit(SampleGenerated(step=self.step, prompt=prompt, text=text, final=final))
 
     def _emit(self, event: Event) -> None:
         self.sink.handle(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,17 +13,13 @@ from torch import Tensor
 
 from diloco.algorithm.digest import digest_tensors
 from diloco.data.corpus import Corpus
-from diloco.errors import ConfigurationError
 from diloco.events import Event
 from diloco.model.language_model import LanguageModel
-from diloco.train.components import (
-    make_schedule,
-)
+from diloco.train.components import make_schedule
 from diloco.train.dynamic_steps import DynamicSteps
-from diloco.train.fleet import Fleet, InProcessFleet, TorchFleet
+from diloco.train.fleet import Fleet, InProcessFleet
 from diloco.train.inner import InnerStep
-from diloco.train.leader_fleet import LeaderFleet
-from diloco.train.local_replica import Replica, make_diloco, make_gradients, make_replica
+from diloco.train.local_replica import Replica, make_diloco, make_replica
 from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
 from diloco.train.sharded_checkpoint import Whole
@@ -181,11 +177,16 @@ class Session:
         """Whether all replicas train here."""
         return isinstance(self.fleet, InProcessFleet)
 
-    def restore_diloco(self, replica: Replica, *, has_diloco: bool) -> None:
-        """Make the outer loop that a checkpoint has, before its state is loaded."""
-        if has_diloco and replica.diloco is None:
-            replica.diloco = self._diloco_for(replica)
+    def begin_diloco(self, replica: Replica) -> DiLoCo:
+        """The outer loop of a replica; one made now has what the replica holds as global parameters.
+
+        Others may join from then on.
+        """
+        if replica.diloco is None:
+            replica.diloco = make_diloco(self.settings, self.schedule, replica, self.fleet, self._emit)
+            replica.diloco.data_order = replica.sampler.order
             self.fleet.close_to_joiners("")
+        return replica.diloco
 
     def close(self) -> None:
         """End what runs beside the training."""
@@ -244,63 +245,6 @@ class Session:
         sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
         return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
 
-    def take_over(self, fleet: TorchFleet | LeaderFleet | SwarmFleet, timeout_s: float) -> None:
-        """Take over what the others have, and become one of them: their global parameters, step and place in the data.
-
-        The global parameters and outer state are fetched while the others train on; what changes meanwhile is taken
-        over fragment by fragment afterwards. The inner optimizer starts fresh.
-
-        Raises:
-            TransportError: if there is nobody to take over from, or the others refuse.
-        """
-        (replica,) = self.replicas
-        fleet.close_to_joiners("")
-        if self.settings.algorithm not in ("streaming", "diloco"):
-            raise ConfigurationError(
-                f"replica {replica.number} came to a run of algorithm={self.settings.algorithm!r} that is going on; "
-                "only DiLoCo and Streaming DiLoCo can be joined. Starting all replicas again would work. "
-                "Nothing was started."
-            )
-        if fleet.others_have_trained:
-            diloco = replica.diloco = replica.diloco or self._diloco_for(replica)
-            diloco.take_over(fleet.endpoint(replica.number).view.members)
-        self._become_member(replica, fleet, timeout_s)
-
-    def come_back(
-        self, fleet: SwarmFleet, timeout_s: float, looking: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
-        """After the others went on without this replica: take over what they have, and keep the work not shared yet.
-
-        Args:
-            fleet: of this session.
-            timeout_s: for becoming a member once they are found.
-            looking: entered while they are looked for, when whatever it raises leaves everything as it is.
-
-        Raises:
-            TransportError: if they can't be found any more, or refuse.
-        """
-        (replica,) = self.replicas
-        if replica.diloco is not None:
-            replica.diloco.drain(
-                take_over=False
-            )  # what is in flight ends with the failure, and stays in the local parameters
-        with looking():
-            fleet.rejoin()
-        replica.gradients = make_gradients(self.settings, replica.model, fleet, replica.number)
-        if replica.diloco is not None:
-            replica.diloco.change_transport(fleet.endpoint(replica.number))
-            if fleet.joining:
-                replica.diloco.take_over(fleet.endpoint(replica.number).view.members, keep_work=True)
-        self._become_member(replica, fleet, timeout_s)
-
-    def _become_member(self, replica: Replica, fleet: TorchFleet | LeaderFleet | SwarmFleet, timeout_s: float) -> None:
-        before = self.totals.steps
-        self.totals.steps = fleet.join(timeout_s)
-        self.totals.sequences += (self.totals.steps - before) * self.sequences_per_step  # of the others, about
-        if replica.diloco is not None:
-            replica.diloco.steps = self.totals.steps - self.settings.train.data_parallel_steps
-        replica.sampler.join_at(self.totals.steps, replica.diloco.data_order if replica.diloco else "")
-
     def _draw_as_assigned(self, fleet: SwarmFleet) -> None:
         for assignment in fleet.take_assignments():
             self.replicas[0].sampler.assign(assignment)
@@ -341,14 +285,8 @@ class Session:
         due = self.settings.algorithm in ("streaming", "diloco") and not self.averages_gradients
         if due and self.replicas[0].diloco is None:
             self.totals.shared_start_sent_bytes = self.traffic()[0]
-            self.fleet.close_to_joiners("")
             for replica in self.replicas:
-                replica.diloco = self._diloco_for(replica)
-
-    def _diloco_for(self, replica: Replica) -> DiLoCo:
-        diloco = make_diloco(self.settings, self.schedule, replica, self.fleet, self._emit)
-        diloco.data_order = replica.sampler.order
-        return diloco
+                self.begin_diloco(replica)
 
     def _emit(self, event: Event) -> None:
         self.on_event(replace(event, step=self.totals.steps))

@@ -89,7 +89,8 @@ def _load_sharded(session: Session, before: Before, run: Mapping[str, Any]) -> t
     common = checkpoint.load(name)
     traffic = run["transport"].get("traffic", [0, 0]) if source == replica.number else [0, 0]
     session.fleet.load_state_dict({**run["transport"], "traffic": traffic} if run["transport"] else {})
-    session.restore_diloco(replica, has_diloco=common["common"]["diloco"] is not None)
+    if common["common"]["diloco"] is not None:
+        session.begin_diloco(replica)
     sharded = group.size > 1 and session.settings.train.parallelism == "fsdp"
     own = None
     if source == replica.number:
@@ -118,7 +119,8 @@ def _load_plain(session: Session, before: Before, run: Mapping[str, Any]) -> tup
         if source == replica.number:
             replica.random_state.load_state_dict(state["random"])
         diloco = state["diloco"]
-        session.restore_diloco(replica, has_diloco=diloco is not None)
+        if diloco is not None:
+            session.begin_diloco(replica)
         if replica.diloco is not None:
             if before.differs:
                 diloco, void = without_rounds_in_flight(diloco)

@@ -173,3 +173,7 @@ class RunSettings:
     data: DataSettings = field(default_factory=DataSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ConfigurationError(f"seed={self.seed} was given; 0 to 2**63 - 1 would work. Nothing was started.")

@@ -209,7 +209,7 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
     Of a model that wraps another, the names may be those of the wrapped one, as in files that ``transformers`` wrote.
 
     Raises:
-        CheckpointError: if names or shapes differ; it names them.
+        CheckpointError: if names or shapes differ, or a parameter is not finite; it names them.
     """
     parameters = trainable_parameters(model)
     if hasattr(model, "wrapped") and not any(name.startswith("wrapped.") for name in values):
@@ -224,6 +224,11 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
             raise CheckpointError(
                 f"{name} has the shape {tuple(state[name].shape)} in the model and {tuple(value.shape)} in the "
                 "weights to begin from. Nothing was started."
+            )
+        if name in parameters and not bool(value.isfinite().all()):
+            raise CheckpointError(
+                f"{name} holds values that are not finite in the weights to begin from, which are damaged; another "
+                "copy, or an earlier checkpoint, would work. Nothing was started."
             )
         state[name].copy_(value)
 

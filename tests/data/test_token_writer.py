@@ -1,0 +1,117 @@
+"""Where a folder of tokens is written: through links, beside others, and what is left where it can't be."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco.cli import main
+from diloco.data.corpus import build_corpus
+from diloco.data.settings import DataSettings
+from diloco.data.token_folder import TokenFolder, TokenWriter
+from diloco.data.tokenize import tokenize
+from diloco.data.tokenizer import ByteTokenizer
+from diloco.errors import DataError
+from tests.data.streams import numbered
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number, document in enumerate(numbered(40, longest=200)):
+        (folder / f"{number:02}.txt").write_text(document)
+    return folder
+
+
+def of(text: Path) -> DataSettings:
+    return DataSettings(paths=(text,), heldout_fraction=0.3)
+
+
+@contextmanager
+def room_for(size_bytes: int) -> Iterator[None]:
+    """No file may become larger, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_link_to_an_empty_folder_stays_a_link(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "tokens").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk" / "tokens")
+    assert tokenize(of(text), link).sides["train"].documents > 0
+    assert link.is_symlink()
+    assert TokenFolder(tmp_path / "disk" / "tokens").sides["train"].documents > 0
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "disk" / "other")
+    tokenize(of(text), dangling)
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["other", "tokens"]
+
+
+def test_a_folder_that_is_there_stays_the_same_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may work in it, and a mounted disk can't be replaced."""
+    here = tmp_path / "here"
+    here.mkdir()
+    before = here.stat().st_ino
+    monkeypatch.chdir(here)
+    tokenize(of(text), Path())
+    assert here.stat().st_ino == before
+    assert not list(here.glob(".*"))
+    assert build_corpus(DataSettings(paths=(Path(),))).train[:].tolist() == build_corpus(of(text)).train[:].tolist()
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"tokenize --data {text} --data.heldout-fraction 0.3 --out {tmp_path / 'new' / 'tokens'}"
+    with room_for(1000):
+        assert main(flags.split()) == 1
+    assert "can't be written: [Errno 27] File too large. A place" in capsys.readouterr().err
+    assert not any((tmp_path / "new").iterdir())
+
+
+def test_a_disk_that_is_full_when_files_are_closed_hides_nothing(tmp_path: Path) -> None:
+    """What is small stays in Python's buffer, and meets the full disk when it is flushed."""
+    writer = TokenWriter(tmp_path / "tokens", ByteTokenizer(), 1 << 20)
+    with pytest.raises(DataError, match="File too large"), room_for(0), writer.writing({}):
+        writer._sides["train"]._write(np.zeros(0, dtype="<u2"), np.arange(9))
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_cannot_be_made_is_told(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main(["tokenize", "--data", str(text), "--out", str(tmp_path / "file" / "tokens")]) == 1
+    assert f"{tmp_path / 'file' / 'tokens'} can't be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_who_comes_second_changes_nothing(tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "tokens").mkdir()
+    first, second = (TokenWriter(tmp_path / "tokens", ByteTokenizer(), 1 << 20) for _ in range(2))
+
+    def write_both() -> None:
+        with second.writing({}):
+            second.add("train", ["second"])
+            if there:  # as if the first had looked before the second began
+                shutil.move(second._folder, tmp_path / "aside")
+            with first.writing({}):
+                first.add("train", ["first"])
+            if there:
+                shutil.move(tmp_path / "aside", second._folder)
+
+    with pytest.raises(DataError, match="tokens can't be written"):
+        write_both()
+    assert TokenFolder(tmp_path / "tokens").sides["train"].bytes == len("first")
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+    assert not list((tmp_path / "tokens").glob(".*"))

@@ -1,0 +1,61 @@
+"""A model's token for padding, where nothing is padded; and weights that are no numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.build import build_language_model
+from diloco.model.settings import ModelSettings
+from diloco.train.trained import load_parameters
+from tests.huggingface import config_of, write_config
+
+PAD = 7
+
+
+def test_the_token_that_others_pad_with_learns_like_any_other(tmp_path: Path) -> None:
+    """In many models it is the one that ends a document."""
+    place = write_config(tmp_path, "Llama", pad_token_id=PAD, eos_token_id=PAD)
+    model = build_language_model(ModelSettings(source=f"hf:{place}"), seed=0)
+    tokens = torch.tensor([[3, PAD, 5, PAD, 3, 9]])
+    model.loss(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+    gradient = model.wrapped.get_input_embeddings().weight.grad  # type: ignore[operator, union-attr]  # transformers'
+    assert gradient.any(1).nonzero().flatten().tolist() == [3, 5, PAD]
+    assert model.definition()["config"]["pad_token_id"] == PAD, "it is still said"
+
+
+def test_a_smaller_vocabulary_does_without_it(tmp_path: Path) -> None:
+    place = write_config(tmp_path, "Llama", pad_token_id=270)
+    model = build_language_model(ModelSettings(source=f"hf:{place}", vocab_size=257), seed=0)
+    assert (model.vocab_size, model.definition()["config"]["pad_token_id"]) == (257, None)
+
+
+def test_an_architecture_that_knows_no_padding(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 272, "n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 48}
+    place = write_config(tmp_path, "codegen", **sizes)
+    assert build_language_model(ModelSettings(source=f"hf:{place}"), seed=0).max_sequence_length == 48
+
+
+def test_sizes_that_do_not_go_together_are_told_before_anything_starts(tmp_path: Path) -> None:
+    """Some architectures notice only when they compute."""
+    sizes = {"vocab_size": 272, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
+    place = write_config(tmp_path, "stablelm", **sizes, num_attention_heads=2, num_key_value_heads=32)
+    with pytest.raises(ConfigurationError, match=r"refused StableLmConfig, in a first forward pass: .*size of tensor"):
+        build_language_model(ModelSettings(source=f"hf:{place}"), seed=0)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    wrapped = AutoModelForCausalLM.from_config(config_of("Llama"))
+    broken = "model.layers.1.mlp.up_proj.weight"
+    with torch.no_grad():
+        wrapped.get_parameter(broken)[0, 0] = torch.nan
+    wrapped.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match="logits that are not finite: its weights are damaged"):
+        build_language_model(ModelSettings(source=f"hf:{tmp_path}"), seed=0)
+    model = build_language_model(ModelSettings(source=f"hf:{tmp_path}", weights="fresh"), seed=0)
+    with pytest.raises(CheckpointError, match=rf"{broken} holds values that are not finite in the weights"):
+        load_parameters(model, dict(wrapped.named_parameters()))

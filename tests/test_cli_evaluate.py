@@ -1,0 +1,25 @@
+"""Flags of `diloco evaluate` that mean nothing together."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.cli import main
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--text-field", "body"], "--text-field 'body' was given without --data"),
+        (["--document-separator", "x"], "--document-separator 'x' was given without --data"),
+        (["--sequences", "3", "--stride", "8"], "--sequences 3 was given with --stride"),
+        (["--sequences", "3", "--by-document"], "--sequences 3 was given with --by-document"),
+        (["--batch-size", "0"], "--batch-size 0 was given; 1 or more"),
+        (["--device", "gpu"], "--device='gpu' was given"),
+    ],
+)
+def test_what_means_nothing_is_refused_before_anything_is_read(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "absent", *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""Where a model is exported to: what is there is kept, or replaced where it is an export, and nothing else is left."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.data.tokenizer import ByteTokenizer
+from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.build import build_language_model
+from diloco.model.settings import ModelSettings
+from diloco.train.export import export_huggingface, export_safetensors
+from diloco.train.trained import Trained, load_trained
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    settings = ModelSettings(layers=1, width=8, heads=2, ffn_width=16, vocab_size=257, max_sequence_length=16)
+    model = build_language_model(settings, seed=0).eval()
+    return Trained(model, ByteTokenizer(), 1, 16, tmp_path / "run" / "checkpoints" / "step-00000001")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_of_others_is_not_replaced(trained: Trained, tmp_path: Path) -> None:
+    """Many programs have a config.json."""
+    place = tmp_path / "project"
+    place.mkdir()
+    for name in ("config.json", "thesis.tex"):
+        (place / name).write_text("{}")
+    with pytest.raises(ConfigurationError, match="exists and is no exported model; another place would work"):
+        export_huggingface(trained, place, overwrite=True)
+    assert names(place) == ["config.json", "thesis.tex"]
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_link_stays_a_link(trained: Trained, tmp_path: Path, filled: bool) -> None:
+    disk, link = tmp_path / "disk" / "model", tmp_path / "link"
+    disk.mkdir(parents=True)
+    link.symlink_to(disk)
+    if filled:
+        export_huggingface(trained, link)
+    export_huggingface(trained, link, overwrite=True)
+    assert link.is_symlink()
+    assert names(tmp_path) == ["disk", "link"]
+    assert names(tmp_path / "disk") == ["model"]
+    assert load_trained(disk).sequence_length == 16
+    (tmp_path / "weights.safetensors").symlink_to(tmp_path / "disk" / "weights.safetensors")
+    export_safetensors(trained, tmp_path / "weights.safetensors")
+    assert (tmp_path / "weights.safetensors").is_symlink()
+    assert names(tmp_path / "disk") == ["model", "weights.safetensors"]
+
+
+def test_an_empty_folder_that_is_there_stays_the_same_one(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    before = here.stat().st_ino
+    monkeypatch.chdir(here)
+    export_huggingface(trained, Path())
+    assert here.stat().st_ino == before
+    assert not list(here.glob(".*"))
+    assert load_trained(here).sequence_length == 16
+
+
+@pytest.mark.parametrize(("write", "name"), [(export_huggingface, "model"), (export_safetensors, "model.safetensors")])
+def test_what_cannot_be_written_is_told_and_nothing_is_left(
+    trained: Trained, tmp_path: Path, write: Callable[[Trained, Path], object], name: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"can't be written: .*What was there before still is"):
+        write(trained, tmp_path / "file" / name)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as on a disk that is full
+    try:
+        with pytest.raises(CheckpointError, match=r"can't be written: .*File too large"):
+            write(trained, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("size", ["abc", "0GB", "-5MB", "5", ""])
+def test_a_size_of_files_that_means_nothing_is_refused(trained: Trained, tmp_path: Path, size: str) -> None:
+    with pytest.raises(ConfigurationError, match="a positive number of KB, MB, GB or TB, such as 5GB, would work"):
+        export_huggingface(trained, tmp_path / "model", max_shard_size=size)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--max-length 9", "--max-shard-size 5GB"])
+def test_what_one_file_has_no_use_for_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "absent", "weights.safetensors", "--to", "safetensors", *flag.split()]) == 2
+    assert f"{flag.split()[0]} was given with --to safetensors" in capsys.readouterr().err
