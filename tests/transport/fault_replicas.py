@@ -162,7 +162,7 @@ class Victim:
         """Here it happens, in whatever thread this is."""
         if self.scenario.fault == "freeze":
             assert self.board is not None
-            self.board._beat_s = -math.inf  # so that it has stood still for long when it is thawed
+            self.board._pulse.begin(-math.inf)  # so that it has stood still for long when it is thawed
         report("held")
         match self.words.next():
             case "cut":

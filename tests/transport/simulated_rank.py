@@ -25,7 +25,8 @@ from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.views import Policies, ViewKeeper
+from diloco.transport.peers.view_policies import Policies
+from diloco.transport.peers.views import ViewKeeper
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.membership.network import Network
 from tests.transport.without_io import Board, Thread, no_link
@@ -91,7 +92,7 @@ class Rank:
             self._joins = entries[rank]
             reached = sorted({other // size for other in self.transport.board.connected})
             view = View(-1, tuple(reached) or (rank // size,))
-            self._todo.append(lambda: self.transport.ask_to_join(entries[rank]))
+            self._todo.append(lambda: self.transport.joining.ask(entries[rank]))
         self._run(lambda: self.transport.begin(view, registry, no_link, member=not joining))
 
     @property
@@ -180,7 +181,7 @@ class Rank:
 
     def _join(self, entry: Entry) -> bool:
         """As `connect.join` does, without waiting."""
-        answer = self.transport.welcome(0.0) if not self.left else None
+        answer = self.transport.joining.answer(0.0) if not self.left else None
         if answer is None:
             if not self.left and not self.transport.board.connected:
                 self._leave("nobody answers")
@@ -194,7 +195,7 @@ class Rank:
             self._leave(f"refused: {answer['reason']}")
         else:
             self._asked += 1
-            self._run(lambda: self.transport.ask_to_join(entry))
+            self._run(lambda: self.transport.joining.ask(entry))
         return True
 
     def _may_step(self) -> bool:

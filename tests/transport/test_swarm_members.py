@@ -12,7 +12,7 @@ import torch
 
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.transport.address import Address
-from diloco.transport.hivemind import connect
+from diloco.transport.hivemind.dialler import Dialler
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -90,11 +90,11 @@ def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answ
             raise OSError("nobody there")
         return await opened(streams, address)
 
-    async def not_called_back(arrival: object, table: object, rank: int) -> bool:
+    async def not_called_back(dialler: object, table: object, rank: int) -> bool:
         return False
 
     monkeypatch.setattr(PeerStreams, "open", unreachable)
-    monkeypatch.setattr(connect._Arrival, "_called_back", not_called_back)
+    monkeypatch.setattr(Dialler, "_called_back", not_called_back)
     third = swarms.peer(2, [first])
     assert (third.joining, len(failed)) == (True, 2)
     monkeypatch.undo()

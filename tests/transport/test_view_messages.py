@@ -41,7 +41,7 @@ def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Mapping[str, Any],
     network = simulated(3, Limits(ends=1), strangers=1)
     begin(network, 0, 1)
     if message["kind"] == "adopted":  # which counts only while there is something to adopt
-        rank(network, 0).keeper._extend("somebody may be lost")
+        rank(network, 0).keeper._ending.extend("somebody may be lost")
     change, states = rank(network, 0).keeper._ending.change, dict(rank(network, 0).keeper.book._rounds)  # type: ignore[union-attr]
     votes = {round_id: dict(state.votes) for round_id, state in states.items()}
     rank(network, 0).keeper.heard(3, message | {"view": view_id})

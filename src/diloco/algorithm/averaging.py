@@ -73,6 +73,12 @@ class Contribution:
     withdrawn: str = ""
     clipping: Clipping = UNCLIPPED
 
+    @property
+    def extra_bytes(self) -> int:
+        """What travels beside the payload."""
+        extras = (self.buffers, self.integers)
+        return sum(extra.numel() * extra.element_size() for extra in extras if extra is not None)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mean:

@@ -203,7 +203,7 @@ class InProcessTransport:
                 delay_s = max(delay_s, late_s)
         sample = next(iter(state.contributions.values()))
         members, whole = len(self.view.members), sample.clipping.active
-        state.exchange = plan_exchange(sample.codec, sample.numel, members, _extra_bytes(sample), whole=whole)
+        state.exchange = plan_exchange(sample.codec, sample.numel, members, sample.extra_bytes, whole=whole)
         verdict = judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
         state.commit_at_s = self._commit_time_s(round_id, state, delay_s)
         taken_s = state.commit_at_s - min(state.sent_at_s.values())
@@ -298,11 +298,6 @@ class _InProcessPending:
     def wait(self, timeout_s: float | None = None) -> Average:
         with self.endpoint.hub.changed:
             return self.endpoint.hub.take(self.endpoint.replica, self.round, timeout_s)
-
-
-def _extra_bytes(contribution: Contribution) -> int:
-    extras = (contribution.buffers, contribution.integers)
-    return sum(extra.numel() * extra.element_size() for extra in extras if extra is not None)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Nobody is in charge: whoever finds no member of the run founds the swarm, as a v
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import secrets
@@ -15,22 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import RendezvousError, RunOverError, TransportError
+from diloco.errors import RendezvousError, RunOverError
 from diloco.membership.view import View
+from diloco.transport.hivemind.dialler import Dialler
 from diloco.transport.hivemind.founding import Founding, Lookers
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.records import PeerRecord
-from diloco.transport.hivemind.swarm import NotNowError, SwarmDesk, SwarmTable, ask_peer
+from diloco.transport.hivemind.swarm import NotNowError, SwarmDesk, SwarmTable
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.link_desk import LinkDesk
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
-from diloco.transport.peers.within import within
 
 __all__ = ["SwarmPlace", "connect_swarm"]
 
@@ -113,8 +112,16 @@ class _Arrival:
         self.patience_s = wire.rendezvous_timeout_s
         self.finished = False
         self.beat = 0
-        self._calls: set[asyncio.Future[None]] = set()
-        transport.on_introduction = self._call_back
+        self.dialler = Dialler(
+            self.board,
+            streams,
+            self.registry,
+            self.number,
+            mine=lambda: self.mine,
+            swarm=place.swarm,
+            silence_s=wire.silence_s,
+        )
+        transport.on_introduction = self.dialler.call_back
 
     def connect(self) -> Connected:
         call = self.board.call
@@ -199,10 +206,10 @@ class _Arrival:
             there = False  # somebody of a swarm, who can't be joined now
             for record in (each for each in await self._records() if each.swarm):
                 try:
-                    table = await self._ask(record.peer_id)
+                    table = await self.dialler.ask(record.peer_id)
                     there = True
                     self._check_behind(table)
-                    await self._dial(table)
+                    await self.dialler.dial(table)
                     return table
                 except OSError as error:
                     there = there or isinstance(error, NotNowError)
@@ -271,81 +278,6 @@ class _Arrival:
             f"nobody of run {run!r} could be found within {self.patience_s:g} s. Nothing was started."
         )
 
-    async def _ask(self, peer_id: str) -> SwarmTable:
-        """The table of ``peer_id``'s first member, which hears of all who come."""
-        question = {"kind": "table", "entry": self.mine.to_message(), "swarm": self.place.swarm}
-        try:
-            table = SwarmTable.from_message(await ask_peer(self.streams, peer_id, question))
-            if table.first.address not in (peer_id, self.mine.address):
-                self.streams.know(table.first.address, table.first.places)
-                try:
-                    table = SwarmTable.from_message(await ask_peer(self.streams, table.first.address, question))
-                except OSError as error:  # the one who named it is there
-                    raise NotNowError(str(error)) from error
-        except (KeyError, ValueError, TypeError, TransportError) as error:
-            if isinstance(error, RendezvousError):
-                raise
-            raise NotNowError(f"{peer_id} answered what is no table: {error}") from error
-        self.registry.entries.update({rank: entry for rank, entry in table.entries.items() if rank != self.number})
-        return table
-
-    async def _dial(self, table: SwarmTable) -> None:
-        """Connect to all members, who must be reached, and to those who are about to be some, where that works.
-
-        Raises:
-            OSError: if a member can't be reached.
-        """
-
-        async def one(rank: int) -> None:
-            entry = table.entries[rank]
-            self.streams.know(entry.address, entry.places)
-            try:
-                await within(self.wire.silence_s, self.board.connect(rank, PeerAddress(entry.address)))
-            except (OSError, EOFError, TransportError, TimeoutError) as error:
-                if rank in table.members and not await self._called_back(table, rank):
-                    raise OSError(
-                        f"replica {self.number} can't reach replica {rank} ({entry.address}), which is a member: "
-                        f"{str(error) or type(error).__name__}. A way to it, or, where both are behind routers that "
-                        "let nothing in, a peer with a public address that relays, would work"
-                    ) from error
-
-        wanted = [rank for rank in table.entries if rank != self.number and rank not in self.board.connected]
-        for result in await asyncio.gather(*(one(rank) for rank in wanted), return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-
-    async def _called_back(self, table: SwarmTable, rank: int) -> bool:
-        """Ask a member that can be reached to let one that can't open the connection; whether it did."""
-        question = {"kind": "introduce", "to": rank, "entry": self.mine.to_message()}
-        for other in table.members:
-            if other == rank:
-                continue
-            try:
-                await ask_peer(self.streams, table.entries[other].address, question)
-            except OSError:
-                continue
-            with contextlib.suppress(TimeoutError):
-                await within(self.wire.silence_s, self._connected_to(rank))
-                return True
-        return False
-
-    async def _connected_to(self, rank: int) -> None:
-        while not self.board.words(rank):  # its first one says that it knows the connection, as a member of a view must
-            self.board.arrived.clear()
-            await self.board.arrived.wait()
-
-    def _call_back(self, entry: Entry) -> None:
-        """Open the connection that another one can't."""
-
-        async def call() -> None:
-            self.streams.know(entry.address, entry.places)
-            with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
-                await within(self.wire.silence_s, self.board.connect(entry.rank, PeerAddress(entry.address)))
-
-        if entry.rank not in self.board.connected:
-            self._calls.add(task := asyncio.ensure_future(call()))
-            task.add_done_callback(self._calls.discard)
-
     def _refresh(self) -> None:
         """The members may be others by now."""
         self.board.call(self._look_again())
@@ -353,7 +285,7 @@ class _Arrival:
     async def _look_again(self) -> None:
         for rank in sorted(self.board.connected & self.registry.entries.keys()):
             try:
-                await self._dial(await self._ask(self.registry.entries[rank].address))
+                await self.dialler.dial(await self.dialler.ask(self.registry.entries[rank].address))
                 return
             except OSError:
                 continue

@@ -74,8 +74,8 @@ def join(connected: Connected, timeout_s: float) -> int:
     deadline_s = time.monotonic() + timeout_s
     why = f"no answer within {timeout_s:g} s"
     while True:
-        transport.ask_to_join(entry)
-        answer = transport.welcome(min(_ANSWER_S, deadline_s - time.monotonic()))
+        transport.joining.ask(entry)
+        answer = transport.joining.answer(min(_ANSWER_S, deadline_s - time.monotonic()))
         if answer is not None and answer["kind"] == "welcome":
             break
         why = f"they refuse: {answer['reason']}" if answer else why

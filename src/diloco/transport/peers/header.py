@@ -12,7 +12,7 @@ from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
 from diloco.errors import CodecError
 from diloco.transport.peers.fields import Fields
 
-__all__ = ["Header", "header_of", "judge_headers"]
+__all__ = ["Header", "donor_for", "header_of", "judge_headers"]
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _MOST_VALUES = 1 << 48
@@ -128,6 +128,22 @@ def judge_headers(
             )
         )
     return _combined(verdicts, max(1, needed))
+
+
+def donor_for(
+    rank: int, headers: Mapping[int, Header], *, members: Sequence[int], ranks_per_replica: int
+) -> int | None:
+    """A replica that has the state which the round applies to, where ``rank`` has another one; else None.
+
+    Args:
+        rank: that is still taking over the state.
+        headers: rank -> header, of every rank of every member.
+        members: of the view.
+        ranks_per_replica: S.
+    """
+    at = {member: headers[member * ranks_per_replica + rank % ranks_per_replica] for member in members}
+    donor = next((member for member, header in at.items() if not header.taking_over), None)
+    return donor if donor is not None and at[donor].digest != headers[rank].digest else None
 
 
 def _combined(verdicts: Sequence[Verdict], needed: int) -> Verdict:

@@ -7,11 +7,8 @@ first.
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -24,9 +21,9 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import Exchange
 from diloco.errors import CodecError, TransportError
 from diloco.transport.peers.data_link import DataLink, Work
-from diloco.transport.shaping import Pacer
+from diloco.transport.peers.postman import Postman
 
-__all__ = ["Part", "PayloadExchange", "Postman"]
+__all__ = ["Part", "PayloadExchange"]
 
 _EXTRAS = (1 << 16) - 1  # the piece number under which model buffers travel
 
@@ -38,58 +35,6 @@ class Part:
     weight: float
     buffers: int | None
     integers: int | None
-
-
-class Postman:
-    """Hands messages to the links in the order in which they were given: fragments share the way in order.
-
-    Args:
-        pacer: emulates a slow link; None: everything is handed over at once.
-    """
-
-    def __init__(self, pacer: Pacer | None = None) -> None:
-        self._pacer = pacer
-        self._queue: list[tuple[float, int, Callable[[], Work], Future[Work]]] = []
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="diloco-post", daemon=True)
-        self._thread.start()
-
-    def post(self, num_bytes: int, send: Callable[[], Work]) -> Future[Work]:
-        """Call ``send`` when what was posted before is on its way and the link has had time for ``num_bytes``."""
-        future: Future[Work] = Future()
-        with self._changed:
-            due_s = self._pacer.arrival_s(time.monotonic(), num_bytes) if self._pacer else 0.0
-            heapq.heappush(self._queue, (due_s, next(self._numbers), send, future))
-            self._changed.notify()
-        return future
-
-    def close(self) -> None:
-        """Hand over nothing more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
-        for _, _, _, future in self._queue:
-            future.set_exception(TransportError("the transport was closed"))
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and (wait_s := self._wait_s()) != 0.0:
-                    self._changed.wait(wait_s)
-                if self._closed:
-                    return
-                _, _, send, future = heapq.heappop(self._queue)
-            try:
-                future.set_result(send())
-            except (RuntimeError, TransportError) as error:  # the link has ended
-                future.set_exception(error)
-            del send, future  # or they would be kept until the next message
-
-    def _wait_s(self) -> float | None:
-        return max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else None
 
 
 class PayloadExchange:
@@ -140,7 +85,7 @@ class PayloadExchange:
                 self._receive(link, torch.empty(codec.payload_bytes(b - a), dtype=torch.uint8), piece)
                 for piece, (a, b) in enumerate(_stretches(*mine, codec, self._piece_bytes))
             ]
-            room = torch.empty(self._extra_bytes(), dtype=torch.uint8)
+            room = torch.empty(self.contribution.extra_bytes, dtype=torch.uint8)
             if len(room):
                 self._extras[member] = self._receive(link, room, _EXTRAS)
         if self.plan.pattern == "reduce-scatter":
@@ -285,9 +230,6 @@ class PayloadExchange:
             first = raw[contributors[0]]
             integers = first[len(first) - mine.integers.numel() :].clone()
         return buffers, integers
-
-    def _extra_bytes(self) -> int:
-        return len(_extras_of(self.contribution))
 
     def _receive(self, link: DataLink, room: Tensor, piece: int, *, second: bool = False) -> tuple[Tensor, Work]:
         return room, link.receive(room, piece, _tag(self.contribution.round, piece, second))

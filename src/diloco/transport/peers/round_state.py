@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,15 +10,18 @@ from typing import Protocol
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.exchange import Exchange
-from diloco.errors import DivergedError
+from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
 from diloco.transport.base import Average
 from diloco.transport.peers.header import Header
+from diloco.transport.peers.payloads import Part
 from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.rules import Rules
+from diloco.transport.peers.view_messages import RoundVote
 
-__all__ = ["Begun", "RoundState", "Timer", "digest_of", "extra_bytes"]
+__all__ = ["Begun", "RoundState", "Timer", "digest_of"]
 
 
 class Timer(Protocol):
@@ -97,8 +101,57 @@ class RoundState:
         if self.concluded and not self.exchanging:
             self.begun = self.mean = None
 
-    def average(self, view: View, replica: int) -> Average:
-        """What ``replica`` of ``view`` gets from the round, once it is committed."""
+    def missing(self, ranks: Sequence[int], rules: Rules) -> tuple[int, ...]:
+        """Replicas of which no header has come; readable from any thread. ``ranks``: of the view."""
+        return tuple(sorted({rank // rules.ranks_per_replica for rank in ranks if rank not in self.headers}))
+
+    def look(
+        self, ranks: Sequence[int], rules: Rules, words: Callable[[int], int]
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """Who keeps the round waiting for too long: replicas that have not contributed, and those that don't vote.
+
+        Args:
+            ranks: of the view.
+            rules: who I am.
+            words: rank -> how many messages have come from it, of whatever kind.
+        """
+        size, absent = rules.ranks_per_replica, frozenset(self.missing(ranks, rules))
+        seen: dict[int, object] = {}
+        for rank in ranks:
+            if rank // size in absent:
+                seen[rank // size] = "no contribution"
+            elif rank not in self.votes:
+                seen[rank // size] = (seen.get(rank // size), rank, words(rank))
+        seen.pop(rules.replica, None)  # another rank of my own replica that is late is the others' business
+        late = self.lateness.look(seen)
+        return late & absent, late - absent
+
+    def parts(self, members: Sequence[int], rules: Rules) -> Mapping[int, Part]:
+        """What the sum needs of the headers that all ``members`` have sent: replica -> part."""
+        size, position = rules.ranks_per_replica, rules.rank % rules.ranks_per_replica
+        headers = {member: self.headers[member * size + position] for member in members}
+        return {member: Part(header.weight, header.buffers, header.integers) for member, header in headers.items()}
+
+    def count(self, sender: int, said: RoundVote, replica: int) -> None:
+        """A vote has come; it may say that the state of ``replica``, which is mine, is not the majority's."""
+        self.votes[sender] = said.vote
+        if replica in said.diverged and self.fault is None:
+            self.fault = DivergedError(
+                f"{self.id}: {said.vote.reason}. The round is void for all.",
+                donor=said.donor,
+                round=str(self.id),
+                replicas=said.diverged,
+            )
+
+    def outcome(self, view: View, replica: int, failure: TransportError | None) -> Average | TransportError:
+        """What ``replica`` of ``view`` gets, once the round is decided; ``failure``: instead of that it is void."""
+        if self.fault is not None:
+            return self.fault
+        if not self.committed:
+            return failure or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
+        return self._average(view, replica)
+
+    def _average(self, view: View, replica: int) -> Average:
         mean, plan = self.mean, self.plan
         assert mean is not None
         assert plan is not None
@@ -128,9 +181,3 @@ def digest_of(mean: Mean) -> str:
     if mean.integers is not None:
         parts["integers"] = mean.integers
     return digest_tensors(parts)
-
-
-def extra_bytes(contribution: Contribution) -> int:
-    """What travels beside the payload."""
-    extras = (contribution.buffers, contribution.integers)
-    return sum(extra.numel() * extra.element_size() for extra in extras if extra is not None)

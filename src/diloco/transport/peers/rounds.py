@@ -14,22 +14,22 @@ from typing import Any
 
 from diloco.algorithm.averaging import Mean, RoundId, Verdict
 from diloco.algorithm.exchange import plan_exchange
-from diloco.errors import DiLoCoError, DivergedError, RoundVoidError, TransportError, ViewChangedError
+from diloco.errors import DiLoCoError, TransportError, ViewChangedError
 from diloco.membership.ballot import Vote, tally
 from diloco.membership.change import Commits, NextView, Rounds
 from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
+from diloco.transport.base import Average
 from diloco.transport.peers.data_link import DataLink
-from diloco.transport.peers.header import Header, header_of, judge_headers
-from diloco.transport.peers.payloads import Part, PayloadExchange, Postman
-from diloco.transport.peers.round_state import Begun, RoundState, Timer, digest_of, extra_bytes
-from diloco.transport.peers.rules import Rules, late_words
+from diloco.transport.peers.decided import Decided
+from diloco.transport.peers.header import Header, donor_for, header_of, judge_headers
+from diloco.transport.peers.payloads import PayloadExchange
+from diloco.transport.peers.postman import Postman
+from diloco.transport.peers.round_state import Begun, RoundState, Timer, digest_of
+from diloco.transport.peers.rules import Rules, expired_words, late_words
 from diloco.transport.peers.view_messages import RoundVote
 
 __all__ = ["RoundBook"]
-
-_MOST_VOID = 8
-"""Rounds of a fragment that are remembered as void; whoever falls behind by more runs into the round's timeout."""
 
 _MOST_TOLD = 8
 """Refused headers that are told of with the next average."""
@@ -74,8 +74,6 @@ class RoundBook:
         self.view = view
         self.rules = rules
         self.links = links
-        self.commits: dict[tuple[int, int], str] = {}
-        self.void = void
         self._postman = postman
         self._tell = tell
         self._later = later
@@ -85,6 +83,7 @@ class RoundBook:
         self._late = late
         self._words = words
         self._frozen = False
+        self._decided = Decided(void)
         self._rounds: dict[RoundId, RoundState] = {}
         self._refused: list[str] = []
         size = rules.ranks_per_replica
@@ -96,7 +95,7 @@ class RoundBook:
         contribution, pending = begun.contribution, begun.pending
         state = self._state(contribution.round)
         state.begun, state.taking_over = begun, taking_over
-        if state.key in self.void and state.committed is None:  # others had decided so before this view
+        if state.key in self._decided.void and state.committed is None:  # others had decided so before this view
             self._decide(state, False, _AGAINST)
             return
         header = header_of(contribution, taking_over=taking_over)
@@ -104,7 +103,7 @@ class RoundBook:
             contribution.codec,
             contribution.numel,
             len(self.view.members),
-            extra_bytes(contribution),
+            contribution.extra_bytes,
             whole=contribution.clipping.active,
         )
         self._tell(header.to_message(self.view.id))
@@ -139,7 +138,7 @@ class RoundBook:
     def freeze(self) -> tuple[Commits, Rounds]:
         """From now on no vote is cast and nothing is decided; what was committed lately, and what is void."""
         self._frozen = True
-        return dict(self.commits), self.void
+        return self._decided.commits, self._decided.void
 
     def end(
         self,
@@ -159,7 +158,7 @@ class RoundBook:
 
         Returns:
             My contributions to rounds that I have not decided, in the order sent, if they go on in the next view: to be
-            begun there. Those that others have decided void are void there, see `void`.
+            begun there. Those that others have decided void are void there, see ``void`` above.
         """
         open_rounds = []
         carried = goes_on and following is not None and following.carries_over
@@ -181,9 +180,8 @@ class RoundBook:
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Replicas of which no header of a round has come; readable from any thread."""
-        state = self._rounds.get(round_id)
-        size = self.rules.ranks_per_replica
-        return tuple(sorted({rank // size for rank in self.ranks if state is None or rank not in state.headers}))
+        state = self._rounds.get(round_id) or RoundState(round_id)  # nothing has been heard of it
+        return state.missing(self.ranks, self.rules)
 
     def _refusal(self, sender: int, round_id: RoundId) -> str:
         """Why a header is not taken, in words that name its sender, or ""."""
@@ -215,30 +213,22 @@ class RoundBook:
             return
         if any(rank not in state.headers for rank in self.ranks):
             return
-        size = self.rules.ranks_per_replica
+        members, size = self.view.members, self.rules.ranks_per_replica
         verdict = judge_headers(
             state.headers,
             state.begun.contribution,
-            members=self.view.members,
+            members=members,
             ranks_per_replica=size,
             min_contributors=self.rules.min_contributors,
         )
         if state.taking_over:
-            self._compare(state, verdict)
+            state.donor = donor_for(self.rules.rank, state.headers, members=members, ranks_per_replica=size)
+            if state.donor is None:
+                self._confirmed(state.id.fragment)
         state.judged.set_result(verdict)
         if verdict.void:
             vote = Vote(False, reason=verdict.reason)
             self._cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
-
-    def _compare(self, state: RoundState, verdict: Verdict) -> None:
-        """Whether I have the state of the others by now; if not, from whom I get it."""
-        position, size = self.rules.rank % self.rules.ranks_per_replica, self.rules.ranks_per_replica
-        donor = next((m for m in self.view.members if not state.headers[m * size + position].taking_over), None)
-        mine = state.headers[self.rules.rank].digest
-        if donor is None or state.headers[donor * size + position].digest == mine:
-            self._confirmed(state.id.fragment)
-        else:
-            state.donor = donor
 
     def _exchange(self, state: RoundState) -> None:
         """In a thread of its own: move the payloads, and hand the mean to the control thread."""
@@ -246,19 +236,14 @@ class RoundBook:
         assert begun is not None
         assert plan is not None
         try:
-            links = self.links.result()
-            exchange = PayloadExchange(
-                begun.contribution, plan, self.view.members, links, self._postman, self.rules.piece_bytes
-            )
+            links, members = self.links.result(), self.view.members
+            exchange = PayloadExchange(begun.contribution, plan, members, links, self._postman, self.rules.piece_bytes)
             exchange.start()
             verdict = state.judged.result()
             if verdict.void:
                 exchange.drain()
             else:
-                size, position = self.rules.ranks_per_replica, self.rules.rank % self.rules.ranks_per_replica
-                headers = {m: state.headers[m * size + position] for m in self.view.members}
-                parts = {m: Part(header.weight, header.buffers, header.integers) for m, header in headers.items()}
-                mean = exchange.reduce(parts, verdict.contributors)
+                mean = exchange.reduce(state.parts(members, self.rules), verdict.contributors)
                 self._post(self._computed, state, mean, digest_of(mean))
             exchange.finish()
         except (DiLoCoError, RuntimeError) as error:
@@ -285,30 +270,16 @@ class RoundBook:
     def _expire(self, state: RoundState) -> None:
         if state.committed is not None or self._frozen or self.rules.rank in state.votes:
             return
-        missing = self.missing(state.id)
-        waited_for = f"replica {', '.join(map(str, missing))}" if missing else "the payloads"
-        reason = (
-            f"nothing was heard of {waited_for} within {self.rules.round_timeout_s:g} s "
-            f"(replica {self.rules.replica} waited)"
-        )
+        reason = expired_words(state.missing(self.ranks, self.rules), self.rules)
         self._cast(RoundVote(state.id, Vote(False, reason=reason)), state)
 
     def _look(self, state: RoundState, late_s: float) -> None:
         """Give up who is late, and look again until the round is decided."""
         if state.committed is not None or self._frozen:
             return
-        absent = set(self.missing(state.id))
-        size = self.rules.ranks_per_replica
-        seen: dict[int, object] = {}
-        for rank in self.ranks:
-            if rank // size in absent:
-                seen[rank // size] = "no contribution"
-            elif rank not in state.votes:
-                seen[rank // size] = (seen.get(rank // size), rank, self._words(rank))
-        seen.pop(self.rules.replica, None)  # another rank of my own replica that is late is the others' business
-        late = state.lateness.look(seen)
-        if late:
-            self._late(late, late_words(state.id, late & absent, late - absent, late_s))
+        absent, silent = state.look(self.ranks, self.rules, self._words)
+        if absent or silent:
+            self._late(absent | silent, late_words(state.id, absent, silent, late_s))
         else:
             state.looking = self._later(late_s / Lateness.LOOKS, lambda: self._look(state, late_s))
 
@@ -321,14 +292,7 @@ class RoundBook:
     def _count(self, state: RoundState, sender: int, said: RoundVote) -> None:
         if self._frozen or state.committed is not None or sender in state.votes:
             return
-        state.votes[sender] = said.vote
-        if self.rules.replica in said.diverged and state.fault is None:
-            state.fault = DivergedError(
-                f"{state.id}: {said.vote.reason}. The round is void for all.",
-                donor=said.donor,
-                round=str(state.id),
-                replicas=said.diverged,
-            )
+        state.count(sender, said, self.rules.replica)
         decision = tally(self.ranks, state.votes, groups=self._positions)
         if decision.committed is not None:
             self._decide(state, decision.committed, decision.reason)
@@ -336,30 +300,20 @@ class RoundBook:
     def _decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         state.committed, state.reason = committed, reason
         state.stop_timers()
-        fragment, outer_step = state.key
         if committed:
-            self.commits = {k: d for k, d in self.commits.items() if k[0] != fragment or k[1] >= outer_step - 1}
-            self.commits[state.key] = state.votes[self.rules.rank].digest
-            # everybody has contributed to this one, so everybody has done with those before
-            self.void = frozenset(key for key in self.void if key[0] != fragment or key[1] > outer_step)
+            self._decided.commit(state.key, state.votes[self.rules.rank].digest)
         else:
-            newest = sorted(key for key in self.void | {state.key} if key[0] == fragment)[-_MOST_VOID:]
-            self.void = frozenset(key for key in self.void if key[0] != fragment).union(newest)
+            self._decided.call_off(state.key)
         if state.begun is not None:
             self._conclude(state, failure)
 
     def _conclude(self, state: RoundState, failure: TransportError | None = None) -> None:
         """Tell the training thread."""
         assert state.begun is not None
-        pending = state.begun.pending
-        if state.fault is not None:
-            pending.resolve(state.fault)
-        elif not state.committed:
-            void = RoundVoidError(f"{state.id} is void: {state.reason}.", round=str(state.id))
-            pending.resolve(failure or void)
-        else:
-            average = state.average(self.view, self.rules.replica)
-            words, self._refused = [*filter(None, [average.note]), *self._refused], []
-            pending.resolve(replace(average, note="; ".join(words)))
+        outcome = state.outcome(self.view, self.rules.replica, failure)
+        if isinstance(outcome, Average):
+            words, self._refused = [*filter(None, [outcome.note]), *self._refused], []
+            outcome = replace(outcome, note="; ".join(words))
+        state.begun.pending.resolve(outcome)
         state.concluded = True
         state.free()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.algorithm.averaging import RoundId
 
-__all__ = ["Rules", "late_words"]
+__all__ = ["Rules", "expired_words", "late_words"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,16 @@ fragment 0, outer step 3 and nothing else came within 5 s'
         for late, what in waited_for
         if late
     )
+
+
+def expired_words(missing: Sequence[int], rules: Rules) -> str:
+    """Why a rank votes against a round that took too long; ``missing``: replicas whose contributions did not come.
+
+    >>> expired_words((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19))
+    'nothing was heard of replica 1, 2 within 5 s (replica 0 waited)'
+    """
+    waited_for = f"replica {', '.join(map(str, missing))}" if missing else "the payloads"
+    return f"nothing was heard of {waited_for} within {rules.round_timeout_s:g} s (replica {rules.replica} waited)"
 
 
 def _names(replicas: frozenset[int]) -> str:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -19,6 +18,7 @@ from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.last_words import hear_out
+from diloco.transport.peers.line import Line, inquire
 from diloco.transport.peers.liveness import Loss, Pulse, Timing, silent_ones
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.within import within
@@ -34,16 +34,6 @@ _BEAT: Message = {"kind": "beat"}
 _FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
-
-
-@dataclass(eq=False)
-class _Line:
-    rank: int
-    address: Address
-    writer: asyncio.StreamWriter
-    heard_s: float
-    words: int = 0
-    task: asyncio.Task[None] | None = None
 
 
 class Switchboard:
@@ -74,7 +64,7 @@ class Switchboard:
         self.admits: Callable[[int, Address], bool] = lambda rank, address: True
         self._deliver = deliver
         self._lost = lost
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, Line] = {}
         self._connections: WeakSet[asyncio.WriteTransport] = WeakSet()  # all that were made, while anything holds them
         self._watch: asyncio.Task[None] | None = None
         self._pulse = Pulse(timing)
@@ -230,71 +220,32 @@ class Switchboard:
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
         hear_out(writer.transport)
-        line = _Line(rank, address, writer, self.loop.time())
+        line = Line(rank, address, writer, self.loop.time())
         self._lines[rank] = line
         line.task = self.loop.create_task(self._listen_to(line, reader))
         self.arrived.set()
 
-    async def _listen_to(self, line: _Line, reader: asyncio.StreamReader) -> None:
-        latency_s = self.timing.latency_s
-        reason, given_up = "", False
-        try:
-            while not given_up:
-                message, blob = await read_frame(reader)
-                line.heard_s = self.loop.time()
-                line.words += 1
-                if line.words == 1:
-                    self.arrived.set()
-                given_up = message["kind"] == "given-up"
-                if given_up or message["kind"] == "beat":
-                    continue
-                if latency_s:
-                    self.loop.call_later(latency_s, self._deliver, line.rank, message, blob)
-                else:
-                    self._deliver(line.rank, message, blob)
-        except (OSError, EOFError, TransportError) as error:
-            reason = str(error) or type(error).__name__
-        except (KeyError, ValueError, TypeError, OverflowError) as error:  # in what it said
-            reason = f"it sent what is no message: {type(error).__name__}: {error}"
+    async def _listen_to(self, line: Line, reader: asyncio.StreamReader) -> None:
+        ended = await line.listen(reader, self.arrived, self._hand_on)
         if self._lines.get(line.rank) is not line:
             return
-        self.hang_up_quietly(line)
-        if given_up or self._pulse.stood_still(self.loop.time()):
+        del self._lines[line.rank]  # its task is the one that runs here
+        line.writer.close()
+        if ended.given_up or self._pulse.stood_still(self.loop.time()):
             # it may have gone on and ended since: its port has nothing to say
-            why = "gave it up" if given_up else f"ended the connection ({reason})"
+            why = "gave it up" if ended.given_up else f"ended the connection ({ended.reason})"
             text = f"{line.address} heard nothing of this process for too long and {why}"
             self._lost(line.rank, Loss("cut", text))
             return
-        loss = await self._inquire(line, reason)
+        loss = await inquire(self.open, line.address, ended.reason, min(2.0, self.timing.silence_s))
         if line.rank not in self._lines:  # else another process has come in its place, and says so itself
             self._lost(line.rank, loss)
 
-    def hang_up_quietly(self, line: _Line) -> None:
-        """Forget a line whose own task is running."""
-        self._lines.pop(line.rank, None)
-        line.writer.close()
-
-    async def _inquire(self, line: _Line, reason: str) -> Loss:
-        """Whether the process behind a connection that ended is still there: a port that refuses says no.
-
-        A process that is being ended may still have its port for a moment.
-        """
-        for _ in range(10):
-            try:
-                opening = self.open(line.address)
-                _, writer = await within(min(2.0, self.timing.silence_s), opening)
-            except ConnectionRefusedError:
-                return Loss("gone", f"its process at {line.address} has ended")
-            except ConnectionResetError:
-                pass  # it was being ended in that very moment
-            except (OSError, TimeoutError) as error:
-                return Loss(
-                    "cut", f"the connection to {line.address} ended ({reason}) and can't be made anew ({error})"
-                )
-            else:
-                writer.close()
-            await asyncio.sleep(0.1)
-        return Loss("cut", f"the connection to {line.address} ended ({reason}), though somebody listens there")
+    def _hand_on(self, rank: int, message: dict[str, Any], blob: bytes) -> None:
+        if latency_s := self.timing.latency_s:
+            self.loop.call_later(latency_s, self._deliver, rank, message, blob)
+        else:
+            self._deliver(rank, message, blob)
 
     async def _beat(self) -> None:
         beat = pack(_BEAT)

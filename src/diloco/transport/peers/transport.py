@@ -14,28 +14,29 @@ from diloco.transport.address import Address
 from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
 from diloco.transport.peers.data_link import OpenLink
-from diloco.transport.peers.host_copies import HostCopies
+from diloco.transport.peers.dispatch import Dispatch
 from diloco.transport.peers.in_thread import in_thread
+from diloco.transport.peers.joining import Joining
 from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.meetings import Meetings
-from diloco.transport.peers.payloads import Postman
 from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.postman import Postman
 from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.round_desk import RoundDesk
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.speeds import Speeds, speed_message
 from diloco.transport.peers.state_desk import StateDesk
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.view_messages import next_view
-from diloco.transport.peers.views import Policies, ViewKeeper
+from diloco.transport.peers.view_policies import Policies
+from diloco.transport.peers.views import ViewKeeper
 from diloco.transport.shaping import Pacer
 
 __all__ = ["PeerTransport"]
 
 _LEAVING_S = 3.0
-_MOST_EARLY = 1000
-_FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced", "speed")
 
 
 class PeerTransport(Transport):
@@ -59,6 +60,7 @@ class PeerTransport(Transport):
         on_change: called with every next view, in the control thread; what it gives is told to those who join with it.
         last_transfer: bytes of a contribution, and seconds until its round was decided; None: none yet.
         digests: by fragment, of the state that this rank contributed from last.
+        joining: asks those who are members to let this rank be one; see `enter`.
         on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
         welcome_note: what the others' `on_change` gave when this rank joined.
     """
@@ -82,7 +84,6 @@ class PeerTransport(Transport):
         self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
         self.welcome_note: Mapping[str, Any] = {}
         self.on_introduction: Callable[[Entry], None] = lambda entry: None
-        self.digests: dict[int, str] = {}
         self.last_transfer: tuple[int, float] | None = None
         self.mailbox = Mailbox()
         self._postman = Postman(Pacer(link) if link else None)
@@ -90,13 +91,21 @@ class PeerTransport(Transport):
         self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost, streams)
         self._state = StateDesk(rules, self.board, state_bytes_per_s)
         self._meetings = Meetings(rules.rank, self._tell, self.board.post, self._present, lambda: self.step)
+        self._rounds = RoundDesk(rules.replica, self._missing, self._taken)
+        self.digests = self._rounds.digests
         self._keeper: ViewKeeper | None = None
-        self._early: list[tuple[int, dict[str, Any], bytes]] = []
-        self._sent: dict[int, PeerPending] = {}
-        self._welcomed: list[Mapping[str, Any]] = []
-        self._closed = False
-        self._copies = HostCopies()
         self._speeds = Speeds()
+        self.joining = Joining(self.board)
+        self._dispatch = Dispatch(
+            rules.ranks_per_replica,
+            self.board,
+            self.mailbox,
+            self._meetings,
+            self.joining,
+            self._speeds,
+            lambda entry: self.on_introduction(entry),
+        )
+        self._closed = False
 
     @property
     def address(self) -> Address:
@@ -110,32 +119,13 @@ class PeerTransport(Transport):
     # Rounds.
 
     def average(self, contribution: Contribution) -> Pending:
-        replica, round_id = contribution.replica, contribution.round
-        if replica != self.replica:
-            raise TransportError(
-                f"replica {self.replica} handed in a contribution in the name of replica {replica}; each replica "
-                "contributes for itself. It was not taken."
-            )
-        before = self._sent.get(round_id.fragment)
-        if before is not None and before.round == round_id and not before.void:
-            raise TransportError(
-                f"replica {replica} has contributed to {round_id} already; one contribution a round is taken. "
-                "The first one stands.",
-                round=str(round_id),
-                replicas=[replica],
-            )
-        keeper = self._keeper
+        keeper, step = self._keeper, self.step
         assert keeper is not None, "connect comes first"
-        pending = PeerPending(round_id, contribution.payload.numel(), self._guard_s(), self._missing, self._taken)
-        self._sent[round_id.fragment] = pending
-        self.digests[round_id.fragment] = contribution.digest
-        if contribution.payload.is_cuda:
-            host, copied = self._copies.start(contribution)
-            step = self.step
-            self._copies.after(copied, lambda: self.board.post(keeper.begin, host, pending, step))
-        else:
-            self.board.post(keeper.begin, contribution, pending, self.step)
-        return pending
+
+        def begin(contribution: Contribution, pending: PeerPending) -> None:
+            self.board.post(keeper.intake.begin, contribution, pending, step)
+
+        return self._rounds.hand_in(contribution, self._guard_s(), begin)
 
     def tick(self) -> None:
         """One inner step is done; rounds sent from now on belong to the next."""
@@ -156,8 +146,7 @@ class PeerTransport(Transport):
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None
     ) -> Callable[[], Mapping[str, Any]]:
         """What fetches, from those who are members now; for any thread."""
-        sent = self._sent.get(fragment)
-        after = 0 if sent is None else sent.round.outer_step + (1 if sent.decided else 0)
+        after = self._rounds.decided_rounds(fragment)
         members, entries = self.view.members, dict(self._registry.entries)
         return lambda: self._state.fetch(
             fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
@@ -176,12 +165,12 @@ class PeerTransport(Transport):
     @property
     def closed_to_joiners(self) -> str:
         """Why nobody can join for now; "" where all can."""
-        return self._keeper.closed_to_joiners if self._keeper else ""
+        return self._keeper.attendance.closed_to_joiners if self._keeper else ""
 
     def close_to_joiners(self, reason: str) -> None:
         """Let nobody join for now, for ``reason``; "" opens again."""
         assert self._keeper is not None, "connect comes first"
-        self._keeper.closed_to_joiners = reason
+        self._keeper.attendance.closed_to_joiners = reason
 
     # How fast the members train.
 
@@ -213,7 +202,7 @@ class PeerTransport(Transport):
         if self._keeper is None or self.failure is not None:
             return
         members = set(self.view.members) - {self.replica}
-        self.board.call(self._tell_leaving(self._keeper))
+        self.board.call(_called(self._tell_leaving, self._keeper))
         with self._meetings.changed:
             self._meetings.changed.wait_for(lambda: not self.board.connected & members, _LEAVING_S)
 
@@ -223,7 +212,7 @@ class PeerTransport(Transport):
         From any thread.
         """
         if self._keeper is not None:
-            self.board.post(self._tell_leaving_now, self._keeper)
+            self.board.post(self._tell_leaving, self._keeper)
 
     def close(self) -> None:
         """Leave: all connections end. The others notice, so `meet` them first where they shall not mind."""
@@ -233,11 +222,11 @@ class PeerTransport(Transport):
         keeper = self._keeper
         if keeper is not None:
             left = TransportError(f"replica {self.replica} has closed its transport")
-            self.board.call(self._leave(keeper, left))
+            self.board.call(_called(keeper.close, left))
         self.mailbox.close("the transport was closed")
         self.board.close()
         self._postman.close()
-        self._copies.close()
+        self._rounds.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Traffic and steps; contributions in flight are kept by who sent them."""
@@ -261,31 +250,15 @@ class PeerTransport(Transport):
         """
         self.view = view
         self._registry = registry
-        self.board.call(self._begin(view, open_link, member))
+        self.board.call(_called(self._begin, view, open_link, member))
 
     def enter(self, answer: Mapping[str, Any]) -> None:
-        """Take part in the view that a welcome names."""
-        self.board.call(self._enter(answer))
-
-    def ask_to_join(self, entry: Entry) -> None:
-        """Tell all that this rank is connected to that it wants to be a member."""
-        message = {"kind": "join", **entry.to_message(), "connected": sorted(self.board.connected)}
-        for rank in self.board.connected:
-            self.board.post(self.board.send, rank, message)
-
-    def welcome(self, timeout_s: float) -> Mapping[str, Any] | None:
-        """What a member answered to my wish to join, or None; a welcome rather than anything else.
-
-        Under ``lineup`` is whom this rank was connected to when it came: rank -> the connection.
-        """
-        with self._meetings.changed:
-            self._meetings.changed.wait_for(lambda: bool(self._welcomed), timeout_s)
-            answers, self._welcomed = self._welcomed, []
-            return next((each for each in answers if each["kind"] == "welcome"), answers[-1] if answers else None)
+        """Take part in the view that a welcome names: an answer of `joining`."""
+        self.board.call(_called(self._enter, answer))
 
     # In the control thread.
 
-    async def _begin(self, view: View, open_link: OpenLink, member: bool) -> None:
+    def _begin(self, view: View, open_link: OpenLink, member: bool) -> None:
         keeper = ViewKeeper(
             view,
             self.rules,
@@ -300,11 +273,10 @@ class PeerTransport(Transport):
         self._keeper = keeper
         if member:
             keeper.open(view, 0)
-        early, self._early = self._early, []
-        for sender, message, blob in early:
+        for sender, message, blob in self._dispatch.begin(keeper, self._registry):
             self._deliver(sender, message, blob)
 
-    async def _enter(self, answer: Mapping[str, Any]) -> None:
+    def _enter(self, answer: Mapping[str, Any]) -> None:
         following = next_view(answer, self.view)
         assert self._keeper is not None
         assert following.view is not None
@@ -314,45 +286,12 @@ class PeerTransport(Transport):
         self._keeper.enter(following, answer["lineup"])
 
     def _deliver(self, sender: int, message: dict[str, Any], blob: bytes) -> None:
-        kind, keeper = message["kind"], self._keeper
-        is_member = keeper is None or sender // self.rules.ranks_per_replica in self.view.members
-        if not is_member and kind in _FOR_MEMBERS:
-            pass  # who is connected and no member has no say
-        elif kind == "store":
-            self.mailbox.put(str(message["key"]), blob)
-        elif kind == "meet":
-            self._meetings.heard(sender, str(message["name"]), int(message["value"]))
-        elif kind in ("welcome", "refused"):
-            with self._meetings.changed:
-                lineup = {rank: self.board.connection(rank) for rank in self.board.connected}
-                self._welcomed = [*self._welcomed[-_MOST_EARLY:], {**message, "lineup": lineup}]
-                self._meetings.changed.notify_all()
-        elif keeper is None and len(self._early) > _MOST_EARLY:
-            raise ValueError("it says too much to somebody who is not ready")
-        elif keeper is None:
-            self._early.append((sender, message, blob))
-        elif kind == "join":
-            entry = Entry.from_message(message)
-            if entry.rank != sender or entry.address != str(self.board.address_of(sender)):
-                raise ValueError("it wants to join in the name of another one")
-            self._registry.entries[sender] = entry
-            keeper.join(sender, frozenset(int(rank) for rank in message["connected"]))
-        elif kind == "speed":
-            self._speeds.hear(sender // self.rules.ranks_per_replica, message)
-        elif kind == "introduce":
-            self.on_introduction(Entry.from_message(message["entry"]))
-        elif kind == "excluded":
-            if int(message["view"]) >= keeper.view.id:
-                keeper.exclude(str(message["reason"]))
-        elif kind == "replaced":
-            keeper.exclude("another process has come in its place")
-        else:
-            keeper.heard(sender, message)
+        self._dispatch.deliver(sender, message, blob)
         self._stop_if_failed()
 
     def _lost(self, rank: int, loss: Loss) -> None:
         if self._keeper is not None:
-            self._keeper.lose(rank, loss)
+            self._keeper.attendance.lose(rank, loss)
         self._stop_if_failed()
         self._meetings.notice()
 
@@ -376,15 +315,9 @@ class PeerTransport(Transport):
         size, there = self.rules.ranks_per_replica, self.board.connected | {self.rules.rank}
         return {rank for m in self.view.members for rank in range(m * size, (m + 1) * size) if rank in there}
 
-    async def _tell_leaving(self, keeper: ViewKeeper) -> None:
-        keeper.leave(self.step)
-
-    def _tell_leaving_now(self, keeper: ViewKeeper) -> None:
+    def _tell_leaving(self, keeper: ViewKeeper) -> None:
         keeper.leave(self.step)
         self._meetings.notice()
-
-    async def _leave(self, keeper: ViewKeeper, left: TransportError) -> None:
-        keeper.close(left)
 
     # In the training thread.
 
@@ -406,3 +339,8 @@ class PeerTransport(Transport):
             others = len(self.view.members) - 1
             self.sent_bytes += others * pending.payload_bytes
             self.received_bytes += others * pending.payload_bytes
+
+
+async def _called(function: Callable[..., object], *arguments: Any) -> None:
+    """To have a function done in the control thread by `Switchboard.call`, which waits for it."""
+    function(*arguments)

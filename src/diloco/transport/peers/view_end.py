@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from diloco.membership.change import Change, NextView, Report
 from diloco.membership.quorum import Policy
-from diloco.membership.view import View
-from diloco.transport.peers.rounds import RoundBook
+from diloco.transport.peers.present import Present
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.view_messages import ChangeReport, change_message
@@ -19,26 +18,36 @@ class ViewEnd:
     """Nothing is known until something happens; from then on the rounds of the view are frozen.
 
     Args:
+        present: the view.
         rules: who I am.
         quorum: who may go on.
         board: control connections.
         step: tells the inner step that this rank has begun to synchronise.
+        adopt: called with what follows, once all survivors know the same.
 
     Attributes:
         change: what is known; None: the view does not end.
     """
 
-    def __init__(self, rules: Rules, quorum: Policy, board: Switchboard, step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        present: Present,
+        rules: Rules,
+        quorum: Policy,
+        board: Switchboard,
+        step: Callable[[], int],
+        adopt: Callable[[NextView], None],
+    ) -> None:
         self.change: Change | None = None
+        self._present = present
         self._rules = rules
         self._quorum = quorum
         self._board = board
         self._step = step
+        self._adopt = adopt
 
     def extend(
         self,
-        view: View,
-        book: RoundBook,
         why: str,
         *,
         lost: frozenset[int] = frozenset(),
@@ -47,14 +56,20 @@ class ViewEnd:
         left: frozenset[tuple[int, int]] = frozenset(),
         left_commits: frozenset[tuple[int, int, str]] = frozenset(),
     ) -> None:
-        """Something happened, ``why`` in words: ``view`` ends if it did not before."""
-        started, change = self._begin(view, book, why)
+        """Something happened, ``why`` in words: the view ends if it did not before.
+
+        Nothing does for who is no member, or takes part no more.
+        """
+        if self._present.failure is not None or self._present.book is None:
+            return
+        started, change = self._begin(why)
         if change.extend(lost=lost, gone=gone, joining=joining, left=left, left_commits=left_commits) or started:
             self._announce(change)
+        self.settle()
 
-    def absorb(self, view: View, book: RoundBook, said: ChangeReport) -> Change:
-        """Another rank says that ``view`` ends."""
-        started, change = self._begin(view, book, said.why)
+    def absorb(self, said: ChangeReport) -> Change:
+        """Another rank says that the view ends; see `settle`."""
+        started, change = self._begin(said.why)
         if change.absorb(said.report) or started:
             self._announce(change)
         return change
@@ -67,9 +82,10 @@ class ViewEnd:
         """Whether a replica becomes a member by this change."""
         return self.change is not None and replica in self.change.mine.joining
 
-    def outcome(self) -> NextView | None:
-        """What to adopt, once all survivors know the same."""
-        return self.change.outcome() if self.change is not None else None
+    def settle(self) -> None:
+        """Let what follows be adopted, if all survivors know the same."""
+        if self.change is not None and (following := self.change.outcome()) is not None:
+            self._adopt(following)
 
     def take(self) -> Change:
         """The change that is over now; nothing is known of the end of the next view."""
@@ -77,9 +93,11 @@ class ViewEnd:
         assert change is not None
         return change
 
-    def _begin(self, view: View, book: RoundBook, why: str) -> tuple[bool, Change]:
+    def _begin(self, why: str) -> tuple[bool, Change]:
         if self.change is not None:
             return False, self.change
+        view, book = self._present.view, self._present.book
+        assert book is not None
         commits, void = book.freeze()
         mine = Report(self._rules.rank, view.id, step=self._step(), commits=commits, void=void)
         self.change = Change(mine, view, self._rules.ranks_per_replica, self._quorum, why)

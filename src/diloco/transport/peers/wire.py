@@ -9,7 +9,7 @@ from typing import Literal
 from diloco.membership.quorum import Policy
 from diloco.transport.links import Link
 from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.views import Policies
+from diloco.transport.peers.view_policies import Policies
 
 __all__ = ["Wire"]
 

@@ -1,0 +1,120 @@
+"""What follows from what is known of a round: who is late, whose state is another, what I get, what is remembered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.algorithm.averaging import RoundId
+from diloco.errors import DivergedError, RoundVoidError, TransportError
+from diloco.membership.ballot import Vote
+from diloco.membership.lateness import Lateness
+from diloco.membership.view import View
+from diloco.transport.peers.decided import Decided
+from diloco.transport.peers.header import Header, donor_for
+from diloco.transport.peers.round_state import RoundState
+from diloco.transport.peers.rules import Rules
+from diloco.transport.peers.view_messages import RoundVote
+
+ROUND = RoundId(1, 4)
+HEADER = Header(ROUND, 8, 1.0, "d", None, None, "", False)
+RANKS = range(6)
+RULES = Rules(2, 1, 2, None, 10.0, 1 << 19)
+"""Rank 2 of replicas 0 to 2 of two ranks each."""
+
+
+def late_ones(state: RoundState, spoken: dict[int, int]) -> tuple[frozenset[int], frozenset[int]]:
+    """After as many looks as it takes; ``spoken``: rank -> messages that come from it between two of them."""
+    for look in range(Lateness.LOOKS + 1):
+        late = state.look(RANKS, RULES, lambda rank, look=look: look * spoken.get(rank, 0))  # type: ignore[misc]  # bound now
+        assert look == Lateness.LOOKS or late == (frozenset(), frozenset())
+    return late
+
+
+def test_who_has_not_contributed_is_late_whatever_else_it_says() -> None:
+    state = RoundState(ROUND, headers=dict.fromkeys([0, 1, 2, 3, 4], HEADER))
+    assert state.missing(RANKS, RULES) == (2,)
+    state.votes.update(dict.fromkeys(range(4), Vote(True, "mean")))
+    assert late_ones(state, {4: 1, 5: 1}) == (frozenset({2}), frozenset())
+
+
+@pytest.mark.parametrize(("spoken", "late"), [({}, {0}), ({0: 1}, set()), ({1: 1}, {0}), ({5: 1}, {0})])
+def test_who_does_not_vote_is_late_when_it_says_nothing_at_all(spoken: dict[int, int], late: set[int]) -> None:
+    """Rank 0 has not voted. Its replica's rank 1 has: what that says shows nothing of rank 0."""
+    state = RoundState(ROUND, headers=dict.fromkeys(RANKS, HEADER))
+    state.votes.update(dict.fromkeys(range(1, 6), Vote(True, "mean")))
+    assert late_ones(state, spoken) == (frozenset(), frozenset(late))
+
+
+def test_another_rank_of_my_own_replica_is_the_others_business() -> None:
+    state = RoundState(ROUND, headers=dict.fromkeys([0, 1, 2, 4, 5], HEADER))
+    state.votes.update(dict.fromkeys([0, 1, 4, 5], Vote(True, "mean")))
+    assert state.missing(RANKS, RULES) == (1,)
+    assert late_ones(state, {}) == (frozenset(), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("taking_over", "mine", "donor"),
+    [
+        ({2}, "d", None),
+        ({2}, "other", 0),
+        ({0, 2}, "other", 2),
+        ({0, 2, 4}, "other", None),
+        ({1, 2}, "other", 0),
+    ],
+)
+def test_state_is_compared_with_that_of_the_first_one_that_has_it(
+    taking_over: set[int], mine: str, donor: int | None
+) -> None:
+    """At my own position: rank 1 holds another shard than rank 2, so it does not matter whether it has its own."""
+    headers = {rank: replace(HEADER, taking_over=rank in taking_over) for rank in RANKS}
+    headers |= {rank: replace(headers[rank], digest="another shard") for rank in (1, 3, 5)}
+    headers[2] = replace(headers[2], digest=mine)
+    assert donor_for(2, headers, members=(0, 1, 2), ranks_per_replica=2) == donor
+
+
+def test_who_has_diverged_hears_that_and_else_why_the_round_is_void() -> None:
+    view, failed = View.of(3), TransportError("all is over")
+    state = RoundState(ROUND, committed=False, reason="no contribution of 2")
+    assert state.outcome(view, 1, failed) is failed
+    void = state.outcome(view, 1, None)
+    assert isinstance(void, RoundVoidError)
+    assert str(void) == "fragment 1, outer step 4 is void: no contribution of 2."
+    state.count(0, RoundVote(ROUND, Vote(False, reason="1 holds another state"), (2,), 0), 1)
+    assert isinstance(state.outcome(view, 1, None), RoundVoidError), "it is another one that has diverged"
+    for donor in (0, 2):
+        state.count(donor, RoundVote(ROUND, Vote(False, reason="1 holds another state"), (1,), donor), 1)
+    fault = state.outcome(view, 1, failed)
+    assert isinstance(fault, DivergedError)
+    assert (fault.donor, fault.replicas) == (0, (1,)), "as the first one says that noticed it"
+
+
+KEYS = st.tuples(st.integers(-1, 2), st.integers(0, 30))
+
+
+@given(st.lists(st.tuples(KEYS, st.booleans()), max_size=60))
+def test_what_is_remembered_is_the_newest_and_what_is_committed_is_not_void(
+    decisions: list[tuple[tuple[int, int], bool]],
+) -> None:
+    """Property, after every decision: other fragments stay as they were, and what was said last is known."""
+    decided = Decided()
+    for key, committed in decisions:
+        fragment, outer_step = key
+        before = decided.commits, decided.void
+        if committed:
+            decided.commit(key, f"digest of {key}")
+            assert decided.commits[key] == f"digest of {key}"
+            assert all(step >= outer_step - 1 for of, step in decided.commits if of == fragment)
+            assert all(step > outer_step for of, step in decided.void if of == fragment)
+        else:
+            decided.call_off(key)
+            void = {step for of, step in before[1] | {key} if of == fragment}
+            assert {step for of, step in decided.void if of == fragment} == set(sorted(void)[-8:])
+            assert decided.commits == before[0]
+        assert {k: d for k, d in decided.commits.items() if k[0] != fragment} == {
+            k: d for k, d in before[0].items() if k[0] != fragment
+        }
+        assert {k for k in decided.void if k[0] != fragment} == {k for k in before[1] if k[0] != fragment}
