@@ -29,7 +29,7 @@ from diloco.transport.peers.view_policies import Policies
 from diloco.transport.peers.views import ViewKeeper
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.membership.network import Network
-from tests.transport.without_io import Board, Thread, no_link
+from tests.transport.without_io import Board, Threads, no_link
 
 __all__ = ["LATE_S", "TIMEOUT_S", "Rank", "weight_of"]
 
@@ -232,8 +232,8 @@ class Rank:
 
     def _run(self, function: Callable[[], object]) -> None:
         function()
-        while Thread.exchanging:
-            self._exchanges.append(Thread.exchanging.popleft())
+        while Threads.exchanging:
+            self._exchanges.append(Threads.exchanging.popleft())
         if self.failure is not None:  # the process ends, and its connections with it
             self._leave(str(self.failure))
 

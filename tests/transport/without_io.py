@@ -12,11 +12,12 @@ from unittest import mock
 
 from diloco.membership.lateness import Lateness
 from diloco.transport.address import Address
-from diloco.transport.peers import rounds, transport, view_links
+from diloco.transport.peers import transport
 from diloco.transport.peers.data_link import LinkRequest
+from diloco.transport.peers.view_links import ViewLinks
 from tests.membership.network import Network
 
-__all__ = ["Board", "Thread", "no_link", "without_threads"]
+__all__ = ["Board", "Threads", "no_link", "without_threads"]
 
 SOON_S = 1.0
 """What is to happen within this time waits for nothing but the rank itself."""
@@ -75,34 +76,32 @@ def no_link(request: LinkRequest) -> NoReturn:
     raise AssertionError("links are the network's")
 
 
-class Thread:
-    """A thread that connects payload links, which works where control connections stand, or that exchanges payloads."""
+class Threads:
+    """Threads that connect payload links, which works where control connections stand, or that exchange payloads."""
 
     exchanging: ClassVar[deque[Any]] = deque()
 
-    def __init__(self, target: Any, args: tuple[Any, ...], **_: Any) -> None:
-        self._owner, self._arguments = target.__self__, args
-
-    def start(self) -> None:
-        if isinstance(self._owner, view_links.ViewLinks):
-            view, links = self._arguments
-            rules, board = self._owner._rules, self._owner._board
+    def start(self, target: Any, *arguments: Any, name: str) -> None:
+        owner = target.__self__
+        if isinstance(owner, ViewLinks):
+            view, links = arguments
+            rules, board = owner._rules, owner._board
             peers = [peer for peer in view.members if peer != rules.replica]
-            failed = {peer: "no connection" for peer in peers if not self._reaches(peer)}
-            board.post(self._owner._connected, links, {}, failed)
+            size, connected = rules.ranks_per_replica, board.connected
+            failed = {
+                peer: "no connection"
+                for peer in peers
+                if not connected.issuperset(range(peer * size, (peer + 1) * size))
+            }
+            board.post(owner._connected, links, {}, failed)
         else:
-            self.exchanging.append((self._owner, *self._arguments))
-
-    def _reaches(self, peer: int) -> bool:
-        size = self._owner._rules.ranks_per_replica
-        return bool(self._owner._board.connected.issuperset(range(peer * size, (peer + 1) * size)))
+            self.exchanging.append((owner, *arguments))
 
 
 @contextmanager
 def without_threads() -> Iterator[None]:
     with (
-        mock.patch.object(view_links, "threading", SimpleNamespace(Thread=Thread)),
-        mock.patch.object(rounds, "threading", SimpleNamespace(Thread=Thread)),
+        mock.patch.object(transport, "Threads", Threads),
         mock.patch.object(transport, "Postman"),
         mock.patch.object(Lateness, "LOOKS", 1),
     ):

@@ -70,7 +70,8 @@ def heldout_batches(tokens: Tokens, sequence_length: int, batch_size: int, max_s
     if windows < 1:
         raise DataError(
             f"{len(tokens)} held-out tokens were given; one sequence of {sequence_length} needs {sequence_length + 1}. "
-            "More text, a larger data.heldout_fraction or shorter sequences would work. Nothing was evaluated."
+            "More text, a larger data.heldout_fraction, shorter sequences, or diloco evaluate --by-document would "
+            "work. Nothing was evaluated."
         )
     count = min(max_sequences or windows, windows)
     begins = np.arange(count) * windows // count * sequence_length

@@ -80,7 +80,8 @@ class ModelSettings:
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ConfigurationError(
-                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}. Nothing was started."
+                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}; {_divisors(self.heads)} would "
+                "work. Nothing was started."
             )
 
     def described(self) -> dict[str, Any]:
@@ -132,3 +133,13 @@ def native_only_error(name: str, source: Source) -> ConfigurationError:
         f"model.{name} was given with model.source={source}; it is for the native decoder. What the model itself has "
         f"can be set by {works} instead. Nothing was started."
     )
+
+
+def _divisors(number: int) -> str:
+    """In words.
+
+    >>> _divisors(6)
+    '1, 2, 3 or 6'
+    """
+    *others, last = (str(n) for n in range(1, number + 1) if number % n == 0)
+    return f"{', '.join(others)} or {last}" if others else last

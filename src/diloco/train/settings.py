@@ -74,9 +74,10 @@ class TrainSettings:
                     f"train.{name}={getattr(self, name)} was given; at least 1 is needed. Nothing was started."
                 )
         if self.batch_size % self.gradient_accumulation:
+            fitting = max(n for n in range(1, self.gradient_accumulation) if self.batch_size % n == 0)
             raise ConfigurationError(
-                f"train.gradient_accumulation={self.gradient_accumulation} must divide "
-                f"train.batch_size={self.batch_size}. Nothing was started."
+                f"train.gradient_accumulation={self.gradient_accumulation} does not divide "
+                f"train.batch_size={self.batch_size}; {fitting} would. Nothing was started."
             )
         if self.loss_chunk_tokens < 0:
             raise ConfigurationError(

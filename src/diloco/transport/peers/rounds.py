@@ -5,7 +5,6 @@ Everything here runs in the control thread, but for `_exchange`, which has a thr
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from diloco.transport.base import Average
 from diloco.transport.peers.data_link import DataLink
 from diloco.transport.peers.decided import Decided
 from diloco.transport.peers.header import Header, donor_for, header_of, judge_headers
+from diloco.transport.peers.in_thread import Threads
 from diloco.transport.peers.payloads import PayloadExchange
 from diloco.transport.peers.postman import Postman
 from diloco.transport.peers.round_state import Begun, RoundState, Timer, digest_of
@@ -45,6 +45,7 @@ class RoundBook:
         rules: how.
         links: replica -> payload connection, once they stand; a failure of theirs fails the rounds.
         postman: of this rank.
+        threads: of this rank.
         tell: sends a message to all other ranks of the view.
         later: calls a function in the control thread after some seconds.
         post: calls a function in the control thread, from another one.
@@ -62,6 +63,7 @@ class RoundBook:
         *,
         links: Future[Mapping[int, DataLink]],
         postman: Postman,
+        threads: Threads,
         tell: Callable[[dict[str, Any]], None],
         later: Callable[[float, Callable[[], None]], Timer],
         post: Callable[..., None],
@@ -75,6 +77,7 @@ class RoundBook:
         self.rules = rules
         self.links = links
         self._postman = postman
+        self._threads = threads
         self._tell = tell
         self._later = later
         self._post = post
@@ -109,9 +112,7 @@ class RoundBook:
         self._tell(header.to_message(self.view.id))
         state.headers[self.rules.rank] = header
         state.exchanging = True
-        threading.Thread(
-            target=self._exchange, args=(state,), name=f"diloco-{contribution.round.fragment}", daemon=True
-        ).start()
+        self._threads.start(self._exchange, state, name=f"diloco-{contribution.round.fragment}")
         if state.committed is None:
             left_s = max(0.0, self.rules.round_timeout_s - (time.monotonic() - pending.sent_s))
             state.expiring = self._later(left_s, lambda: self._expire(state))

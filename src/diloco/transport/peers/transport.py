@@ -15,7 +15,7 @@ from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Tr
 from diloco.transport.links import Link
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.dispatch import Dispatch
-from diloco.transport.peers.in_thread import in_thread
+from diloco.transport.peers.in_thread import Threads, in_thread
 from diloco.transport.peers.joining import Joining
 from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.mailbox import Mailbox
@@ -37,6 +37,7 @@ from diloco.transport.shaping import Pacer
 __all__ = ["PeerTransport"]
 
 _LEAVING_S = 3.0
+_ENDING_S = 2.0  # of what waits for links that have ended; one still being made may take longer, and does no harm
 
 
 class PeerTransport(Transport):
@@ -86,6 +87,7 @@ class PeerTransport(Transport):
         self.on_introduction: Callable[[Entry], None] = lambda entry: None
         self.last_transfer: tuple[int, float] | None = None
         self.mailbox = Mailbox()
+        self._threads = Threads()
         self._postman = Postman(Pacer(link) if link else None)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
         self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost, streams)
@@ -226,6 +228,7 @@ class PeerTransport(Transport):
         self.mailbox.close("the transport was closed")
         self.board.close()
         self._postman.close()
+        self._threads.join(_ENDING_S)
         self._rounds.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,6 +268,7 @@ class PeerTransport(Transport):
             self.policies,
             self.board,
             self._postman,
+            self._threads,
             open_link,
             self.mailbox,
             lambda: self.step,

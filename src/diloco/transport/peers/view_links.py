@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from diloco.errors import TransportError
 from diloco.membership.view import View
 from diloco.transport.peers.data_link import DataLink, LinkRequest, OpenLink
+from diloco.transport.peers.in_thread import Threads
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.switchboard import Switchboard
 
@@ -25,6 +26,7 @@ class ViewLinks:
         streams: payload connections to each peer.
         timeout_s: the longest that making one may take.
         board: control connections.
+        threads: of this rank.
         open_link: makes a link.
         failed: told of replicas, in words by number, to which no link came to be.
     """
@@ -35,6 +37,7 @@ class ViewLinks:
         streams: int,
         timeout_s: float,
         board: Switchboard,
+        threads: Threads,
         open_link: OpenLink,
         failed: Callable[[Mapping[int, str]], None],
     ) -> None:
@@ -42,6 +45,7 @@ class ViewLinks:
         self._streams = streams
         self._timeout_s = timeout_s
         self._board = board
+        self._threads = threads
         self._open_link = open_link
         self._failed = failed
         self._wanted: Future[Links] | None = None
@@ -52,7 +56,7 @@ class ViewLinks:
         self.close()
         links: Future[Links] = Future()
         self._wanted = links
-        threading.Thread(target=self._connect, args=(view, links), name="diloco-connect", daemon=True).start()
+        self._threads.start(self._connect, view, links, name="diloco-connect")
         return links
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from diloco.membership.view import View
 from diloco.transport.peers.attendance import Attendance
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.header import Header
+from diloco.transport.peers.in_thread import Threads
 from diloco.transport.peers.intake import Intake
 from diloco.transport.peers.lineup import Lineup
 from diloco.transport.peers.mailbox import Mailbox
@@ -41,6 +42,7 @@ class ViewKeeper:
         policies: see there.
         board: control connections.
         postman: of payloads.
+        threads: in which payloads move, and links are made.
         open_link: makes payload connections.
         mailbox: of payload connections being made.
         step: tells the inner step that this rank has begun to synchronise.
@@ -59,6 +61,7 @@ class ViewKeeper:
         policies: Policies,
         board: Switchboard,
         postman: Postman,
+        threads: Threads,
         open_link: OpenLink,
         mailbox: Mailbox,
         step: Callable[[], int],
@@ -69,6 +72,7 @@ class ViewKeeper:
         self._policies = policies
         self._board = board
         self._postman = postman
+        self._threads = threads
         self._mailbox = mailbox
         self._on_change = on_change
         self._last: NextView | None = None
@@ -78,7 +82,9 @@ class ViewKeeper:
         self.intake = Intake(present, self._ending, raise_on_loss=policies.raise_on_loss)
         self.attendance = Attendance(present, rules, board, self._lineup, self._ending, self._stop)
         unlinked = self.attendance.unlinked
-        self._links = ViewLinks(rules, policies.streams, policies.connect_timeout_s, board, open_link, unlinked)
+        self._links = ViewLinks(
+            rules, policies.streams, policies.connect_timeout_s, board, threads, open_link, unlinked
+        )
 
     @property
     def view(self) -> View:
@@ -220,6 +226,7 @@ class ViewKeeper:
                 self._rules,
                 links=self._links.connect(view),
                 postman=self._postman,
+                threads=self._threads,
                 tell=self.tell,
                 later=self._board.loop.call_later,
                 post=self._board.post,
