@@ -61,7 +61,9 @@ class ViewLinks:
 
     def close(self) -> None:
         """End the links; those that are still being made end as soon as they stand."""
-        made, self._made, self._wanted = self._made, {}, None
+        made, wanted, self._made, self._wanted = self._made, self._wanted, {}, None
+        if wanted is not None and not wanted.done():
+            wanted.set_exception(TransportError("the view has ended"))
         for link in made.values():
             link.close()
 
@@ -104,7 +106,6 @@ class ViewLinks:
         if links is not self._wanted:
             for link in made.values():
                 link.close()
-            links.set_exception(TransportError("the view has ended"))
             return
         self._made = made
         if failed:
