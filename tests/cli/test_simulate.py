@@ -144,7 +144,7 @@ def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (f"simulate {BY_NUMBERS} --bandwidth 500", "such as 500Mbit, would work"),
         (f"simulate {BY_NUMBERS} --bandwidth 1Gbit 2Gbit 3Gbit", "3 values for 2 replicas"),
         (f"simulate {BY_NUMBERS} --replicas 0", "at least 1"),
-        (f"simulate {BY_NUMBERS} --timeline x.svg", "without --bandwidth and one --method"),
+        (f"simulate {BY_NUMBERS} --timeline x.svg", "--method streaming-overlap --bandwidth 500Mbit would work"),
         (f"simulate {BY_NUMBERS} --plot x.pdf", ".svg"),
         (f"simulate {BY_NUMBERS} --plot no/such/folder/x.svg", "folder"),
         (f"simulate {BY_NUMBERS} --codec fp5", "there is no codec 'fp5'"),

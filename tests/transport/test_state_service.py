@@ -14,7 +14,7 @@ import torch
 from diloco.errors import ConfigurationError, TransportError
 from diloco.transport.peers.state_service import MAX_ASKERS, StateService, serve_state
 from diloco.transport.peers.switchboard import Switchboard
-from tests.same import same
+from tests.same import same_values
 from tests.transport.state_donors import (
     LIMIT_S,
     Asker,
@@ -33,7 +33,7 @@ def test_the_limit_holds_for_all_askers_together(make_donor: MakeDonor) -> None:
     took_s = time.monotonic() - started_s
     for asker in askers:
         asker.board.close()
-    assert all(same(each, {**held, "fragment": 0}) for each in results)
+    assert all(same_values(each, {**held, "fragment": 0}) for each in results)
     assert took_s > (800_000 - 200_000) / 800_000, "what may leave at once is a quarter of a second's"
     assert donor.copies == 1
 
@@ -58,7 +58,7 @@ def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make_dono
     assert entered.wait(LIMIT_S)
     assert donor.board.call(answer(), LIMIT_S) == 7
     changed.set()
-    assert same(result(), {**state(), "fragment": 0})
+    assert same_values(result(), {**state(), "fragment": 0})
 
 
 def test_a_donor_may_leave_while_it_sends(asker: Asker, make_donor: MakeDonor) -> None:
@@ -117,7 +117,7 @@ def test_a_few_are_served_at_once_and_the_others_come_again(asker: Asker, make_d
         asker.fetch({1: donor}, timeout_s=1.0)
     result = asker.start({1: donor})
     talks[0].end()
-    assert same(result(), {**state(), "fragment": 0})
+    assert same_values(result(), {**state(), "fragment": 0})
     assert donor.copies == 1, "one copy for all of them"
 
 
@@ -144,7 +144,7 @@ def test_a_request_that_is_none_ends_its_connection_only(
     talk.say(**{**request_, **({"snapshot": digest} if "snapshot" in request_ else {})})
     with pytest.raises((EOFError, OSError)):
         talk.hear()
-    assert same(asker.fetch({1: donor}), {**state(numel=100), "fragment": 0})
+    assert same_values(asker.fetch({1: donor}), {**state(numel=100), "fragment": 0})
 
 
 def test_a_state_that_nobody_would_take_is_refused_by_its_donor(asker: Asker, make_donor: MakeDonor) -> None:
