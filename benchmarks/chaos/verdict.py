@@ -16,6 +16,10 @@ __all__ = ["judge"]
 _SEEN_S = 45.0  # what others did within so long of an event is put down to it
 
 
+_LOSS = "the loss is that of an undisturbed run"
+_EVALUATED = "the loss was found at the end (and compared with nothing)"
+
+
 def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) -> dict[str, Any]:
     """What happened in a run, and which faults it shows.
 
@@ -34,7 +38,7 @@ def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) ->
         "nobody stood still for longer": still,
         "all ended with the same parameters": checks.unequal_ends(left.summaries),
         "no round was half applied": [*checks.half_applied(logs), *checks.repaired(logs)],
-        "the loss is that of an undisturbed run": _loss_faults(losses, undisturbed),
+        _LOSS if undisturbed else _EVALUATED: _loss_faults(losses, undisturbed),
         "no process ended by itself": checks.unexpected_ends(lives),
     }
     return {
