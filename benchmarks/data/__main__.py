@@ -27,7 +27,8 @@ from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings
 from diloco.data.stream_corpus import open_stream
 from diloco.data.text import read_standard_library
-from diloco.data.token_folder import TokenFolder, TokenWriter
+from diloco.data.token_folder import TokenFolder
+from diloco.data.token_writer import TokenWriter
 from diloco.data.tokenize import tokenize
 from diloco.data.tokenizer import ByteTokenizer
 

@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "text": gathered,
         "stopped_at": stopped_at,
         "heldout_losses": losses,
-        "summary": summary,
-        "evaluate": ours,
+        "summary": {name: value for name, value in summary.items() if name != "out"},
+        "evaluate": {name: value for name, value in ours.items() if name != "checkpoint"},
         "transformers": theirs,
         "seconds": SECONDS,
     }

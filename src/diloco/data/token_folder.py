@@ -16,14 +16,9 @@ renamed when it is complete; where an empty folder is there already, in that one
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,9 +30,20 @@ from numpy.typing import NDArray
 from diloco.data.packed import PackedTokens
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokens import load_tokenizer
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import DataError
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Side", "TokenFolder", "TokenWriter", "fingerprint_of", "is_token_folder"]
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "SIDES",
+    "Side",
+    "TokenFolder",
+    "file_name",
+    "fingerprint_of",
+    "is_token_folder",
+    "mapped",
+]
 
 FORMAT = "diloco tokens"
 FORMAT_VERSION = 1
@@ -48,6 +54,11 @@ SIDES = ("train", "heldout")
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _CHUNK_TOKENS = 1 << 24
+
+
+def file_name(side: str, number: int, kind: str) -> str:
+    """Of the file ``number`` of a side: its "tokens", or the "ends" of its documents."""
+    return f"{side}-{number:05d}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -137,19 +148,19 @@ class TokenFolder:
     def tokens(self, side: str) -> PackedTokens:
         """The packed tokens of "train" or "heldout", memory-mapped."""
         shards = range(len(self.sides[side].shards))
-        pieces = [_mapped(self._file(side, number, "tokens"), self.dtype) for number in shards]
+        pieces = [mapped(self._file(side, number, "tokens"), self.dtype) for number in shards]
         return PackedTokens(pieces, self.sides[side].digest, vocab_size=self.vocab_size)
 
     def ends(self, side: str) -> NDArray[np.int64]:
         """(documents,) int64: where in the packed tokens each document ends, the token that ends it included."""
         ends, before = [np.zeros(0, dtype=np.int64)], 0
         for number, (tokens, _) in enumerate(self.sides[side].shards):
-            ends.append(_mapped(self._file(side, number, "ends"), np.dtype("<u8")).astype(np.int64) + before)
+            ends.append(mapped(self._file(side, number, "ends"), np.dtype("<u8")).astype(np.int64) + before)
             before += tokens
         return np.concatenate(ends)
 
     def _file(self, side: str, number: int, kind: str) -> Path:
-        return self.path / f"{side}-{number:05d}.{kind}"
+        return self.path / file_name(side, number, kind)
 
     def _check(self, file: Path, size_bytes: int) -> None:
         found = file.stat().st_size if file.is_file() else -1
@@ -159,165 +170,6 @@ class TokenFolder:
                 f"{file} {what}, and {size_bytes:,} bytes are needed; a whole copy of the folder, or `diloco tokenize` "
                 "of the source, would work. The data was not read."
             )
-
-
-class TokenWriter:
-    """Writes a folder of tokens, a few documents at a time.
-
-    Args:
-        place: where the folder shall be; not there yet, or empty.
-        tokenizer: of the documents.
-        shard_tokens: a file ends with the document that makes it so long.
-
-    Raises:
-        ConfigurationError: something is there already.
-    """
-
-    def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        place = Path(os.path.realpath(place))  # a link stays one, and "." gets a name
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise ConfigurationError(
-                f"{place} is there already; another place, or none there, would work. Nothing was written."
-            )
-        self.place = place
-        self.tokenizer = tokenizer
-        self.shard_tokens = shard_tokens
-        self._dtype = tokenizer.dtype.newbyteorder("<")
-        partial = f".{place.name}.{secrets.token_hex(4)}.partial"
-        self._is_there = place.exists()  # perhaps a mounted disk, or where somebody works: no other can take its place
-        self._folder = place / partial if self._is_there else place.with_name(partial)
-        self._sides = {name: _Side(self._folder, name) for name in SIDES}
-
-    @contextmanager
-    def writing(self, made: Mapping[str, Any]) -> Iterator[TokenWriter]:
-        """Inside, `add` takes documents; afterwards the folder is complete, or nothing of it is left.
-
-        Args:
-            made: what the manifest shall say about how it was made; may be filled inside.
-
-        Raises:
-            DataError: it can't be written, such as for want of room.
-        """
-        try:
-            self._folder.mkdir(parents=True)
-            yield self
-            for side in self._sides.values():
-                side.close()
-            self._finish(made)
-        except BaseException as error:
-            for side in self._sides.values():
-                side.drop()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise DataError(
-                    f"{self.place} can't be written: {error}. A place that can be written to, with room in it, would "
-                    "work. Nothing is left of what was written."
-                ) from error
-            raise
-
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of the documents so far."""
-        return sum(side.bytes for side in self._sides.values())
-
-    def add(self, side: str, documents: list[str]) -> None:
-        """Tokenise documents and write them to "train" or "heldout"."""
-        packed = self.tokenizer.encode_documents(documents)
-        ends = np.flatnonzero(packed == self.tokenizer.eos_id) + 1
-        self._sides[side].add(packed.astype(self._dtype, copy=False), ends, self.shard_tokens)
-        self._sides[side].bytes += self.tokenizer.num_bytes(packed)
-
-    def _finish(self, made: Mapping[str, Any]) -> None:
-        self.tokenizer.save(self._folder)
-        sides = {name: side.told() for name, side in self._sides.items()}
-        pieces: dict[str, list[NDArray[Any]]] = {name: [] for name in SIDES}
-        for name, told in sides.items():
-            for number in range(len(told.shards)):
-                pieces[name].append(_mapped(self._folder / f"{name}-{number:05d}.tokens", self._dtype))
-        members = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "dtype": self.tokenizer.dtype.name,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eos_id": self.tokenizer.eos_id,
-            "fingerprint": fingerprint_of(self.tokenizer, pieces["train"], pieces["heldout"]),
-            **{name: asdict(told) for name, told in sides.items()},
-            "made": {"diloco": version("diloco"), **made},
-        }
-        with (self._folder / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(members, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if not self._is_there:
-            os.replace(self._folder, self.place)
-            return
-        if os.listdir(self.place) != [self._folder.name]:
-            raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(self.place))
-        for part in sorted(self._folder.iterdir(), key=lambda part: part.name == MANIFEST):
-            os.replace(part, self.place / part.name)
-        self._folder.rmdir()
-
-
-class _Side:
-    """The files of one side while they are written."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
-        self._name = name
-        self._digest = xxhash.xxh3_64()
-        self._shards: list[tuple[int, int]] = []
-        self._files: tuple[Any, Any] | None = None
-        self._tokens = self._documents = 0
-        self.bytes = 0
-
-    def add(self, packed: NDArray[Any], ends: NDArray[np.int64], shard_tokens: int) -> None:
-        begin = 0
-        while begin < len(packed):
-            room = shard_tokens - self._tokens
-            # up to the end of the document that fills the file
-            last = min(int(np.searchsorted(ends, begin + room)), len(ends) - 1)
-            mine = ends[np.searchsorted(ends, begin, side="right") : last + 1]
-            self._write(packed[begin : mine[-1]], mine - begin + self._tokens)
-            begin = int(mine[-1])
-            if self._tokens >= shard_tokens:
-                self.close()
-
-    def _write(self, tokens: NDArray[Any], ends: NDArray[np.int64]) -> None:
-        if self._files is None:
-            stem = f"{self._name}-{len(self._shards):05d}"
-            self._files = (
-                (self._folder / f"{stem}.tokens").open("wb"),
-                (self._folder / f"{stem}.ends").open("wb"),
-            )
-        data = np.ascontiguousarray(tokens).data
-        self._digest.update(data)
-        self._files[0].write(data)
-        self._files[1].write(ends.astype("<u8").data)
-        self._tokens += len(tokens)
-        self._documents += len(ends)
-
-    def close(self) -> None:
-        """End the present file."""
-        if self._files is None:
-            return
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        self._files = None
-        self._shards.append((self._tokens, self._documents))
-        self._tokens = self._documents = 0
-
-    def drop(self) -> None:
-        """Let go of the present file; what is not written yet may be lost."""
-        for file in self._files or ():
-            with suppress(OSError):  # of a full disk, once more
-                file.close()
-        self._files = None
-
-    def told(self) -> Side:
-        tokens, documents = (sum(each) for each in zip(*self._shards, strict=True)) if self._shards else (0, 0)
-        return Side(tokens, documents, self.bytes, self._digest.hexdigest(), tuple(self._shards))
 
 
 def fingerprint_of(tokenizer: Tokenizer, train: Iterable[NDArray[Any]], heldout: Iterable[NDArray[Any]]) -> str:
@@ -330,7 +182,8 @@ def fingerprint_of(tokenizer: Tokenizer, train: Iterable[NDArray[Any]], heldout:
     return digest.hexdigest()
 
 
-def _mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+def mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The values of a file, which are read when they are looked at."""
     if not file.stat().st_size:  # nothing can be mapped of an empty file
         return np.zeros(0, dtype=dtype)
     return np.memmap(file, dtype=dtype, mode="r")

@@ -8,7 +8,8 @@ from pathlib import Path
 from diloco.data.corpus import read_source, token_folders
 from diloco.data.settings import DataSettings
 from diloco.data.split import sides
-from diloco.data.token_folder import TokenFolder, TokenWriter
+from diloco.data.token_folder import TokenFolder
+from diloco.data.token_writer import TokenWriter
 from diloco.data.tokens import make_tokenizer
 from diloco.errors import ConfigurationError
 
