@@ -27,6 +27,7 @@ from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, Note
+from diloco.train.arguments import facts_of_arguments
 from diloco.train.rounds import Rounds
 from diloco.train.shared_state import SharedState
 from diloco.train.taking_over import TakingOver
@@ -40,7 +41,8 @@ class DiLoCo:
     """Keeps one replica of a model in step with the others (DiLoCo; Streaming DiLoCo, Algorithm 2).
 
     Call `step` after every step of the inner optimizer, or `begin` and `finish` where replicas share a thread. All
-    replicas must start from the same weights and use the same arguments.
+    replicas must start from the same weights and use the same arguments, but for ``weight``, ``global_device`` and
+    ``on_event``. Arguments are compared here, waiting for the others where they are in processes of their own.
 
     Args:
         model: any module; its trainable parameters are synchronised, its floating buffers averaged.
@@ -58,9 +60,13 @@ class DiLoCo:
             contribution that counted multiplies it. Replicas with other batch sizes than the rest give theirs here.
         clipping: how large a contribution may be, the same on all replicas; default: any size.
         on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`, and with a `Note` of what else went wrong.
+        compare_arguments: whether to compare these arguments with those of the other replicas; False where that has
+            been done already.
 
     Raises:
-        ConfigurationError: for arguments that cannot work together; `FragmentError` names the parameters.
+        ConfigurationError: for arguments that cannot work together, or differ from another replica's, on both;
+            `FragmentError` names the parameters.
+        RendezvousError: if another replica is connected and does not come as far for as long as a round may take.
 
     >>> model = nn.Linear(2, 1)
     >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,6 +95,7 @@ class DiLoCo:
         weight: float = 1.0,
         clipping: Clipping | None = None,
         on_event: Callable[[Event], None] | None = None,
+        compare_arguments: bool = True,
     ) -> None:
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
@@ -114,17 +121,30 @@ class DiLoCo:
         self._on_event = on_event or (lambda event: None)
         self._shared = SharedState(self.outer_loop)
         self._taking_over = TakingOver(self._shared, self.transport)
+        codec = make_codec(codec) if isinstance(codec, str) else codec
         self._rounds = Rounds(
             model,
             self._shared,
             self._taking_over,
             self.transport,
             merge_rule=self.merge_rule,
-            codec=make_codec(codec) if isinstance(codec, str) else codec,
+            codec=codec,
             error_feedback=error_feedback,
             clipping=self.clipping,
         )
-        self.transport.publish(self._shared.snapshot, self._shared.version)
+        self._facts: dict[str, str] = {}
+        if compare_arguments:
+            self._facts = facts_of_arguments(
+                model,
+                schedule=self.schedule,
+                fragments=self.fragments,
+                codec=codec,
+                error_feedback=error_feedback,
+                outer_optimizer=self.outer_loop.outer_optimizer,
+                merge=self.merge_rule,
+                clipping=self.clipping,
+            )
+        self._begin_with(self.transport)
 
     def step(self, trained: float = 1.0) -> None:
         """A scheduled inner step is done: send and merge what the schedule says. Blocks only in a merge.
@@ -159,11 +179,15 @@ class DiLoCo:
                 self._on_event(self._rounds.merge(action.fragment, step=self.steps))
 
     def change_transport(self, transport: Transport) -> None:
-        """Go on over another transport, with nothing in flight."""
+        """Go on over another transport, with nothing in flight.
+
+        Raises:
+            ConfigurationError: if the others there have other arguments, where arguments are compared.
+        """
         self.transport = transport
         self._rounds.transport = transport
         self._taking_over.change_transport(transport)
-        self.transport.publish(self._shared.snapshot, self._shared.version)
+        self._begin_with(transport)
 
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
         """Take global parameters and outer state of others for global ones.
@@ -253,6 +277,11 @@ class DiLoCo:
                 f"When this was saved, the state of fragment {lacking} was on its way from others; it holds an old one."
             )
             self._on_event(Note(step=self.steps, text=words))
+
+    def _begin_with(self, transport: Transport) -> None:
+        transport.publish(self._shared.snapshot, self._shared.version)
+        if self._facts:
+            transport.agree(self._facts)
 
     def _take_over_what_came(self, *, wait: bool = False) -> None:
         for failure in self._taking_over.poll(wait=wait):

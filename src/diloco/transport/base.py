@@ -131,6 +131,20 @@ class Transport(abc.ABC):
             TransportError: if none of them is a member of the view, or has published anything, or answers.
         """
 
+    def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - where there are no others, all agree
+        """Compare what must be the same on all replicas with the others, before the first contribution.
+
+        Waits until all members have told theirs, or raises on every side where two differ. Who joins later compares
+        with the members, and they don't with it.
+
+        Args:
+            facts: name -> value in words, the likeliest mistakes first.
+
+        Raises:
+            ConfigurationError: two replicas differ; it names both, and what each has.
+            RendezvousError: a member told nothing for as long as a round may take; it is named.
+        """
+
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         """`fetch` beside the training, where the transport can; else it is done when this returns.
 

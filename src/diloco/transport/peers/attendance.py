@@ -115,7 +115,7 @@ class Attendance:
 
     def leaves(self, replica: int, said: Leaving) -> None:
         """Another replica says that it goes of its own accord."""
-        words, left = f"replica {replica} leaves after step {said.step}", frozenset({(replica, said.step)})
+        words, left = f"replica {replica} left after step {said.step}", frozenset({(replica, said.step)})
         self._ending.extend(words, left=left, left_commits=said.left_commits)
 
     def late(self, late: frozenset[int], words: str) -> None:

@@ -184,6 +184,10 @@ class RoundBook:
         state = self._rounds.get(round_id) or RoundState(round_id)  # nothing has been heard of it
         return state.missing(self.ranks, self.rules)
 
+    def goes_on_without_me(self) -> bool:
+        """Whether another rank has contributed to a round that this one has not begun."""
+        return any(state.headers and not state.was_begun for state in self._rounds.values())
+
     def _refusal(self, sender: int, round_id: RoundId) -> str:
         """Why a header is not taken, in words that name its sender, or ""."""
         name = f"a contribution of replica {sender // self.rules.ranks_per_replica} to {round_id} was refused"
