@@ -198,6 +198,27 @@ def test_why_a_peer_does_not_answer_is_told(
         ["QmAway", "1", "no", "answer"],
     ]
     assert shown.err == "diloco: QmAway: no answer within 10 s\n"
+    here = {"step": 7, "members": [0, 2], "digest": "ab"}
+    found[:] = [
+        lookout.Seen("QmHere", 0, here),
+        lookout.Seen("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
+        lookout.Seen("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
+        lookout.Seen("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
+        lookout.Seen("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
+    ]
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    states = [line.split()[2] for line in shown.out.splitlines()[1:]]
+    assert states == ["?", "finished", "no", "gone", "?"]
+    assert shown.err.splitlines()[:3] == [
+        "diloco: QmDone: replica 1 has finished the run, and has ended",
+        "diloco: QmFrozen: failed to dial QmFrozen",
+        "diloco: QmLeft: replica 3 takes part no more: it has left, or was lost, and the others went on",
+    ]
+    assert "the digests differ because the peers were asked at different steps" in shown.err
+    found[-1] = lookout.Seen("QmAhead", 4, here | {"digest": "cd"})
+    main(arguments)
+    assert "peers at the same step show different digests" in capsys.readouterr().err
     found.clear()
     assert main(arguments) == 1
     assert "no peer of run 'mine'" in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_ranks_of_one_replica_are_compared_as_well(wires: Wires) -> None:
 
 def test_who_is_waited_for_is_named_when_the_time_is_over(wires: Wires) -> None:
     ways = wires.meet(2, round_timeout_s=11.0)
-    with pytest.raises(RendezvousError, match="has waited 0.1 s for replica 1, which is connected and not ready"):
+    with pytest.raises(RendezvousError, match=r"has waited 0\.1 s for replica 1, which is connected and not ready"):
         ways[0]._agreement.agree({"codec": "fp4"}, 0.1)
 
 
@@ -150,7 +150,7 @@ def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires:
 
     stranger = come()
     try:
-        with pytest.raises(ConfigurationError, match="replica 0 .* has schedule = H 2, .* replica 1 .*H 3"):
+        with pytest.raises(ConfigurationError, match=r"replica 0 .* has schedule = H 2, .* replica 1 .*H 3"):
             made(stranger.transport, schedule=SyncSchedule(inner_steps=3))
     finally:
         stranger.transport.close()

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
@@ -244,6 +245,24 @@ class DiLoCo:
     @data_order.setter
     def data_order(self, order: str) -> None:
         self._shared.data_order = order
+
+    def digest(self) -> str:
+        """Do we agree? A digest of the global parameters and outer state of all fragments, 32 hexadecimal digits.
+
+        It is the same on all replicas that have been through the same rounds, so compare it after the same step, with
+        nothing in flight (on leaving the ``with``, or after `drain`). Where the ranks of a replica share its parameters
+        out, each has a digest of its own part, the same as the rank at that position of every other replica. Reads all
+        of the state; local parameters do not count.
+
+        >>> def replica(seed: int) -> DiLoCo:
+        ...     model = nn.Linear(2, 1)
+        ...     nn.init.constant_(model.weight, seed), nn.init.zeros_(model.bias)
+        ...     return DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> replica(0).digest() == replica(0).digest(), replica(0).digest() == replica(1).digest()
+        (True, False)
+        """
+        digests = [self.outer_loop.digest(fragment.index) for fragment in self.fragments]
+        return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
 
     def global_model(self) -> AbstractContextManager[nn.Module]:
         """Inside, the model holds the global parameters (for evaluation or export); afterwards its local ones again."""

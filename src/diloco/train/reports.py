@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.data.corpus import Corpus
 from diloco.data.mixture import CYCLE, Mixture
 from diloco.data.stream_corpus import StreamedCorpus
+from diloco.train.components import make_configured_codec
 from diloco.train.describe import describe
 from diloco.train.evaluate import Evaluation
 from diloco.train.handshake import model_fingerprint
@@ -29,9 +29,15 @@ def run_facts(session: Session, folder: Path) -> dict[str, str]:
         "device": _device(session),
         **describe(session.settings, model),
         **session.fleet.facts(),
-        "codec kernels": make_codec("fp4").implementation,
+        **_kernels(session),
         "run folder": str(folder),
     }
+
+
+def _kernels(session: Session) -> dict[str, str]:
+    """What runs the codec on CPU tensors, of a codec that has kernels of its own: one of blocks."""
+    codec = make_configured_codec(session.settings.codec)
+    return {"codec kernels": codec.implementation} if codec.parameters() else {}
 
 
 def _device(session: Session) -> str:

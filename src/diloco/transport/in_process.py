@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
 from diloco.algorithm.exchange import Exchange, plan_exchange
+from diloco.algorithm.numbers import check_whole
 from diloco.errors import ConfigurationError, DivergedError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership.view import View
 from diloco.transport.base import Average, Pending, SnapshotSource, Transport
@@ -74,6 +75,11 @@ class InProcessTransport:
             raise ConfigurationError(
                 f"a network of {len(network.links)} links was given for {num_replicas} replicas; one link for each "
                 "would work. Nothing was started."
+            )
+        num_replicas = check_whole("num_replicas", num_replicas, 1)
+        if not round_timeout_s > 0:
+            raise ConfigurationError(
+                f"round_timeout_s={round_timeout_s} was given; more than 0 s would work. Nothing was started."
             )
         self.view = View.of(num_replicas)
         self.min_contributors = num_replicas if min_contributors is None else min_contributors

@@ -25,8 +25,8 @@ __all__ = ["LeaderTransport"]
 class LeaderTransport(Transport):
     """The transport of one rank of a replica, around that of the replica's position 0.
 
-    `agree`, `average`, `Pending.wait`, `fetch` and `shared` must be called on all ranks in the same order. What one of them
-    raises on position 0 is raised on every rank, of the same class and with the same words.
+    `agree`, `average`, `Pending.wait`, `fetch` and `shared` must be called on all ranks in the same order. What one of
+    them raises on position 0 is raised on every rank, of the same class and with the same words.
 
     Args:
         group: the replica's ranks.

@@ -108,7 +108,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
         meeting = parse_address(word, key="the address of rank 0")
     if meeting is None:
         raise RendezvousError(
-            f"replica {place.replica} was given no rendezvous; --rendezvous HOST:PORT of replica 0, or of any replica "
+            f"replica {place.replica} was given no rendezvous; HOST:PORT of replica 0, or of any replica "
             "of a run that is going on, would work. Nothing was started."
         )
     entry = Entry(place.rank, str(board.address), wire.facts, held_step)

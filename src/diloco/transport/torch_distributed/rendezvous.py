@@ -124,7 +124,7 @@ async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
         "Starting replica 0 there, opening that port, or, for a run that is going on, the address of any of its "
-        "replicas (--rendezvous) would work. Nothing was started."
+        "replicas would work. Nothing was started."
     )
 
 
