@@ -69,8 +69,8 @@ def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> No
     [
         (
             "--seed 3 --codec int8 --outer.learning-rate 0.1 --preset 2m --train.device cuda --data x",
-            ["seed from 0 to 3", "codec.name from fp4 to int8", "data.paths from [\"",
-             "outer.learning_rate from 0.4 to 0.1", "preset from tiny to 2m", "train.device from cpu to cuda"],
+            ["seed from 0 to 3", 'codec.name from "fp4" to "int8"', 'data.paths from ["/',
+             "outer.learning_rate from 0.4 to 0.1", 'preset from "tiny" to "2m"', 'train.device from "cpu" to "cuda"'],
         ),
         ("--init-from w.safetensors", ["train.init_from from none to"]),
         ("--steps 7", ["--steps 7", "8 or more would work"]),
@@ -98,6 +98,13 @@ def test_no_run_is_overwritten(files: Path, tmp_path: Path, capsys: pytest.Captu
     occupied = ["train", "--resume", str(files / "run"), "--out", str(files)]
     assert "is not empty; another --out would work" in refused(occupied, capsys)
     assert (files / "run" / "summary.json").read_bytes() == before
+
+
+def test_kernels_are_told_of_codecs_that_have_some(files: Path, tmp_path: Path) -> None:
+    out, short = tmp_path / "plain", ["--steps", "2", "--codec", "float32", "--evaluation.sample-tokens", "0"]
+    assert main(train(files, "--out", str(out), *short)) == 0
+    told = [read_metrics(each / "metrics.jsonl", "RunStarted")[0]["facts"] for each in (files / "run", out)]
+    assert ["codec kernels" in facts for facts in told] == [True, False]
 
 
 def test_folders_are_numbered_and_an_empty_one_is_taken(
@@ -146,14 +153,16 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     in_the_way = files / "text.txt" / "run"
     message = refused(train(files, "--out", str(in_the_way)), capsys)
     assert message == (
-        f"diloco: the folder of the run can't be made: {in_the_way}: Not a directory. Another --out, where this user "
-        "may write, would work. Nothing was started."
+        f"diloco: {in_the_way} was to be the folder of the run, and {files / 'text.txt'} is no folder; another --out, "
+        "where this user may write, would work. Nothing was started."
     )
+    rank = ["--transport", "torch", "--replica", "1", "--rendezvous", "127.0.0.1:1", "--out", str(in_the_way)]
+    assert "is no folder; another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
-    assert "the folder of the run can't be made: " in refused(train(files), capsys)
+    assert "runs is no folder" in refused(train(files), capsys)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a disk that is mounted read-only
-    assert "can't be written to" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
+    assert f"{tmp_path} can't be written to" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
 
 
 def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(

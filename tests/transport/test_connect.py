@@ -127,7 +127,7 @@ def test_a_rank_that_gave_up_may_come_back_as_long_as_the_others_wait() -> None:
 
 
 def test_a_rank_without_a_rendezvous_is_told_what_to_give() -> None:
-    assert "replica 0 was given no rendezvous; --rendezvous HOST:PORT" in failure(connect, place(0, 2, None), wire())
+    assert "replica 0 was given no rendezvous; HOST:PORT of replica 0" in failure(connect, place(0, 2, None), wire())
 
 
 def test_a_run_that_is_over_is_not_joined(board: Switchboard) -> None:

@@ -137,9 +137,7 @@ class Adam:
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate)
         check_number("outer epsilon", self.epsilon, 0, above=True)
-        for beta in self.betas:
-            check_number("an outer beta", beta, 0)
-        if len(self.betas) != 2 or not max(self.betas) < 1:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigurationError(
                 f"outer betas={self.betas} were given; two numbers, each 0 <= beta < 1, would work. Nothing was "
                 "started."

@@ -6,8 +6,7 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from diloco.errors import ConfigurationError
 from diloco.train.roles import Role, TorchRun, read_torchrun, role_of
 from diloco.train.whole_file import write_whole
 
-__all__ = ["claim_numbered", "continue_record", "run"]
+__all__ = ["claim_numbered", "continue_record", "run", "writable"]
 
 INTERRUPTED = 130
 
@@ -107,7 +106,7 @@ def _claim_folder(plan: RunPlan) -> Path:
     """
     out, source = plan.configuration.out, plan.source
     if source is not None and (out is None or out.resolve() == source.resolve()):
-        return _writable(source)
+        return writable(source)
     if out is None:
         configuration = plan.configuration
         name = configuration.swarm.run or f"{configuration.algorithm}-{configuration.model_label}"
@@ -116,41 +115,34 @@ def _claim_folder(plan: RunPlan) -> Path:
         what = "is no folder" if not out.is_dir() else "is not empty"
         works = "another --out" if source is not None else f"--resume {out} to go on with a run there, or another --out"
         raise ConfigurationError(f"--out {out} was given and {what}; {works} would work. Nothing was started.")
-    with _refusing_places():
-        out.mkdir(parents=True, exist_ok=True)
-    return _writable(out)
+    writable(out).mkdir(parents=True, exist_ok=True)
+    return out
 
 
 def claim_numbered(first: Path) -> Path:
     """``first``, or with the lowest number behind it that nobody has taken; two runs started at once get two."""
-    with _refusing_places():
-        first.parent.mkdir(parents=True, exist_ok=True)
-        for number in count(2):
-            folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                continue
-            return folder
+    writable(first.parent).mkdir(parents=True, exist_ok=True)
+    for number in count(2):
+        folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
     raise AssertionError("the numbers do not end")
 
 
-@contextmanager
-def _refusing_places() -> Iterator[None]:
-    """Around making a folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigurationError(
-            f"the folder of the run can't be made: {error.filename}: {error.strerror}. Another --out, where this user "
-            "may write, would work. Nothing was started."
-        ) from error
+def writable(folder: Path) -> Path:
+    """``folder``, which may still have to be made, if this process can write there.
 
-
-def _writable(folder: Path) -> Path:
-    if not os.access(folder, os.W_OK | os.X_OK):
+    Raises:
+        ConfigurationError: if it can't.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = f"{there} is no folder" if not there.is_dir() else f"{there} can't be written to"
         raise ConfigurationError(
-            f"the folder of the run, {folder}, can't be written to; another --out, where this user may write, would "
+            f"{folder} was to be the folder of the run, and {why}; another --out, where this user may write, would "
             "work. Nothing was started."
         )
     return folder

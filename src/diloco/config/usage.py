@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import itertools
 import os
 import re
 import sys
@@ -73,7 +74,7 @@ def in_a_sentence(box: str, flags: Sequence[str]) -> str:
     """What tyro's box says.
 
     Args:
-        box: as it prints it, no line of it broken.
+        box: as it prints it, no line of it broken; where the terminal takes ASCII alone, it has no frame.
         flags: that there are.
 
     >>> box = '''
@@ -85,9 +86,10 @@ def in_a_sentence(box: str, flags: Sequence[str]) -> str:
     >>> in_a_sentence(box, ["--steps", "--seed"])
     'there is no flag --stepz; did you mean --steps?'
     """
-    rows = [row.strip()[2:-2].rstrip() for row in box.splitlines() if row.strip().startswith("│")]
-    ends = [number for number, row in enumerate(rows) if set(row) == {"─"}]
-    rows = rows[: ends[0]] if ends else rows
+    lines = box.strip("\n").splitlines()
+    framed = [line.strip()[2:-2] for line in lines if line.strip().startswith("│")]
+    rows = framed or [line[2:] for line in lines[2:]]  # below the title and a line
+    rows = list(itertools.takewhile(lambda row: not row.strip() or set(row.strip()) - {"─", "-"}, rows))
     words = " ".join(row.strip() for row in rows)
     if words.startswith("Unrecognized options: "):
         return _unknown(words.removeprefix("Unrecognized options: ").split(", "), flags)

@@ -1,19 +1,22 @@
-"""What of `DiLoCo`'s arguments must be the same on all replicas, in words that can be read in a refusal."""
+"""`DiLoCo`'s arguments: what can't work, and what must be the same on all replicas, in words for a refusal."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from numbers import Real
 
 import xxhash
 from torch import nn
+from torch.optim import Optimizer
 
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import Fragment, trainable_parameters
 from diloco.algorithm.schedule import SyncSchedule
+from diloco.errors import ConfigurationError
 
-__all__ = ["described", "facts_of_arguments"]
+__all__ = ["check_trained", "check_unsharded", "described", "facts_of_arguments"]
 
 _NAMED = 3
 """Tensors that are named one by one; of more there is a digest."""
@@ -49,6 +52,26 @@ def facts_of_arguments(
     }
 
 
+def check_trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Every trainable parameter must be in an inner optimizer."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if idle := [name for name, p in trainable_parameters(model).items() if id(p) not in held]:
+        raise ConfigurationError(
+            f"no inner optimizer holds {', '.join(idle)}; add it to one, or freeze it with requires_grad_(False). "
+            "Nothing was started."
+        )
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Where ranks share a replica's parameters out, none of them has a whole contribution to take the norm of."""
+    if sharded := [name for name, p in trainable_parameters(model).items() if hasattr(p, "to_local")]:
+        raise ConfigurationError(
+            f"clipping was given for a model whose {sharded[0]} and {len(sharded) - 1} more parameters are sharded "
+            "over ranks; without clipping, or with ranks that hold all parameters (ddp), it would work. Nothing was "
+            "started."
+        )
+
+
 def described(value: object) -> str:
     """A value in words that are the same in every process that has the same; a function by its name.
 
@@ -63,7 +86,7 @@ def described(value: object) -> str:
         return f"({', '.join(map(described, value))})"
     if isinstance(value, bool | str) or value is None:
         return repr(value)
-    if isinstance(value, int | float):
+    if isinstance(value, Real):
         return repr(float(value))
     name: str = getattr(value, "__qualname__", type(value).__qualname__)
     return name

@@ -20,7 +20,7 @@ from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.buffers import check_buffers
 from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import Codec, make_codec
-from diloco.algorithm.fragments import Fragment, check_coverage, holding, partition, trainable_parameters
+from diloco.algorithm.fragments import Fragment, check_coverage, holding, partition
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
@@ -28,7 +28,7 @@ from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, Note
-from diloco.train.arguments import facts_of_arguments
+from diloco.train.arguments import check_trained, check_unsharded, facts_of_arguments
 from diloco.train.rounds import Rounds
 from diloco.train.shared_state import SharedState
 from diloco.train.taking_over import TakingOver
@@ -109,8 +109,8 @@ class DiLoCo:
         check_coverage(model, self.fragments)
         check_buffers(model)
         if self.clipping.active:
-            _check_unsharded(model)
-        _check_trained(model, [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer)
+            check_unsharded(model)
+        check_trained(model, [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer)
         if len(self.fragments) != self.schedule.num_fragments:
             raise ConfigurationError(
                 f"{len(self.fragments)} fragments were given with a schedule for {self.schedule.num_fragments}; the "
@@ -328,22 +328,3 @@ class DiLoCo:
         """Merge what is in flight, unless an error is on its way out."""
         if kind is None:
             self.drain()
-
-
-def _check_trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if idle := [name for name, p in trainable_parameters(model).items() if id(p) not in held]:
-        raise ConfigurationError(
-            f"no inner optimizer holds {', '.join(idle)}; add it to one, or freeze it with requires_grad_(False). "
-            "Nothing was started."
-        )
-
-
-def _check_unsharded(model: nn.Module) -> None:
-    """Where ranks share a replica's parameters out, none of them has a whole contribution to take the norm of."""
-    if sharded := [name for name, p in trainable_parameters(model).items() if hasattr(p, "to_local")]:
-        raise ConfigurationError(
-            f"clipping was given for a model whose {sharded[0]} and {len(sharded) - 1} more parameters are sharded "
-            "over ranks; without clipping, or with ranks that hold all parameters (ddp), it would work. Nothing was "
-            "started."
-        )

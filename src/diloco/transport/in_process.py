@@ -77,9 +77,9 @@ class InProcessTransport:
                 "would work. Nothing was started."
             )
         num_replicas = check_whole("num_replicas", num_replicas, 1)
-        if not round_timeout_s > 0:
+        if not round_timeout_s >= 0:
             raise ConfigurationError(
-                f"round_timeout_s={round_timeout_s} was given; more than 0 s would work. Nothing was started."
+                f"round_timeout_s={round_timeout_s} was given; 0 s or more would work. Nothing was started."
             )
         self.view = View.of(num_replicas)
         self.min_contributors = num_replicas if min_contributors is None else min_contributors
