@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import cache
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 from diloco.errors import ConfigurationError
 
 __all__ = ["load_engine"]
+
+_IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 @cache
@@ -47,8 +50,16 @@ def load_engine() -> Any:
     finally:
         # importing Hivemind changes it for the whole process
         multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]  # as above
+
+    class P2PInASession(P2P):  # type: ignore[misc]  # its base has no types
+        """Its daemon has a session of its own: a signal to all of this process's group, such as Ctrl-C, is not for it."""
+
+        @staticmethod
+        def _make_process_args(*words: Any, **options: Any) -> list[str]:
+            return [sys.executable, "-ISc", _IN_A_SESSION, *P2P._make_process_args(*words, **options)]
+
     return SimpleNamespace(
-        P2P=P2P,
+        P2P=P2PInASession,
         PeerID=PeerID,
         DHTNode=DHTNode,
         Multiaddr=Multiaddr,

@@ -13,13 +13,15 @@ from diloco.transport.hivemind.daemon import Daemon, Handler
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
+from diloco.transport.peers.within import within
 
 __all__ = ["Node", "NodePlace"]
 
 _PROTOCOL = "diloco/1"
 _RECORD_S = 1800.0
 """How long a record stays; long, so that clocks which are minutes apart don't matter."""
-_ENDING_S = 0.2  # for a daemon that did not start to be gone
+_GONE_S = 0.2  # for a daemon that did not start to be gone
+_ENDING_S = 2.0  # for one that is to end to say that it has heard
 _DAEMON_IDLE_S = 3.0  # a daemon whose process is gone goes too
 
 
@@ -74,7 +76,7 @@ class Node:
                 check_if_identity_free=False,
             )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
-            await asyncio.sleep(_ENDING_S)
+            await asyncio.sleep(_GONE_S)
             why = str(error).splitlines()[0]
             if place.join:
                 raise RendezvousError(
@@ -143,8 +145,9 @@ class Node:
         return sorted(records, key=lambda record: record.peer_id)
 
     async def close(self) -> None:
-        """Leave the network and end the daemon."""
-        await self._dht.shutdown()
+        """Leave the network and end the daemon, also where it answers nothing any more."""
+        with contextlib.suppress(TimeoutError, load_engine().P2PDaemonError, OSError):
+            await within(_ENDING_S, self._dht.shutdown())
         await self._daemon.close()
 
 

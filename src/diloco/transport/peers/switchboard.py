@@ -34,6 +34,8 @@ _BEAT: Message = {"kind": "beat"}
 _FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
+_CLOSING_S = 10.0
+"""What has not ended by then ends with the process: a network that answers nothing any more, a busy thread."""
 
 
 class Switchboard:
@@ -79,13 +81,18 @@ class Switchboard:
 
         Raises:
             TransportError: after `close`.
+            TimeoutError: if it takes longer than ``timeout_s``; it is cancelled then.
         """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError as error:
             coroutine.close()
             raise TransportError(f"the connections of rank {self.rank} are closed; nothing was done.") from error
-        return future.result(timeout_s)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call ``function`` in the loop's thread, soon; after `close`, not at all."""
@@ -101,12 +108,15 @@ class Switchboard:
         return self.call(self._listen(*where))
 
     def close(self) -> None:
-        """End all connections and the thread. Nobody is told of a loss."""
+        """End all connections and the thread, in some seconds, whatever the network does. Nobody is told of a loss."""
         if self.loop.is_closed():
             return
-        self.call(self._close())
+        with contextlib.suppress(TimeoutError):
+            self.call(self._close(), _CLOSING_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
+        self._thread.join(_CLOSING_S)
+        if self._thread.is_alive():
+            return
         self.loop.run_until_complete(self._end_tasks())  # of calls that came in the last moment
         self.loop.close()
 
@@ -299,5 +309,6 @@ class Switchboard:
             await asyncio.wait(flushed, timeout=flush_s)
         for connection in list(self._connections):
             connection.abort()
-        await asyncio.gather(*flushed, return_exceptions=True)
+        if flushed:
+            await asyncio.wait(flushed, timeout=_FLUSH_S)
         await asyncio.sleep(0)  # in which connections end
