@@ -107,6 +107,7 @@ class Daemon:
             await within(_ENDING_S, self.p2p.shutdown())
         except TimeoutError:
             self.p2p._child.kill()
+            await self.p2p._child.wait()
         if ending:
             await asyncio.wait(ending, timeout=_ENDING_S)
         if self._folder is not None:

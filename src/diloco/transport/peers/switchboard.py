@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ _BEAT: Message = {"kind": "beat"}
 _FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
-_CLOSING_S = 10.0
+_CLOSING_S = 8.0
 """What has not ended by then ends with the process: a network that answers nothing any more, a busy thread."""
 
 
@@ -69,6 +70,7 @@ class Switchboard:
         self._lines: dict[int, Line] = {}
         self._connections: WeakSet[asyncio.WriteTransport] = WeakSet()  # all that were made, while anything holds them
         self._watch: asyncio.Task[None] | None = None
+        self._closing = False
         self._pulse = Pulse(timing)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-control", daemon=True)
@@ -111,11 +113,11 @@ class Switchboard:
         """End all connections and the thread, in some seconds, whatever the network does. Nobody is told of a loss."""
         if self.loop.is_closed():
             return
-        with contextlib.suppress(TimeoutError):
-            self.call(self._close(), _CLOSING_S)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_CLOSING_S)
-        if self._thread.is_alive():
+        if not self._closing:
+            self._closing = True
+            asyncio.run_coroutine_threadsafe(self._close_and_stop(), self.loop)
+        self._thread.join(2 * _CLOSING_S)
+        if self._thread.is_alive():  # it is busy, and ends when it is not
             return
         self.loop.run_until_complete(self._end_tasks())  # of calls that came in the last moment
         self.loop.close()
@@ -278,6 +280,14 @@ class Switchboard:
         for line in silent:
             text = f"nothing came from {line.address} for {self.timing.silence_s:g} s"
             self._lost(line.rank, Loss("silent", text))
+
+    async def _close_and_stop(self) -> None:
+        try:
+            await within(_CLOSING_S, self._close())
+        except TimeoutError:
+            logging.getLogger(__name__).debug("not all of what is to end has ended in %g s", _CLOSING_S)
+        finally:
+            self.loop.stop()
 
     async def _close(self) -> None:
         if self._watch is not None:
