@@ -62,7 +62,7 @@ class Switchboard:
         self.timing = timing
         self.streams = streams
         self.address = Address("", 0)
-        self.services: dict[str, Service] = {}
+        self.services: dict[str, Service] = {"who": _say_who}
         self.arrived = asyncio.Event()
         self.admits: Callable[[int, Address], bool] = lambda rank, address: True
         self._deliver = deliver
@@ -107,7 +107,7 @@ class Switchboard:
         Raises:
             TransportError: if it can't.
         """
-        return self.call(self._listen(*where))
+        return self.call(self.listen_at(*where))
 
     def close(self) -> None:
         """End all connections and the thread, in some seconds, whatever the network does. Nobody is told of a loss."""
@@ -193,7 +193,8 @@ class Switchboard:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    async def _listen(self, *where: Any) -> Address:
+    async def listen_at(self, *where: Any) -> Address:
+        """As `listen`, in the loop's thread."""
         self.address = await self.streams.listen(self._arrive, *where)
         self._watch = asyncio.get_running_loop().create_task(self._beat())
         return self.address
@@ -322,3 +323,11 @@ class Switchboard:
         if flushed:
             await asyncio.wait(flushed, timeout=_FLUSH_S)
         await asyncio.sleep(0)  # in which connections end
+
+
+async def _say_who(
+    message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """For who wants to know whether it is a diloco that listens here."""
+    writer.write(pack({"kind": "who"}))
+    await writer.drain()
