@@ -21,10 +21,12 @@ from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.within import within
 
-__all__ = ["ask", "exchange_word", "serve"]
+__all__ = ["ask", "exchange_word", "greet", "said", "serve"]
 
 
 _LONGEST_S = 30 * 86_400.0
+_ANSWER_S = 5.0
+_UNANSWERED = 3  # times that somebody who says nothing is asked who it is
 
 
 def serve(board: Switchboard, registry: Registry) -> None:
@@ -93,10 +95,12 @@ def ask(board: Switchboard, address: Address, entry: Entry, timeout_s: float) ->
 
 async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    attempts, why = 0, ""
+    attempts, unanswered, why = 0, 0, ""
     while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
         attempts += 1
         try:
+            await greet(address, min(left_s, _ANSWER_S))
+            left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
             answer = await within(left_s, _register(address, entry, min(0.9 * left_s, _LONGEST_S)))
             if answer["kind"] == "refused":
                 raise RendezvousError(str(answer["reason"]))
@@ -113,19 +117,54 @@ async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
         except ConnectionRefusedError:
             why = "nothing listens there (connection refused)"
         except TimeoutError:
-            why = "no answer"
+            why, unanswered = "no answer", unanswered + 1
+            if unanswered == _UNANSWERED:
+                raise _another_program(entry.rank, address, "says nothing") from None
         except (OSError, EOFError) as error:
             why = str(error) or type(error).__name__
         except TransportError as error:
             if isinstance(error, RendezvousError):
                 raise
-            why = str(error)
+            raise _another_program(entry.rank, address, f"answered as no diloco does ({said(error)})") from error
         await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
         "Starting replica 0 there, opening that port, or, for a run that is going on, the address of any of its "
         "replicas would work. Nothing was started."
     )
+
+
+def _another_program(rank: int, address: Address, does: str) -> RendezvousError:
+    return RendezvousError(
+        f"rank {rank} found no rendezvous at {address}: port {address.port} there is in use by another program, which "
+        f"{does}. Another port, the same for all replicas (--rendezvous {address.host}:PORT), or ending that program, "
+        "would work. Nothing was started."
+    )
+
+
+def said(error: TransportError) -> str:
+    """What came in, without what became of the connection."""
+    return str(error).partition(". The connection")[0]
+
+
+async def greet(address: Address, timeout_s: float) -> None:
+    """Ask whoever listens at ``address`` whether it is a diloco; returns if it is.
+
+    Raises:
+        TransportError: if it is another program.
+        TimeoutError: if it says nothing.
+        OSError, EOFError: if nobody listens, or it hangs up.
+    """
+
+    async def ask_who() -> None:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        try:
+            writer.write(pack({"kind": "who"}))
+            await read_frame(reader)
+        finally:
+            writer.close()
+
+    await within(timeout_s, ask_who())
 
 
 async def _register(address: Address, entry: Entry, patience_s: float) -> dict[str, Any]:
