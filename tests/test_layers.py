@@ -12,6 +12,7 @@ import diloco
 ORDER = (
     "errors",
     "units",
+    "cores",
     "events",
     "algorithm",
     "membership",

@@ -12,6 +12,7 @@ from diloco.data.shares import Shares
 from diloco.errors import RunOverError
 from diloco.train.held import Held
 from diloco.train.swarm_fleet import SwarmFleet
+from diloco.train.threads import PeerThreads
 from diloco.transport.hivemind.connect import SwarmPlace
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.node import NodePlace
@@ -45,6 +46,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 start_replicas=start,
                 margin=1,
                 batch_size=1,
+                threads=PeerThreads(1),
             )
         )
         return fleets[-1]

@@ -18,6 +18,7 @@ from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
 from diloco.train.held import Held
+from diloco.train.threads import PeerThreads
 from diloco.transport.base import Transport
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -46,6 +47,7 @@ class SwarmFleet:
         start_replicas: training begins with so many.
         margin: inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
+        threads: with which it computes beside other peers on its machine.
     """
 
     network: VirtualNetwork | None = None
@@ -53,7 +55,15 @@ class SwarmFleet:
     group = ReplicaGroup()
 
     def __init__(
-        self, place: SwarmPlace, wire: Wire, held: Held, *, start_replicas: int, margin: int, batch_size: int
+        self,
+        place: SwarmPlace,
+        wire: Wire,
+        held: Held,
+        *,
+        start_replicas: int,
+        margin: int,
+        batch_size: int,
+        threads: PeerThreads,
     ) -> None:
         number = held.replica if place.replica is None else place.replica
         self._place = dataclasses.replace(
@@ -69,6 +79,7 @@ class SwarmFleet:
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self._seen: dict[str, Any] = {}
+        self.threads = threads
         self._started_s = time.monotonic()
         self._leaving: threading.Timer | None = None
         self.begun = False
@@ -215,6 +226,7 @@ class SwarmFleet:
         """Leave, so that the others need not find out that this replica is gone."""
         if self._leaving is not None:
             self._leaving.cancel()
+        self.threads.leave()
         self.transport.leave()
         self.transport.close()
 
