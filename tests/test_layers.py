@@ -13,6 +13,7 @@ ORDER = (
     "errors",
     "units",
     "cores",
+    "waiting",
     "events",
     "algorithm",
     "membership",

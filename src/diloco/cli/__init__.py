@@ -83,6 +83,9 @@ def _dispatch(given: Sequence[str]) -> int:
         hint = nearest(command, ["--help", "--version", "--debug"] if kind == "option" else COMMANDS)
         print(f"diloco: unknown {kind} {command!r}; {hint}", file=sys.stderr)
         return MISUSED
+    from diloco.waiting import told_on_stderr
+
+    told_on_stderr()
     run: Callable[[Sequence[str]], int] = importlib.import_module(f"diloco.cli.{command}").run
     try:
         return run(rest)

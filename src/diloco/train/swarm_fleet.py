@@ -27,6 +27,7 @@ from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.replica_group import ReplicaGroup
+from diloco.waiting import waiting_for
 
 __all__ = ["SwarmFleet"]
 
@@ -160,9 +161,13 @@ class SwarmFleet:
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         """Let others join, until enough are there for training to begin, or somebody asks to stop."""
         self.transport.close_to_joiners("")
-        with self._changed:
+        with waiting_for(self._lacking), self._changed:
             while not self.begun and not stopped() and self.failure is None:
                 self._changed.wait(0.2)
+
+    def _lacking(self) -> str:
+        wanted, there = self._start_replicas, self.num_members
+        return f"{wanted - there} more replicas to begin with ({there} of {wanted} are there; Ctrl-C leaves)"
 
     def close_to_joiners(self, reason: str) -> None:
         self.transport.close_to_joiners(reason)

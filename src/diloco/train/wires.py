@@ -28,6 +28,7 @@ from diloco.transport.peers.wire import Wire
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from diloco.waiting import waiting_for
 
 __all__ = ["connect_peer", "connect_rank", "read_secret"]
 
@@ -142,21 +143,18 @@ def _exchange(settings: TransportSettings, facts: Mapping[str, str]) -> dict[str
 
 def _open_group(settings: TransportSettings, role: Role, device: torch.device) -> ReplicaGroup:
     assert role.inner_store is not None, "the role of a rank of several says where they meet"
-    store = TCPStore(
-        role.inner_store.host,
-        role.inner_store.port,
-        is_master=False,
-        timeout=timedelta(seconds=settings.rendezvous_timeout_s),
-    )
+    store, timeout_s = role.inner_store, settings.rendezvous_timeout_s
     attempt = role.torchrun.attempt if role.torchrun else "0"
-    return open_replica_group(
-        PrefixStore(f"diloco/attempt-{attempt}", store),
-        replica=role.replica,
-        position=role.position,
-        size=settings.replica_size,
-        device=device,
-        timeout_s=settings.rendezvous_timeout_s,
-    )
+    with waiting_for(lambda: f"the other ranks of replica {role.replica} at {store}", timeout_s):
+        shared = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return open_replica_group(
+            PrefixStore(f"diloco/attempt-{attempt}", shared),
+            replica=role.replica,
+            position=role.position,
+            size=settings.replica_size,
+            device=device,
+            timeout_s=timeout_s,
+        )
 
 
 def _on_this_machine(connected: Connected) -> int:

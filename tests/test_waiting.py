@@ -1,0 +1,54 @@
+"""Who waits says so, rarely, and nothing of a short wait."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+
+import pytest
+
+from diloco.waiting import sentence, tell, waiting_for
+
+
+def told_by(end_s: float, caplog: pytest.LogCaptureFixture, limit_s: float = 300) -> list[str]:
+    """What is told of a wait that ends at ``end_s`` of a virtual clock."""
+    now_s = [0.0]
+
+    def ended(seconds: float) -> bool:
+        now_s[0] += seconds
+        return now_s[0] > end_s
+
+    tell(lambda: f"replica 1 (asked at {now_s[0]:g} s)", limit_s, ended)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_short_wait_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert told_by(1.9, caplog) == []
+
+
+def test_a_long_one_is_told_at_two_seconds_and_then_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    told = told_by(299, caplog)
+    assert told[0] == "waiting for replica 1 (asked at 2 s) for 2 s; gives up after 300 s"
+    assert told[4] == "waiting for replica 1 (asked at 32 s) for 32 s; gives up after 300 s"
+    assert [line.split(" for ")[2].split(" s")[0] for line in told] == ["2", "4", "8", "16", "32"] + [
+        str(second) for second in range(62, 299, 30)
+    ]
+
+
+def test_a_wait_without_a_limit_names_none() -> None:
+    assert sentence("others", 8, math.inf) == "waiting for others for 8 s"
+
+
+def test_what_is_waited_for_ends_the_telling(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.waiting._FIRST_S", 0.01)
+    told = threading.Event()
+    with waiting_for(lambda: told.set() or "it"):  # type: ignore[func-returns-value]
+        assert told.wait(10)
+    told.clear()
+    for thread in threading.enumerate():
+        if thread.name == "diloco-waiting":
+            thread.join(10)
+            assert not thread.is_alive()
+    assert not told.is_set()
+    assert caplog.records[0].levelno == logging.WARNING
