@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from diloco.waiting import sentence, tell, waiting_for
+from diloco.waiting import LOGGER, sentence, tell, told_on_stderr, waiting_for
 
 
 def told_by(end_s: float, caplog: pytest.LogCaptureFixture, limit_s: float = 300) -> list[str]:
@@ -40,15 +40,23 @@ def test_a_wait_without_a_limit_names_none() -> None:
     assert sentence("others", 8, math.inf) == "waiting for others for 8 s"
 
 
-def test_what_is_waited_for_ends_the_telling(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_telling_ends_with_the_wait(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.waiting._FIRST_S", 0.01)
     told = threading.Event()
-    with waiting_for(lambda: told.set() or "it"):  # type: ignore[func-returns-value]
+
+    def whom() -> str:
+        told.set()
+        return "it"
+
+    with waiting_for(whom):
         assert told.wait(10)
-    told.clear()
-    for thread in threading.enumerate():
-        if thread.name == "diloco-waiting":
-            thread.join(10)
-            assert not thread.is_alive()
-    assert not told.is_set()
-    assert caplog.records[0].levelno == logging.WARNING
+    assert not any(thread.name == "diloco-waiting" for thread in threading.enumerate())
+    assert caplog.records[0].levelno == logging.WARNING, "what a program that has not set up logging shows"
+
+
+def test_a_command_tells_it_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    told_on_stderr()
+    told_on_stderr()
+    LOGGER.warning("waiting for rank 1")
+    assert capsys.readouterr().err == "diloco: waiting for rank 1\n"

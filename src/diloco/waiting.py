@@ -72,8 +72,10 @@ def told_on_stderr() -> None:
 def waiting_for(whom: Callable[[], str], limit_s: float = math.inf) -> Iterator[None]:
     """Whatever is done inside is waiting, and is told of as `tell` does, in a thread of its own."""
     over = threading.Event()
-    threading.Thread(target=tell, args=(whom, limit_s, over.wait), name="diloco-waiting", daemon=True).start()
+    thread = threading.Thread(target=tell, args=(whom, limit_s, over.wait), name="diloco-waiting", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
+        thread.join()

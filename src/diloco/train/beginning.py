@@ -64,8 +64,8 @@ def _other_threads(fleet: InProcessFleet | JoinableFleet, checkpoint: Checkpoint
     if fleet.elastic or before in (None, now):
         return ()
     return (
-        f"The checkpoint was saved by a process with {before} threads, and this one has {now}: what follows may differ "
-        f"in the last bits from a run that never stopped. --train.threads {before} makes it the same.",
+        f"The checkpoint was saved with train.threads={before}, and this process has {now}: what follows may differ in "
+        f"the last bits from a run that never stopped. --train.threads {before} makes it the same.",
     )
 
 

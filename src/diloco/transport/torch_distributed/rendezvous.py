@@ -152,7 +152,7 @@ async def _register(address: Address, entry: Entry, patience_s: float, missing: 
             answer, _ = await read_frame(reader)
             if answer["kind"] != "waiting":
                 return answer
-            missing.append(f"{_ranks(answer)} at the rendezvous {address}")
+            missing[:] = [f"{_ranks(answer)} at the rendezvous {address}"]
     finally:
         writer.close()
 
