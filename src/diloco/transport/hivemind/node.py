@@ -168,7 +168,13 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
     """By how much the clocks of those peers that answer are ahead of this one's, to half a round trip."""
     engine = load_engine()
     mere_asker = await engine.DHTProtocol.create(
-        p2p, engine.DHTID.generate(), bucket_size=1, depth_modulo=1, num_replicas=1, wait_timeout=_PING_S, client_mode=True
+        p2p,
+        engine.DHTID.generate(),
+        bucket_size=1,
+        depth_modulo=1,
+        num_replicas=1,
+        wait_timeout=_PING_S,
+        client_mode=True,
     )
 
     async def ask(peer: str) -> float:

@@ -148,6 +148,10 @@ class PeerTransport(Transport):
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         return self._fetch(fragment, donors, expected_bytes)()
 
+    @property
+    def fetched_bytes(self) -> int:
+        return self._state.meter.num_bytes
+
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         if self.rules.ranks_per_replica > 1:  # its ranks take over together, at one step
             return super().fetch_beside(fragment, donors, expected_bytes)
@@ -235,8 +239,7 @@ class PeerTransport(Transport):
             self.board.post(self._tell_leaving, self._keeper)
 
     def close(self) -> None:
-        """Leave: all connections end, in some seconds. The others notice, so `meet` them first where they shall not mind.
-        """
+        """Leave: all connections end, in some seconds. The others notice, so `meet` them first where they shall not mind."""
         if self._closed:
             return
         self._closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError, TransportError
@@ -20,6 +21,7 @@ from diloco.transport.torch_distributed.data_link import link_opener, make_devic
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+from diloco.waiting import waiting_for
 
 __all__ = ["Place", "TcpWire", "connect"]
 
@@ -119,7 +121,8 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     table = ask(board, meeting, entry, wire.rendezvous_timeout_s)
     open_link = link_opener(make_device(host, wire.interface), transport.mailbox)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
-    reached = board.call(_dial(board, table, place, wire.rendezvous_timeout_s))
+    with waiting_for(lambda: _named(table, _unreached(board, table, place)), wire.rendezvous_timeout_s):
+        reached = board.call(_dial(board, table, place, wire.rendezvous_timeout_s))
     if table.running:
         if not reached:
             raise RendezvousError(
@@ -130,7 +133,8 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
         serve(board, registry)
         transport.begin(View(-1, members), registry, open_link, member=False)
     else:
-        board.call(_arrived(board, place, wire.rendezvous_timeout_s, table))
+        with waiting_for(lambda: _named(table, _unreached(board, table, place)), wire.rendezvous_timeout_s):
+            board.call(_arrived(board, place, wire.rendezvous_timeout_s, table))
         serve(board, registry)
         transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
     return Connected(transport, table, table.running)
@@ -177,17 +181,24 @@ async def _arrived(board: Switchboard, place: Place, timeout_s: float, table: Ta
     """Wait for the connections that higher ranks open."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
-    wanted = {rank for rank in table.entries if rank != place.rank}
-    while missing := wanted - board.connected:
+    while missing := _unreached(board, table, place):
         board.arrived.clear()
         try:
             await within(deadline_s - loop.time(), board.arrived.wait())
         except TimeoutError:
-            named = ", ".join(f"{rank} ({table.entries[rank].address})" for rank in sorted(missing))
             raise RendezvousError(
-                f"rank {place.rank} at {board.address} was not reached by rank {named} within {timeout_s:g} s. "
+                f"rank {place.rank} at {board.address} was not reached by {_named(table, missing)} "
+                f"within {timeout_s:g} s. "
                 "Opening that port would work; `diloco doctor` checks the way. Nothing was started."
             ) from None
+
+
+def _unreached(board: Switchboard, table: Table, place: Place) -> frozenset[int]:
+    return frozenset(table.entries) - {place.rank} - board.connected
+
+
+def _named(table: Table, ranks: Collection[int]) -> str:
+    return f"rank {', '.join(f'{rank} ({table.entries[rank].address})' for rank in sorted(ranks))}"
 
 
 async def _host_rendezvous(board: Switchboard, address: Address, host: str) -> bool:
