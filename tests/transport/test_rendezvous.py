@@ -155,9 +155,7 @@ def test_rank_0_says_at_once_that_another_program_has_the_port(
     assert diloco_threads() <= before
 
 
-def test_the_others_say_so_too_of_one_that_never_answers(
-    monkeypatch: pytest.MonkeyPatch, board: Switchboard
-) -> None:
+def test_the_others_say_so_too_of_one_that_never_answers(monkeypatch: pytest.MonkeyPatch, board: Switchboard) -> None:
     monkeypatch.setattr(torch_rendezvous, "_ANSWER_S", 0.2)
     began_s = time.monotonic()
     with another_program(None) as address:

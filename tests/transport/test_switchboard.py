@@ -207,7 +207,9 @@ def test_a_call_that_takes_too_long_is_ended(make_rank: MakeRank) -> None:
     assert ended.wait(LIMIT_S)
 
 
-def test_closing_takes_seconds_also_where_the_thread_is_busy(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> None:
+def test_closing_takes_seconds_also_where_the_thread_is_busy(
+    monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank
+) -> None:
     board, free = make_rank(0).board, threading.Event()
     board.post(free.wait)
     with monkeypatch.context() as patch:

@@ -47,7 +47,9 @@ def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(error: Exception
         failed.update(links)
         told.set()
 
-    links = ViewLinks(Rules(0, 0, 1, None, 5.0, 1 << 19), 1, 5.0, cast(Switchboard, Board()), Threads(), open_link, note)
+    links = ViewLinks(
+        Rules(0, 0, 1, None, 5.0, 1 << 19), 1, 5.0, cast(Switchboard, Board()), Threads(), open_link, note
+    )
     wanted = links.connect(View(0, (0, 1, 2)))
     with pytest.raises(TransportError) as caught:
         wanted.result(LIMIT_S)
