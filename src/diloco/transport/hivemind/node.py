@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.transport.hivemind.daemon import Daemon, Handler
+from diloco.transport.hivemind.daemon import Daemon, Handler, plainly
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
@@ -85,7 +85,7 @@ class Node:
             )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
             await asyncio.sleep(_GONE_S)
-            why = str(error).splitlines()[0]
+            why = plainly(error)
             if entrance:
                 raise RendezvousError(
                     f"the network can't be entered through {', '.join(place.join)}: {why}. A peer of the run that can "
@@ -108,7 +108,7 @@ class Node:
         except Exception as error:  # it raises plain RuntimeErrors, and those of libp2p
             await daemon.close()
             raise RendezvousError(
-                f"nobody at {', '.join(place.join)} answers as a peer: {str(error).splitlines()[0]} A peer of the run "
+                f"nobody at {', '.join(place.join)} answers as a peer: {plainly(error)}. A peer of the run "
                 "that can be reached, as it printed its address, would work. Nothing was started."
             ) from error
         return cls(identity, daemon, dht, place)
@@ -199,7 +199,8 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
         asked_s = engine.clock.now_s()
         stub = mere_asker.get_stub(engine.PeerID.from_base58(peer))
         answer = await stub.rpc_ping(engine.dht_pb2.PingRequest(), timeout=_PING_S)
-        return float(answer.dht_time) - (asked_s + engine.clock.now_s()) / 2
+        ahead_s: float = answer.dht_time - (asked_s + engine.clock.now_s()) / 2
+        return ahead_s
 
     found = await asyncio.gather(*map(ask, peers), return_exceptions=True)
     return [each for each in found if isinstance(each, float)]

@@ -243,7 +243,7 @@ class PeerTransport(Transport):
             self.board.post(self._tell_leaving, self._keeper)
 
     def close(self) -> None:
-        """Leave: all connections end, in some seconds. The others notice, so `meet` them first where they shall not mind."""
+        """Leave: all connections end, in seconds. The others notice, so `meet` them first where they shall not mind."""
         if self._closed:
             return
         self._closed = True
