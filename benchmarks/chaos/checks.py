@@ -16,8 +16,10 @@ __all__ = [
     "gaps",
     "half_applied",
     "loss_differs",
+    "put_out",
     "repaired",
     "standing_still",
+    "tracebacks",
     "unequal_ends",
     "unexpected_ends",
 ]
@@ -28,6 +30,7 @@ Round = tuple[int, int]
 LOOKS_FOR_OTHERS = "It looks for the others"
 IS_BACK = "is a member again"
 TAKING_OVER = "is still taking over the state"
+_SCREEN = 50
 DIFFERS = "global parameters or outer state of replica"
 
 
@@ -46,7 +49,12 @@ class Log:
     @property
     def name(self) -> str:
         """To be told apart by."""
-        return f"{self.life.folder.rpartition('/')[2]} from {self.life.started_s:.0f}"
+        return f"{_name(self.life)} from {self.life.started_s:.0f}"
+
+    @property
+    def replica(self) -> int | None:
+        """Its number among the replicas; None where it has not had a part in any round."""
+        return next((record["replica"] for record in self.records if record["event"] == "RoundSent"), None)
 
     def of(self, *events: str) -> list[Record]:
         """The records of some events."""
@@ -111,7 +119,7 @@ def standing_still(
         faults.extend(late)
         for event, limit_s in limits_s.items():
             times_s = [record["time_s"] for record in log.of(event)]
-            if times_s and log.life.ended_by:  # what it was waiting for when it was ended
+            if times_s and (log.life.ended_by or log.life.code):  # what it was waiting for when it ended
                 times_s.append(log.life.ended_s or times_s[-1])
             elif times_s and log.life.ended_s is None:  # it hung
                 faults.append(f"{log.name}: no {event} after {times_s[-1]:.1f}, and it had not ended when all was over")
@@ -193,6 +201,37 @@ def repaired(logs: Sequence[Log]) -> list[str]:
     ]
 
 
+def put_out(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[float, str]]:
+    """Members that were taken out of a view though nothing was done to them; when, and who, in order.
+
+    Args:
+        logs: of all processes; what those say that were disturbed themselves, or had not come back, does not count.
+        back_s: see `came_back`.
+        noticed_s: the others may say so much later than it was true.
+    """
+    explained: dict[int | None, list[tuple[float, float]]] = defaultdict(list)
+    busy = {log.name: came_back(log, back_s)[1] for log in logs}
+    for log in logs:
+        last_s = max((record["time_s"] for record in log.of("StepFinished")), default=log.life.started_s)
+        explained[log.replica] += [(since, until + noticed_s) for since, until in busy[log.name]]
+        explained[log.replica].append((last_s, last_s + back_s))
+    found: dict[tuple[int, int], tuple[float, str]] = {}
+    for log in logs:
+        for record in log.of("ViewChanged"):
+            time_s = record["time_s"]
+            if _within(time_s, busy[log.name]):
+                continue
+            for replica in record["left"]:
+                if replica != record["replica"] and not _within(time_s, explained[replica]):
+                    words = f"{log.name}: replica {replica} is out at {time_s:.1f} ({record['reason']})"
+                    found.setdefault((record["view"], replica), (time_s, words))
+    return sorted(found.values())
+
+
+def _within(time_s: float, spans: Iterable[tuple[float, float]]) -> bool:
+    return any(since <= time_s <= until for since, until in spans)
+
+
 def unequal_ends(summaries: Mapping[str, Record]) -> list[str]:
     """Peers that did not end with the same global parameters; name -> summary."""
     by_digest: dict[str, list[str]] = defaultdict(list)
@@ -206,16 +245,43 @@ def unequal_ends(summaries: Mapping[str, Record]) -> list[str]:
     return [f"they ended with {len(by_digest)} different global parameters: {told}"]
 
 
+_CODES: Mapping[str, tuple[int, ...]] = {
+    "": (0,),
+    "kill": (-9, 0, 130),
+    "kill bootstrap": (-9,),
+    "leave": (130, 0),
+    "group SIGINT": (130, 0),
+    "group SIGTERM": (130, 0),
+    "thaw at the end": (0, 1),
+}
+"""What made it end -> how it may; who thaws as the others end may have missed that the run is over."""
+
+
 def unexpected_ends(lives: Sequence[Life]) -> list[str]:
     """Processes that ended otherwise than they were made to."""
     faults = []
     for life in lives:
-        name = life.folder.rpartition("/")[2]
-        expected = {"kill": (-9,), "leave": (130, 0), "": (0,)}[life.ended_by]
-        if life.code not in expected and not (life.ended_by == "kill" and life.code in (0, 130)):
+        expected = _CODES[life.ended_by]
+        if life.code not in expected:
             ended = "still ran when all was over" if life.code is None else f"ended with {life.code}"
-            faults.append(f"{name}, started at {life.started_s:.1f}, {ended}, not with {expected[0]}")
+            told = f" after {life.ended_by}" if life.ended_by else ""
+            faults.append(f"{_name(life)}, started at {life.started_s:.1f}, {ended}{told}, not with {expected[0]}")
     return faults
+
+
+def tracebacks(lives: Sequence[Life]) -> list[str]:
+    """Processes that printed a traceback, or more than a screen, where a sentence should be."""
+    faults = []
+    for life in lives:
+        raw, lines = "Traceback (most recent call last)" in life.words, len(life.words.splitlines())
+        if raw or lines > _SCREEN:
+            what = "a traceback" if raw else f"{lines} lines"
+            faults.append(f"{_name(life)}, started at {life.started_s:.1f}, printed {what}")
+    return faults
+
+
+def _name(life: Life) -> str:
+    return life.folder.rpartition("/")[2]
 
 
 def loss_differs(loss: float, undisturbed: Sequence[float], least_tolerance: float = 0.02) -> list[str]:
