@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.chaos.events import BOOTSTRAP
 from benchmarks.chaos.network import Loopback
-from benchmarks.chaos.paced import set_clock
+from benchmarks.chaos.paced import set_seconds
 from benchmarks.chaos.processes import Life, Running, python
 from benchmarks.chaos.settings import Settings, write_text
 
@@ -55,7 +55,7 @@ class Peers:
         command = self._torch(peer) if self.settings.transport == "torch" else self._hivemind(peer, folder)
         home = Path(command[command.index("--out" if "--out" in command else "--resume") + 1])
         of_torch = self.settings.transport == "torch" and peer  # all but the first have a folder in the one given
-        paced = python("benchmarks.chaos.paced", str(self.settings.step_s), str(self.clock(peer)), *command)
+        paced = python("benchmarks.chaos.paced", str(self.pace), str(self.clock(peer)), *command)
         self._start(peer, home / f"replica-{peer}" if of_torch else home, paced)
 
     def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
@@ -80,11 +80,19 @@ class Peers:
         place = ["--replica", str(peer), "--rendezvous", meeting, "--out", str(self.folder / f"peer-{peer}")]
         return ["train", *self.settings.arguments(), "--data", str(self._data), *place]
 
+    @property
+    def pace(self) -> Path:
+        """The file that says how long a step takes at least."""
+        return self._seconds("pace", self.settings.step_s)
+
     def clock(self, peer: int) -> Path:
         """The file that says what the clock in a peer's place is off by."""
-        path = self.folder / f"clock-{peer}"
+        return self._seconds(f"clock-{peer}", 0.0)
+
+    def _seconds(self, name: str, first_s: float) -> Path:
+        path = self.folder / name
         if not path.exists():
-            set_clock(path, 0.0)
+            set_seconds(path, first_s)
         return path
 
     def _start(self, peer: int, folder: Path, command: Sequence[str]) -> None:

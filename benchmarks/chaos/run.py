@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.chaos.events import BOOTSTRAP, RETURNS, Event
 from benchmarks.chaos.network import Loopback
-from benchmarks.chaos.paced import set_clock
+from benchmarks.chaos.paced import set_seconds
 from benchmarks.chaos.peers import Peers
 from benchmarks.chaos.plan import least_healthy
 from benchmarks.chaos.processes import Running
@@ -69,6 +69,9 @@ class Conductor:
                     waited_s = self._until_enough(event)
                     delay_s += waited_s
                     self._happens(number, event, waited_s)
+                if self.settings.hurries:
+                    self._await(self._all_train, self.settings.back_s)
+                    set_seconds(self.peers.pace, 0.0)
                 self._finish()
         finally:
             self.peers.end()
@@ -113,6 +116,7 @@ class Conductor:
         began_s = time.time()
         if event.kind in RETURNS or not event.stalls:
             return 0.0
+        self._start_again()
 
         def enough() -> bool:
             training = {peer for peer in range(self.settings.peers) if self.peers.trains(peer)}
@@ -122,6 +126,13 @@ class Conductor:
         while not enough() and time.time() < began_s + self.settings.back_s and self.peers.anybody():
             self._tick()
         return time.time() - began_s
+
+    def _start_again(self) -> None:
+        """Start by hand who ended by itself: a fault, and the rest of the plan is to be carried out all the same."""
+        for peer, process in list(self.peers.running.items()):
+            if peer != BOOTSTRAP and not process.is_alive and not process.life.ended_by and process.life.code:
+                self.say(f"  (peer {peer} ended by itself with {process.life.code}, and is started again)")
+                self.peers.start(peer, Path(process.life.folder))
 
     def _needed(self, event: Event) -> int:
         """How many others are to be well; in a case made up for few peers, all of them."""
@@ -164,7 +175,7 @@ class Conductor:
         if process.is_alive:
             self.say(f"  (it has not ended within {self.settings.leaves_s:g} s)")
             process.end()
-        set_clock(self.peers.clock(event.peer), event.clock_s)
+        set_seconds(self.peers.clock(event.peer), event.clock_s)
         self.peers.start(event.peer, Path(process.life.folder) if event.kind == "resume" else None)
 
     def _begin_and_end(self, event: Event) -> None:
@@ -195,7 +206,7 @@ class Conductor:
             for source, target in ways:
                 (self.network.silence if verb == "silence" else self.network.hear)(source, target)
         else:
-            set_clock(clock, event.clock_s if verb == "shift" else 0.0)
+            set_seconds(clock, event.clock_s if verb == "shift" else 0.0)
 
     def _note(self, number: int, event: Event, waited_s: float) -> None:
         record: dict[str, Any] = {**asdict(event), "time_s": time.time(), "waited_s": round(waited_s, 1)}
@@ -231,6 +242,9 @@ class Conductor:
         process.signal(signal.SIGCONT, with_daemon=True)
         process.life.disturbed[-1] = (process.life.disturbed[-1][0], time.time())
         self.say("  (thawed)")
+
+    def _all_train(self) -> bool:
+        return not self._due and all(self.peers.trains(peer) for peer in range(self.settings.peers))
 
     def _goes_on(self) -> bool:
         """Whether anybody has finished a step for so long that all must be over otherwise."""

@@ -32,6 +32,7 @@ class Settings:
         rendezvous_timeout_s: the longest that they wait for each other at the start.
         straggler: whether a late peer of a swarm is waited for, as ``diloco train`` knows it.
         leaves_s: the longest that a peer may need to end when it is told to.
+        hurries: whether steps are taken as fast as can be once all is done and all are back.
         slack_s: what a busy machine may add to anything.
         numbered: whether replica numbers of a swarm are those of the peers' places; else their keys say.
     """
@@ -48,6 +49,7 @@ class Settings:
     rendezvous_timeout_s: float = 120.0
     straggler: str = "skip"
     leaves_s: float = 30.0
+    hurries: bool = False
     slack_s: float = 10.0
     numbered: bool = False
 
