@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.chaos import checks
+from benchmarks.chaos import checks, ends
 from benchmarks.chaos.cases import CASES, cases_table, found
 from benchmarks.chaos.checks import Log
 from benchmarks.chaos.events import BOOTSTRAP, ENDS, RETURNS, Event, Rates
@@ -270,6 +270,15 @@ class TestStandingStill:
         assert "had not ended" in checks.standing_still([hung], {"StepFinished": 2.0}, 100)[1][0]
 
 
+def test_the_pace_is_that_of_the_slowest_in_whose_way_nothing_was_put() -> None:
+    logs = []
+    for peer, every_s in enumerate((0.5, 1.0, 5.0)):
+        steps = [record(number * every_s, "StepFinished") for number in range(int(40 / every_s))]
+        logs.append(log(*steps, peer=peer, name=str(peer)))
+    assert checks.pace(logs, (2,), 10.0, 30.0, 0.5) == 0.5
+    assert checks.pace(logs, (), 10.0, 30.0, 0.5) == 0.1
+
+
 class TestRounds:
     def test_the_same_on_all_is_fine(self) -> None:
         both = [log(sent(0), committed(1)), log(sent(0, replica=1), committed(1, replica=1), name="b")]
@@ -339,7 +348,13 @@ class TestPutOut:
     def test_for_nothing(self) -> None:
         ((time_s, words),) = self.found(left(20, 1), self.about())
         assert time_s == 20
-        assert "replica 1 is out" in words
+        assert "replica 1 was put out" in words
+
+    @pytest.mark.parametrize("words", [checks.LOOKS_FOR_OTHERS, f"{checks.GONE_ON} 1: it is late."])
+    def test_once_where_it_says_so_itself(self, words: str) -> None:
+        about = self.about(record(20.2, "Note", text=words))
+        assert len(self.found(left(20, 1), about)) == 1
+        assert len(self.found(left(20, 2), about)) == 2  # of replica 2 nothing is known
 
     def test_once_for_all_who_say_so(self) -> None:
         other = log(sent(0, replica=2), committed(0.5, replica=2), left(20.5, 1, replica=2), name="c", peer=2)
@@ -366,16 +381,16 @@ class TestPutOut:
 class TestEnds:
     @pytest.mark.parametrize(("words", "faults"), [("all is well\n", 0), ("x\n" * 80, 1)])
     def test_more_than_a_screen_is_a_fault(self, words: str, faults: int) -> None:
-        assert len(checks.tracebacks([life(words=words)])) == faults
+        assert len(ends.tracebacks([life(words=words)])) == faults
 
     def test_a_traceback_is_a_fault(self) -> None:
-        (fault,) = checks.tracebacks([life(words="well\nTraceback (most recent call last):\n  File"), life()])
+        (fault,) = ends.tracebacks([life(words="well\nTraceback (most recent call last):\n  File"), life()])
         assert "a traceback" in fault
 
     def test_digests(self) -> None:
-        assert checks.unequal_ends({"a": {"global_params_digest": "x"}, "b": {"global_params_digest": "x"}}) == []
-        assert len(checks.unequal_ends({"a": {"global_params_digest": "x"}, "b": {"global_params_digest": "y"}})) == 1
-        assert len(checks.unequal_ends({})) == 1
+        assert ends.unequal_ends({"a": {"global_params_digest": "x"}, "b": {"global_params_digest": "x"}}) == []
+        assert len(ends.unequal_ends({"a": {"global_params_digest": "x"}, "b": {"global_params_digest": "y"}})) == 1
+        assert len(ends.unequal_ends({})) == 1
 
     @pytest.mark.parametrize(
         ("ended_by", "code", "faults"),
@@ -386,7 +401,7 @@ class TestEnds:
         ],
     )
     def test_exit_codes(self, ended_by: str, code: int | None, faults: int) -> None:
-        assert len(checks.unexpected_ends([life(ended_by=ended_by, code=code)])) == faults
+        assert len(ends.unexpected_ends([life(ended_by=ended_by, code=code)])) == faults
 
 
 class TestReport:

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos import checks
 from benchmarks.chaos.events import BOOTSTRAP, Event
 from benchmarks.chaos.network import Loopback, Wan
 from benchmarks.chaos.records import Left
 from benchmarks.chaos.report import table, write_between
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import Settings
-from benchmarks.chaos.verdict import judge
+from benchmarks.chaos.verdict import FLAP_COSTS, judge
 
 __all__ = ["CASES", "Case", "found"]
 
@@ -32,6 +33,7 @@ MARK = "<!-- python -m benchmarks.chaos.cases writes what follows -->"
 _BEGIN_S = 10.0
 _OBSERVED_S = 60.0  # after the last event is over
 _STEP_S = 0.2
+_LEAST_PACE = 0.5  # of the others, while a link flaps
 _HEARTBEAT_S = (
     0.25  # often: of a link that is mute one way, the deaf end notices first, as its TCP still sends a little
 )
@@ -102,6 +104,14 @@ CASES = (
 def found(case: Case, left: Left) -> dict[str, Any]:
     """The figures of a case, as JSON."""
     run = judge(left, case.events, ())
+    checked = run["faults"] | {"nobody was put out to whom nothing was done": run["put_out"]}
+    paces = {}
+    for record, event in zip(left.happened, case.events, strict=False):
+        if event.timetable:
+            until_s = record["time_s"] + event.seconds
+            paces[event.kind] = checks.pace(left.logs, event.stalls, record["time_s"], until_s, left.settings.step_s)
+    if paces.get("flap", 1.0) < _LEAST_PACE:
+        checked[FLAP_COSTS] = [*checked[FLAP_COSTS], f"the others took {paces['flap']:.0%} of their steps meanwhile"]
     lives = [life for life in left.lives if life.peer != BOOTSTRAP]
     codes = {
         str(life.peer): life.code if life.code is not None and life.code >= 0 else None
@@ -114,10 +124,11 @@ def found(case: Case, left: Left) -> dict[str, Any]:
         "came_to_the_end": len(left.summaries),
         "stood_still_s": run["longest_s"]["StepFinished"],
         "bound_s": run["limits_s"]["StepFinished"],
+        "pace": round(min(paces.values()), 2) if paces else None,
         "put_out": len(run["put_out"]),
         "back_s": max((each["back_after_s"] or 0.0 for each in run["happened"]), default=0.0) or None,
         "rounds": run["rounds"],
-        "faults": {name: faults for name, faults in run["faults"].items() if faults},
+        "faults": {name: faults for name, faults in checked.items() if faults},
     }
 
 
@@ -143,6 +154,7 @@ def cases_table(held: dict[str, dict[str, dict[str, Any]]]) -> str:
             "ended by themselves (peer: exit code)",
             "came to the end",
             "longest step of one to which nothing was done (s)",
+            "steps that the others took meanwhile",
             "put out for nothing",
             "takes part again after (s)",
             "checks that failed",

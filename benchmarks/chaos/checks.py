@@ -15,22 +15,19 @@ __all__ = [
     "came_back",
     "gaps",
     "half_applied",
-    "loss_differs",
+    "pace",
     "put_out",
     "repaired",
     "standing_still",
-    "tracebacks",
-    "unequal_ends",
-    "unexpected_ends",
 ]
 
 Record = Mapping[str, Any]
 Round = tuple[int, int]
 
 LOOKS_FOR_OTHERS = "It looks for the others"
+GONE_ON = "the others went on without replica"
 IS_BACK = "is a member again"
 TAKING_OVER = "is still taking over the state"
-_SCREEN = 50
 DIFFERS = "global parameters or outer state of replica"
 
 
@@ -49,7 +46,7 @@ class Log:
     @property
     def name(self) -> str:
         """To be told apart by."""
-        return f"{_name(self.life)} from {self.life.started_s:.0f}"
+        return f"{self.life.name} from {self.life.started_s:.0f}"
 
     @property
     def replica(self) -> int | None:
@@ -130,6 +127,20 @@ def standing_still(
     return longest, faults
 
 
+def pace(logs: Sequence[Log], stalls: Sequence[int], since_s: float, until_s: float, step_s: float) -> float:
+    """The fraction of its steps that the slowest one took between two times, of those in whose way nothing was put.
+
+    Args:
+        logs: of all processes.
+        stalls: peers that do not count.
+        since_s, until_s: the times.
+        step_s: what a step takes at least.
+    """
+    others = [log for log in logs if log.life.peer not in stalls and log.life.started_s < since_s]
+    taken = [sum(since_s < each["time_s"] <= until_s for each in log.of("StepFinished")) for log in others]
+    return min(taken, default=0) * step_s / (until_s - since_s)
+
+
 def half_applied(logs: Sequence[Log]) -> list[str]:
     """Rounds that some applied and others did not, or not in the same way.
 
@@ -202,12 +213,12 @@ def repaired(logs: Sequence[Log]) -> list[str]:
 
 
 def put_out(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[float, str]]:
-    """Members that were taken out of a view though nothing was done to them; when, and who, in order.
+    """Members that the others went on without though nothing was done to them; when, and who, in order.
 
     Args:
         logs: of all processes; what those say that were disturbed themselves, or had not come back, does not count.
         back_s: see `came_back`.
-        noticed_s: the others may say so much later than it was true.
+        noticed_s: what is true may be said so much later; what is said twice within it is counted once.
     """
     explained: dict[int | None, list[tuple[float, float]]] = defaultdict(list)
     busy = {log.name: came_back(log, back_s)[1] for log in logs}
@@ -215,86 +226,29 @@ def put_out(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[
         last_s = max((record["time_s"] for record in log.of("StepFinished")), default=log.life.started_s)
         explained[log.replica] += [(since, until + noticed_s) for since, until in busy[log.name]]
         explained[log.replica].append((last_s, last_s + back_s))
-    found: dict[tuple[int, int], tuple[float, str]] = {}
+    said: list[tuple[float, int, str]] = []
     for log in logs:
-        for record in log.of("ViewChanged"):
-            time_s = record["time_s"]
-            if _within(time_s, busy[log.name]):
+        for record in log.of("ViewChanged", "Note"):
+            if _within(record["time_s"], busy[log.name]):
                 continue
-            for replica in record["left"]:
-                if replica != record["replica"] and not _within(time_s, explained[replica]):
-                    words = f"{log.name}: replica {replica} is out at {time_s:.1f} ({record['reason']})"
-                    found.setdefault((record["view"], replica), (time_s, words))
-    return sorted(found.values())
+            said.extend((record["time_s"], replica, f"{log.name}: {why}") for replica, why in _out(log, record))
+    found: list[tuple[float, str]] = []
+    counted: dict[int, float] = {}
+    for time_s, replica, words in sorted(said):
+        alone = time_s - counted.get(replica, -noticed_s) >= noticed_s
+        if alone and not _within(time_s, explained[replica]):
+            counted[replica] = time_s
+            found.append((time_s, f"replica {replica} was put out at {time_s:.1f}, says {words}"))
+    return found
+
+
+def _out(log: Log, record: Record) -> list[tuple[int, str]]:
+    """Whom a record says to be out of the view, and why."""
+    if record["event"] == "ViewChanged":
+        return [(replica, record["reason"]) for replica in record["left"] if replica != record["replica"]]
+    alone = LOOKS_FOR_OTHERS in record["text"] or GONE_ON in record["text"]
+    return [(log.replica, record["text"])] if alone and log.replica is not None else []
 
 
 def _within(time_s: float, spans: Iterable[tuple[float, float]]) -> bool:
     return any(since <= time_s <= until for since, until in spans)
-
-
-def unequal_ends(summaries: Mapping[str, Record]) -> list[str]:
-    """Peers that did not end with the same global parameters; name -> summary."""
-    by_digest: dict[str, list[str]] = defaultdict(list)
-    for name, summary in summaries.items():
-        by_digest[summary["global_params_digest"]].append(name)
-    if not by_digest:
-        return ["no peer came to the end"]
-    if len(by_digest) == 1:
-        return []
-    told = "; ".join(f"{digest} has {', '.join(names)}" for digest, names in sorted(by_digest.items()))
-    return [f"they ended with {len(by_digest)} different global parameters: {told}"]
-
-
-_CODES: Mapping[str, tuple[int, ...]] = {
-    "": (0,),
-    "kill": (-9, 0, 130),
-    "kill bootstrap": (-9,),
-    "leave": (130, 0),
-    "group SIGINT": (130, 0),
-    "group SIGTERM": (130, 0),
-    "thaw at the end": (0, 1),
-}
-"""What made it end -> how it may; who thaws as the others end may have missed that the run is over."""
-
-
-def unexpected_ends(lives: Sequence[Life]) -> list[str]:
-    """Processes that ended otherwise than they were made to."""
-    faults = []
-    for life in lives:
-        expected = _CODES[life.ended_by]
-        if life.code not in expected:
-            ended = "still ran when all was over" if life.code is None else f"ended with {life.code}"
-            told = f" after {life.ended_by}" if life.ended_by else ""
-            faults.append(f"{_name(life)}, started at {life.started_s:.1f}, {ended}{told}, not with {expected[0]}")
-    return faults
-
-
-def tracebacks(lives: Sequence[Life]) -> list[str]:
-    """Processes that printed a traceback, or more than a screen, where a sentence should be."""
-    faults = []
-    for life in lives:
-        raw, lines = "Traceback (most recent call last)" in life.words, len(life.words.splitlines())
-        if raw or lines > _SCREEN:
-            what = "a traceback" if raw else f"{lines} lines"
-            faults.append(f"{_name(life)}, started at {life.started_s:.1f}, printed {what}")
-    return faults
-
-
-def _name(life: Life) -> str:
-    return life.folder.rpartition("/")[2]
-
-
-def loss_differs(loss: float, undisturbed: Sequence[float], least_tolerance: float = 0.02) -> list[str]:
-    """Whether ``loss`` is worse than that of undisturbed runs by more than their noise.
-
-    The tolerance is three times the distance between the best and the worst of them, and at least ``least_tolerance``
-    of their mean.
-
-    >>> loss_differs(1.5, [1.48, 1.50, 1.49]), len(loss_differs(1.6, [1.48, 1.50, 1.49]))
-    ([], 1)
-    """
-    mean = sum(undisturbed) / len(undisturbed)
-    tolerance = max(3 * (max(undisturbed) - min(undisturbed)), least_tolerance * mean)
-    if loss <= mean + tolerance:
-        return []
-    return [f"held-out loss {loss:.4f}, and {mean:.4f} +- {tolerance:.4f} without disturbance"]

@@ -41,6 +41,11 @@ class Life:
     disturbed: list[tuple[float, float]] = field(default_factory=list)
     words: str = ""
 
+    @property
+    def name(self) -> str:
+        """The last part of its folder."""
+        return self.folder.rpartition("/")[2]
+
     def to_record(self) -> dict[str, Any]:
         """As JSON."""
         return asdict(self)

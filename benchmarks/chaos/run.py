@@ -256,7 +256,7 @@ class Conductor:
         settled_s = time.time() + 3 * self.settings.back_s
         while self.peers.anybody():
             self._tick()
-            if time.time() > settled_s and not self._goes_on():
+            if time.time() > settled_s and self.peers.anybody() and not self._goes_on():
                 self.say("nobody finishes a step any more, and not all have ended")
                 for process in self.peers.training():
                     process.signal(signal.SIGUSR1)

@@ -6,15 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.chaos import checks
+from benchmarks.chaos import checks, ends
 from benchmarks.chaos.events import BOOTSTRAP, RETURNS, Event
 from benchmarks.chaos.records import Left
 
-__all__ = ["judge"]
+__all__ = ["FLAP_COSTS", "judge"]
 
 _SEEN_S = 45.0  # what others did within so long of an event is put down to it
 _STARTED_S = 35.0  # a process is started so long after the event at most: the one before may have to end first
 
+FLAP_COSTS = "a link that flaps costs the others at most its own peer"
 _LOSS = "the loss is that of an undisturbed run"
 _EVALUATED = "the loss was found at the end (and compared with nothing)"
 
@@ -36,12 +37,12 @@ def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) ->
     put_out = checks.put_out(logs, settings.back_s, settings.silence_s)
     faults = {
         "nobody stood still for longer": still,
-        "all ended with the same parameters": checks.unequal_ends(left.summaries),
+        "all ended with the same parameters": ends.unequal_ends(left.summaries),
         "no round was half applied": [*checks.half_applied(logs), *checks.repaired(logs)],
         _LOSS if undisturbed else _EVALUATED: _loss_faults(losses, undisturbed),
-        "no process ended by itself": checks.unexpected_ends(lives),
-        "a link that flaps costs the others at most its own peer": _while_flapping(put_out, left),
-        "what is said is said in a few sentences": checks.tracebacks(lives),
+        "no process ended by itself": ends.unexpected_ends(lives),
+        FLAP_COSTS: _while_flapping(put_out, left),
+        "what is said is said in a few sentences": ends.tracebacks(lives),
     }
     return {
         "limits_s": limits_s,
@@ -69,7 +70,7 @@ def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) ->
 def _loss_faults(losses: Sequence[float], undisturbed: Sequence[float]) -> list[str]:
     if not losses:
         return ["nobody evaluated at the end"]
-    return checks.loss_differs(losses[0], undisturbed) if undisturbed else []
+    return ends.loss_differs(losses[0], undisturbed) if undisturbed else []
 
 
 def _while_flapping(put_out: Sequence[tuple[float, str]], left: Left) -> list[str]:
