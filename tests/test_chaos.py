@@ -20,7 +20,7 @@ from benchmarks.chaos.network import Loopback, Wan
 from benchmarks.chaos.paced import read_seconds, set_seconds, shift_clock
 from benchmarks.chaos.peers import Peers
 from benchmarks.chaos.plan import fewest_healthy, least_healthy, plan_events
-from benchmarks.chaos.processes import Life, Running, descendants
+from benchmarks.chaos.processes import Life, Running, Tail, descendants
 from benchmarks.chaos.records import Left
 from benchmarks.chaos.report import tables, write_between
 from benchmarks.chaos.run import Conductor
@@ -181,13 +181,15 @@ class TestProcesses:
             def __init__(self, command: list[str], life: Life, said: Path) -> None:
                 commands.append(command)
                 self.life, self.is_alive = life, True
-                self.tail = type("Tail", (), {"facts": {}, "committed_s": 0.0})()
+                self.tail = Tail(tmp_path / "none")
 
         monkeypatch.setattr("benchmarks.chaos.peers.Running", Started)
         peers = Peers(Settings(transport=transport, peers=2, numbered=True), tmp_path, Loopback())
         for peer in (0, 1):
             peers.start(peer)
-            peers.running[peer].tail.facts = {"control addresses": f"0 at 10.0.0.1:1, {peer} at 10.0.0.1:{peer + 1}"}
+            tail = peers.running[peer].tail
+            tail.facts = {"control addresses": f"0 at 10.0.0.1:1, {peer} at 10.0.0.1:{peer + 1}"}
+        tail.steps_s = tail.committed_s = time.time()  # the second one trains
         if transport == "torch":
             peers.start(0)
             assert commands[2][commands[2].index("--rendezvous") + 1] == "10.0.0.1:2"

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no peer is left behind
     network = Wan(given.wan, "c") if given.wan else Loopback()
     # so the run is over no sooner than the events, of which some wait, and the last peers to come are back by then
-    steps = int((given.minutes * 60 + 60) / given.step_s)
+    steps = int((given.minutes * 60 * 1.1 + 60) / given.step_s)
     settings = Settings(transport=given.transport, peers=given.peers, steps=steps, step_s=given.step_s)
     rates = Rates(transport=given.transport, silence_s=settings.silence_s, can_cut=network.can_cut)
     events = plan_events(given.seed, given.minutes, given.peers, rates)

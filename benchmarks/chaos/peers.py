@@ -60,8 +60,7 @@ class Peers:
 
     def _hivemind(self, peer: int, folder: Path | None) -> list[str]:
         joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
-        if any(each.tail.committed_s for each in self.others(peer)):
-            joins.append(self._rng.choice(self.others(peer)).address())
+        joins += [other.address() for other in self._somebody(peer)]
         where = ["--swarm.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0", "--join", *filter(None, joins)]
         if folder is not None and (folder / "checkpoints" / "latest").exists():
             return ["train", "--resume", str(folder), *where]
@@ -72,13 +71,16 @@ class Peers:
     def _torch(self, peer: int) -> list[str]:
         """The same command whenever it is started, but for the rendezvous: any replica that lives."""
         meeting = f"{self.network.address(1)}:{self._port}"
-        others = [each for each in self.others(peer) if each.tail.facts]
-        if others:
-            other = self._rng.choice(others)
+        for other in self._somebody(peer):
             told = other.tail.facts["control addresses"]
             meeting = re.findall(rf"\b{other.life.peer} at ([^\s,]+)", told)[0]
         place = ["--replica", str(peer), "--rendezvous", meeting, "--out", str(self.folder / f"peer-{peer}")]
         return ["train", *self.settings.arguments(), "--data", str(self._data), *place]
+
+    def _somebody(self, peer: int) -> list[Running]:
+        """One of the others that train, if any does."""
+        training = [each for each in self.others(peer) if self.trains(each.life.peer)]
+        return [self._rng.choice(training)] if training else []
 
     @property
     def pace(self) -> Path:

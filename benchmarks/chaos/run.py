@@ -168,13 +168,19 @@ class Conductor:
             process.signal(signal.SIGINT)
         else:
             process.signal(signal.SIGKILL, with_daemon=event.with_daemon)
+            return
+        self._later(self.settings.leaves_s, partial(self._make_end, process))
+
+    def _make_end(self, process: Running) -> None:
+        """What should have ended and has not is made to, which its exit code tells of."""
+        if process.is_alive:
+            self.say(f"  (peer {process.life.peer} has not ended within {self.settings.leaves_s:g} s)")
+            process.end()
 
     def _bring_back(self, process: Running, event: Event) -> None:
-        """Start a peer again, or another one in its place; what should have ended and did not is made to."""
-        self._await(lambda: not process.is_alive, self.settings.leaves_s)
-        if process.is_alive:
-            self.say(f"  (it has not ended within {self.settings.leaves_s:g} s)")
-            process.end()
+        """Start a peer again, or another one in its place, when the one before has ended."""
+        while process.is_alive:
+            self._tick()
         set_seconds(self.peers.clock(event.peer), event.clock_s)
         self.peers.start(event.peer, Path(process.life.folder) if event.kind == "resume" else None)
 
