@@ -423,6 +423,17 @@ def test_cases_are_told_apart_and_each_is_over_when_its_run_is() -> None:
         assert lasts_s >= max(event.at_s + event.seconds for event in case.events) + 45
 
 
+def test_the_table_of_the_cases_has_a_row_for_each_version() -> None:
+    row = {"ended_by_themselves": {"1": 1, "2": None}, "came_to_the_end": 2, "stood_still_s": 9.5, "pace": 0.25}
+    row |= {"put_out": 0, "back_s": None, "faults": {"no process ended by itself": ["two"]}}
+    case = CASES[0]
+    told = cases_table({"1.0": {case.key: row}, "2.0": {case.key: row | {"pace": None, "back_s": 2.5}}})
+    heads, _, first, second = told.splitlines()
+    assert first == f"| {case.key} | 1.0 | 1: 1, 2: hangs | 2 of 4 | 9.5 | 25% | 0 |  | no process ended by itself |"
+    assert heads.count("|") == first.count("|") == second.count("|")
+    assert "| 2.5 |" in second
+
+
 def test_real_peers_survive(tmp_path: Path) -> None:
     """One of three is killed and comes back, one is frozen, the standing peer is another one for a while.
 

@@ -170,7 +170,9 @@ def cases_table(held: dict[str, dict[str, dict[str, Any]]]) -> str:
             back = "" if row["back_s"] is None else row["back_s"]
             reached = f"{row['came_to_the_end']} of {case.peers}"
             failed = "; ".join(row["faults"]) or "none"
-            rows.append((case.key, label, codes or "none", reached, row["stood_still_s"], row["put_out"], back, failed))
+            pace = "" if row["pace"] is None else f"{row['pace']:.0%}"
+            still = row["stood_still_s"]
+            rows.append((case.key, label, codes or "none", reached, still, pace, row["put_out"], back, failed))
     return table(rows)
 
 

@@ -23,7 +23,7 @@ def publish(run: dict[str, Any], folder: Path) -> None:
 
 
 def write_between(mark: str, text: str, path: Path) -> None:
-    """Put ``text`` between ``mark`` and the next mark, or the end; everything else stays."""
+    """Put ``text`` between ``mark`` and the next comment, or the end; everything else stays."""
     before, rest = path.read_text(encoding="utf-8").split(mark)
     _, *after = rest.split("<!-- ", 1)
     path.write_text("<!-- ".join([f"{before}{mark}\n\n{text}\n", *after]), encoding="utf-8")
