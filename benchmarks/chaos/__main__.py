@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was started in the background
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no peer is left behind
-    network = Wan(given.wan, "c") if given.wan else Loopback()
+    network = Wan(given.wan, os.environ.get("WAN_PREFIX", "c")) if given.wan else Loopback()
     # so the run is over no sooner than the events, of which some wait, and the last peers to come are back by then
     steps = int((given.minutes * 60 * 1.1 + 60) / given.step_s)
     settings = Settings(transport=given.transport, peers=given.peers, steps=steps, step_s=given.step_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -86,7 +87,8 @@ _ONE = _ACCUSED | {
     "thaw-at-the-end": (Event(_BEGIN_S, "thaw at the end", 2, with_daemon=True),),
 }
 _SWARM = _ONE | {
-    "group-signal": (Event(_BEGIN_S, "group SIGINT", 2),),
+    "group-SIGINT": (Event(_BEGIN_S, "group SIGINT", 2),),
+    "group-SIGTERM": (Event(_BEGIN_S, "group SIGTERM", 2),),
     "clock": (Event(_BEGIN_S, "clock", 1, 50.0, clock_s=3600.0), Event(_BEGIN_S + 5, "cut", 2, 12.0)),
     "clock-of-one-who-comes": (
         Event(_BEGIN_S, "kill", 2, with_daemon=True),
@@ -194,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.transport not in (None, case.transport):
             continue
         print(f"{case.key}, in {out / case.key}", flush=True)
-        network: Loopback = Wan(given.wan, f"k{case.transport[0]}")
+        network: Loopback = Wan(given.wan, os.environ.get("WAN_PREFIX", "k"))
         if not given.report:
             Conductor(case.settings, out / case.key, network, lambda text: print(text, flush=True)).run(case.events)
         rows[case.key] = found(case, Left(out / case.key))
