@@ -15,6 +15,7 @@
     │   ├── RendezvousError           the replicas did not find each other; nothing was started
     │   └── ReplicaLostError          a replica is gone or can't be reached, and this one can't or may not go on
     ├── DataError                     text, tokens or shards that cannot be read or do not suffice
+    │   └── NoDataError               what was named is not there or is empty; a ConfigurationError, too
     └── CheckpointError               a checkpoint that is missing, incomplete, damaged or of another kind
 
 A message says what was given, what would work, and what happens now.
@@ -33,6 +34,7 @@ __all__ = [
     "DiLoCoError",
     "DivergedError",
     "FragmentError",
+    "NoDataError",
     "NonFiniteError",
     "RendezvousError",
     "ReplicaLostError",
@@ -123,6 +125,10 @@ class ReplicaLostError(TransportError):
 
 class DataError(DiLoCoError, ValueError):
     """Text, tokens or shards that cannot be read or do not suffice."""
+
+
+class NoDataError(ConfigurationError, DataError):
+    """What was named as data is not there, or holds none."""
 
 
 class CheckpointError(DiLoCoError):

@@ -56,7 +56,8 @@ def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str], code: 
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "Traceback" not in captured.err
-    return " ".join(captured.err.replace("│", " ").split())
+    assert "│" not in captured.err, "a sentence, no box"
+    return " ".join(captured.err.split())
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Peer:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # so that a signal to its group is one to it and to what it starts
         )
         self.words: list[str] = []
         self._said = threading.Condition()
@@ -163,6 +164,26 @@ def test_replicas_come_and_go_and_those_who_stay_agree(data: Path, tmp_path: Pat
         peer.end(130)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_its_whole_group_ends_a_peer_as_one_to_itself_does(
+    data: Path, tmp_path: Path, started: list[Peer], number: signal.Signals
+) -> None:
+    """Ctrl-C in a terminal, `timeout` and batch systems send it to all that the peer has started, too."""
+    steps = "--steps 100000 --inner-steps 8 --start-replicas 2"
+    started.append(Peer(data, tmp_path / "a", f"{steps} --replica 0"))
+    started.append(Peer(data, tmp_path / "b", f"{steps} --replica 1", started[0].address()))
+    for peer in started:
+        peer.wait_for("RoundCommitted", contributors=[0, 1])
+    first, second = started
+    os.killpg(first.process.pid, number)
+    assert first.process.wait(60) == 130, "".join(first.words)
+    assert first.metrics("Interrupted")[0]["signal"] == number.name
+    assert first.metrics("CheckpointSaved")
+    assert "replica 0 has left" in second.wait_for("ViewChanged", members=[1])["reason"]
+    os.killpg(second.process.pid, number)
+    assert second.process.wait(60) == 130, "".join(second.words)
+
+
 def test_ctrl_c_ends_a_round_that_nobody_else_would(data: Path, tmp_path: Path, started: list[Peer]) -> None:
     """The other replica stands still, and is not missed for hours."""
     steps = "--steps 100000 --inner-steps 8 --transport.silence-s 9000 --transport.round-timeout-s 9001"
@@ -198,6 +219,27 @@ def test_why_a_peer_does_not_answer_is_told(
         ["QmAway", "1", "no", "answer"],
     ]
     assert shown.err == "diloco: QmAway: no answer within 10 s\n"
+    here = {"step": 7, "members": [0, 2], "digest": "ab"}
+    found[:] = [
+        lookout.Seen("QmHere", 0, here),
+        lookout.Seen("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
+        lookout.Seen("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
+        lookout.Seen("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
+        lookout.Seen("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
+    ]
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    states = [line.split()[2] for line in shown.out.splitlines()[1:]]
+    assert states == ["?", "finished", "no", "gone", "?"]
+    assert shown.err.splitlines()[:3] == [
+        "diloco: QmDone: replica 1 has finished the run, and has ended",
+        "diloco: QmFrozen: failed to dial QmFrozen",
+        "diloco: QmLeft: replica 3 takes part no more: it has left, or was lost, and the others went on",
+    ]
+    assert "the digests differ because the peers were asked at different steps" in shown.err
+    found[-1] = lookout.Seen("QmAhead", 4, here | {"digest": "cd"})
+    main(arguments)
+    assert "peers at the same step show different digests" in capsys.readouterr().err
     found.clear()
     assert main(arguments) == 1
     assert "no peer of run 'mine'" in capsys.readouterr().err

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from diloco.cli import main
+from diloco.config.configuration import load_configuration
+from diloco.config.run_plan import command_to_go_on
 from diloco.monitor.files import read_metrics
 from tests.cli.runs import read_json, refused, train
 
@@ -39,6 +43,17 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(files: Path, tmp_path: Pa
         assert resumed[key] == unbroken[key]
 
 
+def test_who_goes_on_with_another_number_of_threads_is_told_what_that_changes(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "run", tmp_path / "run")
+    threads = torch.get_num_threads()
+    try:
+        assert main(["train", "--resume", str(tmp_path / "run"), "--train.threads", str(threads + 1)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
+    assert f"saved with train.threads={threads}, and this process has {threads + 1}" in note["text"]
+
+
 def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -> None:
     checkpoint = files / "run" / "checkpoints" / "step-00000006"
     out = tmp_path / "copy"
@@ -66,10 +81,10 @@ def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> No
     [
         (
             "--seed 3 --codec int8 --outer.learning-rate 0.1 --preset 2m --train.device cuda --data x",
-            ["seed from 0 to 3", "codec.name from fp4 to int8", "data.paths from",
-             "outer.learning_rate from 0.4 to 0.1", "preset from tiny to 2m", "train.device from cpu to cuda"],
+            ["seed from 0 to 3", 'codec.name from "fp4" to "int8"', 'data.paths from ["/',
+             "outer.learning_rate from 0.4 to 0.1", 'preset from "tiny" to "2m"', 'train.device from "cpu" to "cuda"'],
         ),
-        ("--init-from w.safetensors", ["train.init_from from None to"]),
+        ("--init-from w.safetensors", ["train.init_from from none to"]),
         ("--steps 7", ["--steps 7", "8 or more would work"]),
     ],
 )  # fmt: skip
@@ -97,6 +112,13 @@ def test_no_run_is_overwritten(files: Path, tmp_path: Path, capsys: pytest.Captu
     assert (files / "run" / "summary.json").read_bytes() == before
 
 
+def test_kernels_are_told_of_codecs_that_have_some(files: Path, tmp_path: Path) -> None:
+    out, short = tmp_path / "plain", ["--steps", "2", "--codec", "float32", "--evaluation.sample-tokens", "0"]
+    assert main(train(files, "--out", str(out), *short)) == 0
+    told = [read_metrics(each / "metrics.jsonl", "RunStarted")[0]["facts"] for each in (files / "run", out)]
+    assert ["codec kernels" in facts for facts in told] == [True, False]
+
+
 def test_folders_are_numbered_and_an_empty_one_is_taken(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +137,11 @@ def test_a_run_that_never_began_leaves_no_folder(
     out = tmp_path / "run"
     arguments = train(files, "--out", str(out), "--steps", "2")
     wrong = [*arguments[:3], str(tmp_path / "absent"), *arguments[4:]]
-    assert "absent" in refused(wrong, capsys, code=1)
+    assert "absent does not exist" in refused(wrong, capsys)
+    assert not out.exists()
+    (tmp_path / "empty.txt").touch()
+    empty = [*arguments[:3], str(tmp_path / "empty.txt"), *arguments[4:]]
+    assert "empty.txt holds no text" in refused(empty, capsys)
     assert not out.exists()
     assert "torch.optim" in refused([*arguments, "--inner.name", "AdamZ"], capsys)
     assert not out.exists()
@@ -133,11 +159,43 @@ def test_print_config_is_a_toml_file_with_what_follows(files: Path, capsys: pyte
     assert facts["rounds"] == "3 in all (2, 1 by fragment)"
 
 
-def test_an_interrupted_run_ends_with_130(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_can_not_be_made_is_a_sentence(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way = files / "text.txt" / "run"
+    message = refused(train(files, "--out", str(in_the_way)), capsys)
+    assert message == (
+        f"diloco: {in_the_way} was to be the folder of the run, and {files / 'text.txt'} is no folder; another --out, "
+        "where this user may write, would work. Nothing was started."
+    )
+    rank = ["--transport", "torch", "--replica", "1", "--rendezvous", "127.0.0.1:1", "--out", str(in_the_way)]
+    assert "is no folder; another --out" in refused(train(files, *rank), capsys)
+    (tmp_path / "runs").touch()
+    monkeypatch.chdir(tmp_path)
+    assert "runs is no folder" in refused(train(files), capsys)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a disk that is mounted read-only
+    assert f"{tmp_path} can't be written to" in refused(train(files, "--out", str(tmp_path / "there")), capsys)
+
+
+def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import diloco.train.run
 
     def stopped(settings: object, **arguments: object) -> Mapping[str, object]:
         return {"interrupted": "SIGTERM"}
 
     monkeypatch.setattr(diloco.train.run, "run_training", stopped)
-    assert main(train(files, "--out", str(tmp_path / "run"))) == 130
+    folder = tmp_path / "my run"
+    assert main(train(files, "--out", str(folder))) == 130
+    assert capsys.readouterr().err.endswith(f"To go on: diloco train --resume '{folder}'\n")
+
+
+def test_what_goes_on_names_what_the_folder_does_not_keep() -> None:
+    """A replica that was started by itself, and a peer."""
+    rank = load_configuration(["--transport", "torch", "--replica", "1", "--rendezvous", "10.0.0.1:29400"])
+    command = "diloco train --resume runs/a --transport.replica 1 --transport.rendezvous 10.0.0.1:29400"
+    assert command_to_go_on(rank, Path("runs/a")) == command
+    address = "/ip4/10.0.0.1/tcp/31330/p2p/QmXoypizjW3WknFiJnKLwHCnL72vedxjQkDDP1mXWo6uco"
+    peer = load_configuration(["--transport", "hivemind", "--run", "a", "--join", address])
+    assert command_to_go_on(peer, Path("runs/a")) == f"diloco train --resume runs/a --swarm.join {address}"

@@ -173,6 +173,11 @@ def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
     made.train()
     with pytest.raises(ConfigurationError, match="a second train"):
         made.train()
+    twice = trainer(given, more={"max_steps": 1, "save_strategy": "no"}, schedule=SyncSchedule(inner_steps=1))
+    [callback] = [each for each in twice.callback_handler.callbacks if isinstance(each, DiLoCoCallback)]
+    twice.add_callback(callback)
+    with pytest.raises(ConfigurationError, match="with the same DiLoCoCallback twice"):
+        twice.train()
 
 
 def test_the_best_model_at_the_end_is_of_global_parameters(tmp_path: Path) -> None:

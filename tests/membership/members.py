@@ -74,8 +74,10 @@ class Member:
 
     def lose(self, rank: int, *, gone: bool) -> None:
         lost = frozenset({rank // self.size})
-        if lost <= set(self.view.members) and not self.stopped:
-            self._extend(lost=lost, gone=lost if gone else frozenset())
+        if rank // self.size == self.rank // self.size:
+            self._stop("a rank of my own replica is lost")
+        elif lost <= set(self.view.members) and not self.stopped:
+            self._extend(unheard=lost, gone=lost if gone else frozenset())
 
     def may(self, what: str) -> bool:
         return not self.stopped and (what == "leaves" or bool(self._undecided()))
@@ -128,16 +130,20 @@ class Member:
             mine = Report(self.rank, self.view.id, step=self.step, commits=commits, void=self.void)
             self.change = Change(mine, self.view, self.size, self.policy, "somebody is lost")
         if (self.change.absorb(report) if report is not None else self.change.extend(**known)) or grown:
-            for rank in self.change.survivors:
+            for rank in self.change.audience:
                 self.network.send(self.rank, rank, ("change", self.view.id, self.change.mine))
-        if self.rank // self.size in self.change.mine.lost:
-            self._stop("the others say that I am lost")
-        elif (following := self.change.outcome()) is not None:
+        if (following := self.change.outcome()) is not None:
             self._adopt(following)
+        elif self.change.is_left_out and not self._hears_any_of(self.change.staying):
+            self._stop("nobody who stays is heard")
+
+    def _hears_any_of(self, members: Sequence[int]) -> bool:
+        return any(self.network.connection(self.rank, rank) is not None for rank in self._ranks(members))
 
     def _adopt(self, following: NextView) -> None:
         assert self.change is not None
-        mine, self.change = self.change.mine, None
+        mine, staying, self.change = self.change.mine, self.change.staying, None
+        me = self.rank // self.size
         self.adopted.append(following)
         undecided = self._undecided()
         for step in undecided:
@@ -146,10 +152,12 @@ class Member:
             elif (0, step) in following.void or not following.carries_over:
                 self._decide(step, committed=False)
         members = () if following.view is None else following.view.members
+        for rank in self._ranks([member for member in members if member not in staying]):
+            self.network.send(self.rank, rank, ("adopted", following.previous.id, following))
         for rank in self._ranks([member for member in following.previous.members if member not in members]):
             self.network.send(self.rank, rank, ("excluded", following.previous.id, None))
             self.network.hang_up(self.rank, rank)
-        if following.view is None:
+        if following.view is None or me not in following.view.members:
             self._stop(following.reason)
             return
         self.view, self.votes, self.void = following.view, {}, self.void | following.void
@@ -159,8 +167,14 @@ class Member:
         early, self._early = self._early, []
         for sender, message in early:
             self.heard(sender, message)
-        if still := mine.lost & set(members):
-            self._extend(lost=still, gone=mine.gone & still, left=mine.left)
+        pairs = {other for one, other in mine.unheard if one == me}
+        still = frozenset(member for member in members if member != me and (member in pairs or not self._hears(member)))
+        if gone := mine.gone & set(members) | still:
+            self._extend(unheard=still, gone=mine.gone & gone, left=mine.left)
+
+    def _hears(self, member: int) -> bool:
+        ranks = range(member * self.size, (member + 1) * self.size)
+        return all(self.network.connection(self.rank, rank) is not None for rank in ranks)
 
     def _stop(self, why: str) -> None:
         self.stopped, self.change = why, None

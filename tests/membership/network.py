@@ -49,6 +49,8 @@ class Limits:
     """Whether a rank that hangs up takes along what it had sent before."""
     returns: int = 0
     """Ranks that are started again after they have ended; `Network.make` makes their nodes."""
+    deaf: int = 0
+    """Ways between two ranks, in one direction, on which nothing arrives any more."""
     own: Mapping[str, int] = field(default_factory=dict)
     """What else may befall a node, by the name that `Node.may` and `Node.suffer` know it by."""
 
@@ -56,7 +58,9 @@ class Limits:
 NUMBERS = st.lists(st.integers(0, 1 << 16), max_size=200)
 """For `explore`."""
 
-LIMITS = st.builds(Limits, st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.booleans())
+LIMITS = st.builds(
+    Limits, st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.booleans(), deaf=st.integers(0, 3)
+)
 
 
 class Network:
@@ -75,13 +79,14 @@ class Network:
         self.ranks = tuple(ranks)
         self.alive = set(self.ranks)
         self._abrupt = limits.abrupt
-        self._left = {"ends": limits.ends, "machines": limits.machines, "cuts": limits.cuts, "returns": limits.returns}
+        self._left = {kind: getattr(limits, kind) for kind in ("ends", "machines", "cuts", "returns", "deaf")}
         self._own = tuple(limits.own)
         self._left |= limits.own
         self._on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}
         self._ends_up = set(self._on_the_way)
         self._connections = {frozenset(pair): 0 for pair in self._on_the_way}
         self._silent: set[frozenset[int]] = set()
+        self._deaf: set[tuple[int, int]] = set()
         self._unreachable: set[int] = set()
         self._sends_left: dict[int, int] = {}
         self._number = 0
@@ -97,7 +102,7 @@ class Network:
             return
         if sender in self._sends_left:
             self._sends_left[sender] -= 1
-        if (sender, receiver) in self._ends_up and frozenset((sender, receiver)) not in self._silent:
+        if (sender, receiver) in self._ends_up and not self._is_silent(receiver, sender):
             self._on_the_way[sender, receiver].append(message)
 
     def hang_up(self, rank: int, other: int) -> None:
@@ -127,8 +132,10 @@ class Network:
         """What can go wrong next."""
         found = [(kind, rank, 0) for kind in ("ends", "machines") if self._left[kind] for rank in sorted(self.alive)]
         if self._left["cuts"]:
-            pairs = [(a, b) for a, b in sorted(self._ends_up) if a < b and not self._is_silent(a, b)]
+            pairs = [(a, b) for a, b in sorted(self._ends_up) if a < b and frozenset((a, b)) not in self._silent]
             found += [("cuts", a, b) for a, b in pairs]
+        if self._left["deaf"]:
+            found += [("deaf", a, b) for a, b in sorted(self._ends_up) if not self._is_silent(a, b)]
         if self._left["returns"]:
             found += [("returns", rank, 0) for rank in sorted(self.nodes) if rank not in self.alive]
         for kind in self._own:
@@ -148,6 +155,10 @@ class Network:
             self._silent.add(frozenset((a, b)))
             self._lose_some(a, b, number)
             self._lose_some(b, a, number // 4)
+        elif what == "deaf":
+            self._left["deaf"] -= 1
+            self._deaf.add((a, b))
+            self._lose_some(b, a, number)
         elif what == "returns":
             self._left["returns"] -= 1
             self._return(a)
@@ -163,7 +174,8 @@ class Network:
                 self._end(a)
 
     def _is_silent(self, a: int, b: int) -> bool:
-        return frozenset((a, b)) in self._silent
+        """Whether nothing of ``b`` reaches ``a`` any more."""
+        return frozenset((a, b)) in self._silent or (a, b) in self._deaf
 
     def _end(self, rank: int) -> None:
         self.alive.discard(rank)
@@ -180,6 +192,7 @@ class Network:
             if rank in pair:
                 messages.clear()
                 self._silent.discard(frozenset(pair))
+                self._deaf.discard(pair)
                 self._ends_up.discard(pair)
                 self._connections[frozenset(pair)] += 1
                 if self.alive.issuperset(pair):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def test_a_round_that_somebody_gives_up_is_void_for_all_and_every_other_one_is_n
     numbers: list[int], replicas: int, limits: Limits, gives_up: int, size: int
 ) -> None:
     """Property: also for those who hear of it by a report, and who begin it only in a later view."""
-    limits = Limits(limits.ends, limits.machines, limits.cuts, limits.abrupt, own={"gives up": gives_up})
+    limits = replace(limits, own={"gives up": gives_up})
     check_agreement(run(limits, numbers, replicas=replicas, size=size), whole=False)
 
 
@@ -70,31 +71,47 @@ def test_fewer_than_asked_for_never_go_on(numbers: list[int], least: int) -> Non
     assert all(member.stopped for member in survivors) == (len(survivors) < least)
 
 
-def change(*, rank: int = 0, replicas: int = 3, size: int = 1, **known: Any) -> Change:
-    mine = Report(rank, 0, **{"lost": frozenset({2}), **known})
-    return Change(mine, View.of(replicas), size, Policy(), "replica 2 is lost")
+def told(rank: int, **known: Any) -> Report:
+    """Of a rank that knows replica 2 to have ended, unless it knows something else."""
+    something = known.keys() & {"unheard", "left", "joining"}
+    return Report(rank, 0, **({} if something else {"gone": frozenset({2})}), **known)
 
 
-def test_nothing_is_adopted_before_all_survivors_say_the_same() -> None:
-    ours = change(step=4, gone=frozenset({2}))
-    assert ours.survivors == (0, 1)
+def change(*, rank: int = 0, replicas: int = 3, size: int = 1, policy: Policy | None = None, **known: Any) -> Change:
+    return Change(told(rank, **known), View.of(replicas), size, policy or Policy(), "replica 2 is lost")
+
+
+def members_of(change: Change) -> tuple[int, ...]:
+    following = change.outcome()
+    assert following is not None
+    assert following.view is not None
+    return following.view.members
+
+
+def test_nothing_is_adopted_before_all_who_stay_say_the_same_and_are_ready() -> None:
+    ours = change(step=4)
+    assert ours.staying == (0, 1)
     assert ours.outcome() is None
-    assert not ours.absorb(Report(1, 0, lost=frozenset({2}), step=7)), "nothing that I did not know"
-    assert ours.outcome() is None, "replica 1 may not know yet that 2 has ended"
-    ours.absorb(Report(1, 0, lost=frozenset({2}), gone=frozenset({2}), step=7))
+    assert not ours.absorb(told(1, unheard=frozenset(), step=7)), "nothing that I did not know"
+    assert not ours.mine.ready, "replica 1 does not know yet that 2 has ended"
+    assert ours.absorb(told(1, step=7)), "I am ready now"
+    assert ours.mine.ready
+    assert ours.outcome() is None, "replica 1 may not have heard of me"
+    assert not ours.absorb(told(1, step=7, ready=True))
     following = ours.outcome()
     assert following is not None
     assert (following.view, following.from_step) == (View(1, (0, 1)), 8)
-    assert ours.absorb(Report(1, 0, lost=frozenset({1, 2}), gone=frozenset({2}), step=7)), "this is news, for all"
+    assert ours.absorb(told(1, step=7, unheard=frozenset({(1, 0)}), gone=frozenset({2}))), "this is news, for all"
+    assert members_of(ours) == (0, 1), "what was agreed before stands"
 
 
-def test_every_rank_of_a_surviving_replica_must_report() -> None:
+def test_every_rank_of_a_replica_that_stays_must_report() -> None:
     ours = change(size=2)
-    assert ours.survivors == (0, 1, 2, 3)
+    assert ours.audience == (1, 2, 3)
     for rank in (1, 2):
-        ours.absorb(Report(rank, 0, lost=frozenset({2})))
+        ours.absorb(told(rank, ready=True))
         assert ours.outcome() is None
-    ours.absorb(Report(3, 0, lost=frozenset({2}), commits={(1, 2): "digest"}))
+    ours.absorb(told(3, ready=True, commits={(1, 2): "digest"}))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(1, 2): "digest"}
@@ -102,59 +119,110 @@ def test_every_rank_of_a_surviving_replica_must_report() -> None:
 
 def test_what_any_survivor_committed_is_committed_and_what_only_the_lost_one_did_is_not() -> None:
     ours = change(commits={(0, 1): "a"})
-    ours.absorb(Report(1, 0, lost=frozenset({2}), commits={(1, 1): "b"}))
-    ours.absorb(Report(2, 0, lost=frozenset(), commits={(2, 1): "c"}))
+    ours.absorb(Report(2, 0, commits={(2, 1): "c"}))
+    ours.absorb(told(1, ready=True, commits={(1, 1): "b"}))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(0, 1): "a", (1, 1): "b"}
 
 
 def test_a_joiner_that_is_lost_again_neither_joins_nor_counts_as_a_loss() -> None:
-    ours = change(lost=frozenset(), joining=frozenset({3}))
+    ours = change(joining=frozenset({3}))
     for rank in (1, 2):
-        ours.absorb(Report(rank, 0, joining=frozenset({3})))
-    following = ours.outcome()
-    assert following is not None
-    assert (following.view, following.joined) == (View(1, (0, 1, 2, 3)), (3,))
-    assert ours.extend(lost=frozenset({3})), "the others must hear of it"
+        ours.absorb(told(rank, joining=frozenset({3}), ready=True))
+    assert members_of(ours) == (0, 1, 2, 3)
+    ours = change(joining=frozenset({3}))
+    assert ours.extend(unheard=frozenset({3})), "the others must hear of it"
     assert ours.outcome() is None
     for rank in (1, 2):
-        ours.absorb(Report(rank, 0, joining=frozenset({3}), lost=frozenset({3})))
-    following = ours.outcome()
-    assert following is not None
-    assert (following.view, following.joined) == (View(1, (0, 1, 2)), ())
+        ours.absorb(told(rank, joining=frozenset({3}), unheard=frozenset({(0, 3)}), ready=True))
+    assert members_of(ours) == (0, 1, 2)
 
 
-def test_whoever_is_lost_itself_adopts_nothing() -> None:
+def test_whoever_is_left_out_itself_adopts_nothing() -> None:
     ours = change(rank=2)
     for rank in (0, 1):
-        ours.absorb(Report(rank, 0, lost=frozenset({2})))
+        ours.absorb(told(rank, ready=True))
+    assert ours.is_left_out
     assert ours.outcome() is None
+    assert ours.alone().view is None
     stranger = change()
-    assert not stranger.extend(lost=frozenset({7}), gone=frozenset({7}), left=frozenset({(7, 1)}))
+    assert not stranger.extend(unheard=frozenset({7}), gone=frozenset({7}), left=frozenset({(7, 1)}))
+
+
+@pytest.mark.parametrize("accuser", [0, 3])
+def test_one_that_accuses_two_others_is_the_one_to_go(accuser: int) -> None:
+    """Whatever its number, and though the fourth one hears all."""
+    others = tuple(each for each in range(4) if each != accuser)
+    ours = change(rank=others[2], replicas=4, unheard=frozenset())
+    ours.absorb(Report(accuser, 0, unheard=frozenset((accuser, other) for other in others[:2])))
+    assert ours.staying == others
+    for other in others[:2]:
+        ours.absorb(replace(ours.mine, rank=other, ready=True))
+    assert members_of(ours) == others
+
+
+def test_a_single_bad_pair_costs_the_one_that_owes_a_contribution_or_has_the_higher_number() -> None:
+    assert change(unheard=frozenset({(2, 0)})).staying == (0, 1)
+    ours = change(unheard=frozenset())
+    ours.extend(unheard=frozenset({2}))
+    assert ours.staying == (0, 1)
+    theirs = change(rank=2, unheard=frozenset())
+    theirs.extend(unheard=frozenset({0}), lacking=frozenset({0}))
+    assert theirs.staying == (1, 2)
+
+
+def test_who_is_behind_goes_where_the_others_are_enough() -> None:
+    for behind, staying in (({0}, (1, 2)), ({1, 2}, (0, 1, 2)), ({0, 1}, (0, 1, 2))):
+        ours = change(unheard=frozenset())
+        ours.extend(behind=frozenset(behind))
+        assert ours.staying == staying
+    ours = change(unheard=frozenset(), policy=Policy(1, split="go-on"))
+    ours.extend(behind=frozenset({1, 2}))
+    assert ours.staying == (0,)
+
+
+def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
+    """Replica 3 may have adopted it before replica 0 lost it."""
+    ours = change(replicas=4, unheard=frozenset({(0, 2), (1, 2)}))
+    for rank in (1, 3):
+        ours.absorb(told(rank, unheard=frozenset({(0, 2), (1, 2)}), commits={(0, rank): "a"}))
+    assert ours.mine.ready
+    assert ours.outcome() is None, "replica 1 does not say that it is ready"
+    ours.extend(unheard=frozenset({3}))
+    assert ours.staying == (0, 1)
+    ours.absorb(told(1, unheard=frozenset({(0, 2), (1, 2), (0, 3)}), commits={(0, 1): "a"}, ready=True))
+    following = ours.outcome()
+    assert following is not None
+    assert following.view == View(1, (0, 1, 3))
+    assert following.commits == {(0, 1): "a", (0, 3): "a"}
+    theirs = change(rank=1, replicas=4, unheard=frozenset({(0, 2), (1, 2), (0, 3)}))
+    theirs.absorb(replace(ours.mine, ready=False))
+    theirs.absorb(ours.mine)
+    assert theirs.outcome() == following, "also for one that was never ready for it itself"
 
 
 def test_what_a_leaver_committed_is_committed_once_all_know_it() -> None:
     """Whoever heard of the leaving from another survivor only does not know what the leaver had committed."""
     left, commits = frozenset({(2, 7)}), frozenset({(0, 1, "a")})
-    ours = change(lost=frozenset())
+    ours = change(unheard=frozenset())
     assert ours.extend(left=left, left_commits=commits)
     gone = frozenset({2})
-    ours.absorb(Report(1, 0, lost=gone, gone=gone, left=left))
+    ours.absorb(told(1, gone=gone, left=left, ready=True))
     assert ours.outcome() is None
-    ours.absorb(Report(1, 0, lost=gone, gone=gone, left=left, left_commits=commits, commits={(1, 1): "b"}))
+    ours.absorb(told(1, gone=gone, left=left, left_commits=commits, commits={(1, 1): "b"}, ready=True))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(0, 1): "a", (1, 1): "b"}
-    theirs = change(lost=frozenset(), rank=1)
-    assert theirs.absorb(Report(0, 0, lost=gone, gone=gone, left=left, left_commits=commits))
+    theirs = change(rank=1, unheard=frozenset())
+    assert theirs.absorb(told(0, gone=gone, left=left, left_commits=commits))
     assert theirs.mine.left_commits == commits
 
 
 def test_what_any_survivor_decided_void_is_void_and_everything_else_goes_on_unless_somebody_joins() -> None:
     ours = change(void=frozenset({(0, 1)}))
-    ours.absorb(Report(1, 0, lost=frozenset({2}), void=frozenset({(1, 1)})))
     ours.absorb(Report(2, 0, void=frozenset({(2, 1)})))
+    ours.absorb(told(1, void=frozenset({(1, 1)}), ready=True))
     following = ours.outcome()
     assert following is not None
     assert following.void == {(0, 1), (1, 1)}
@@ -163,16 +231,17 @@ def test_what_any_survivor_decided_void_is_void_and_everything_else_goes_on_unle
     assert not replace(following, view=None).carries_over
 
 
-def test_who_leaves_is_lost_and_gone_with_its_greatest_step_and_all_must_know() -> None:
-    ours = change(lost=frozenset(), replicas=2)
+def test_who_leaves_is_gone_with_its_greatest_step_and_all_must_know() -> None:
+    ours = change(unheard=frozenset(), replicas=2)
     assert ours.extend(left=frozenset({(1, 7)}))
-    assert (ours.mine.lost, ours.mine.gone) == ({1}, {1})
+    assert (ours.lost, ours.mine.gone) == ({1}, {1})
     ours.extend(left=frozenset({(1, 8)}))  # another rank of it
-    following = ours.outcome()
-    assert following is not None
-    assert (following.view, following.left) == (View(1, (0,)), ((1, 8),))
-    assert following.reason == "replica 1 has left; replica 0 goes on"
-    three = change(lost=frozenset({2}), gone=frozenset({2}))
+    assert members_of(ours) == (0,), "as agreed before the other rank left"
+    three = change()
     three.extend(left=frozenset({(2, 7)}))
-    three.absorb(Report(1, 0, lost=frozenset({2}), gone=frozenset({2})))
+    three.absorb(told(1, ready=True))
     assert three.outcome() is None, "replica 1 does not know yet that 2 has left"
+    three.absorb(told(1, gone=frozenset({2}), left=frozenset({(2, 7)}), ready=True))
+    following = three.outcome()
+    assert following is not None
+    assert (following.left, following.reason) == (((2, 7),), "replica 2 has left; replicas 0, 1 go on")

@@ -32,6 +32,20 @@ def test_global_parameters_and_outer_state_stay_bit_identical(codec: str, merge:
     assert swarm.replicas[0].rounds_committed == STREAMING.rounds(28)
 
 
+def test_the_digest_tells_whether_replicas_agree() -> None:
+    """Of all fragments and the outer state; what a replica has not shared does not count."""
+    swarm = streaming()
+    before = [diloco.digest() for diloco in swarm.replicas]
+    swarm.run(14, quadratic())
+    after = [diloco.digest() for diloco in swarm.replicas]
+    assert len(set(before)) == len(set(after)) == 1
+    assert before[0] != after[0]
+    assert not torch.equal(swarm.local(0), swarm.local(1))
+    swarm.replicas[1].outer_loop.outer_states[2].slots["momentum"][0] += 1
+    swarm.replicas[2].outer_loop.global_params[0][0] += 1
+    assert len({diloco.digest() for diloco in swarm.replicas}) == 3
+
+
 def test_runs_are_deterministic() -> None:
     first, second = streaming(), streaming()
     for swarm in (first, second):

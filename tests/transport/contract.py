@@ -15,8 +15,9 @@ from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
 from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import codec_names, make_codec
 from diloco.algorithm.exchange import plan_exchange
-from diloco.errors import DivergedError, RoundVoidError, TransportError
+from diloco.errors import ConfigurationError, DivergedError, RoundVoidError, TransportError
 from diloco.transport.base import Average, Transport
+from tests.transport.wires import at_once
 
 MakeEndpoints = Callable[[int], Sequence[Transport]]
 """Number of replicas -> their transports, each on its own side."""
@@ -54,6 +55,11 @@ def contribution(
 def exchange(endpoints: Sequence[Transport], contributions: Sequence[Contribution]) -> list[Average]:
     pending = [endpoint.average(given) for endpoint, given in zip(endpoints, contributions, strict=True)]
     return [each.wait() for each in pending]
+
+
+def _exchanged_once(endpoint: Transport, codec: str) -> Average:
+    endpoint.agree({"seed": "0", "codec": codec})
+    return endpoint.average(contribution(endpoint.replica)).wait()
 
 
 class TransportContract:
@@ -197,6 +203,21 @@ class TransportContract:
             assert average.weight == 10.0
         sent = 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2)
         assert [average.sent_bytes for average in averages] == [sent] * 4, "whole contributions to everybody"
+
+    def test_facts_that_differ_are_refused_on_every_side(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints, codecs = make_endpoints(3), ["fp4", "int8", "fp4"]
+        at_once([lambda m=m: endpoints[m].agree({"seed": "0", "codec": codecs[m]}) for m in range(3)])
+        found = at_once([lambda m=m: _exchanged_once(endpoints[m], codecs[m]) for m in range(3)])
+        for each in found:
+            assert isinstance(each, ConfigurationError), found
+            assert "has codec = fp4" in str(each)
+            assert "replica 1" in str(each)
+            assert "has codec = int8" in str(each)
+
+    def test_facts_that_agree_delay_nothing(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(3)
+        found = at_once([lambda m=m: _exchanged_once(endpoints[m], "fp4") for m in range(3)])
+        assert all(each.contributors == (0, 1, 2) for each in found), found
 
     def test_what_is_fetched_is_the_donors_and_a_copy(self, make_endpoints: MakeEndpoints) -> None:
         endpoints = make_endpoints(2)

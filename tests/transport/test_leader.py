@@ -98,6 +98,10 @@ def rank_hears(position: int, folder: Path) -> dict[str, Any]:
     heard["twice"] = outcome(lambda: transport.average(contribution(1, outer_step=3)))
     heard["shared"] = transport.shared(lambda leader: [leader.replica, "words"])
 
+    if replica.hub:
+        replica.hub.endpoint(0).agree({"codec": "fp4"})
+    heard["other arguments"] = outcome(lambda: transport.agree({"codec": "int8"}))
+
     def fails(leader: Transport) -> None:
         raise KeyError("nobody foresaw it")
 
@@ -128,6 +132,7 @@ def test_all_ranks_hear_what_the_leader_hears(tmp_path: Path) -> None:
     assert (leader["void"]["class"], leader["void"]["round"]) == (RoundVoidError.__name__, "fragment 0, outer step 1")
     assert (leader["timeout"]["class"], leader["timeout"]["replicas"]) == (RoundTimeoutError.__name__, (0,))
     assert leader["nothing published"]["class"] == leader["twice"]["class"] == TransportError.__name__
+    assert leader["other arguments"]["class"] == ConfigurationError.__name__
     assert (leader["state"]["fragment"], leader["state"]["outer_step"]) == (3, 7)
     assert leader["shared"] == [1, "words"]
     assert leader.pop("own failure").startswith("KeyError")

@@ -26,11 +26,11 @@ RULES = Rules(2, 1, 2, None, 10.0, 1 << 19)
 """Rank 2 of replicas 0 to 2 of two ranks each."""
 
 
-def late_ones(state: RoundState, spoken: dict[int, int]) -> tuple[frozenset[int], frozenset[int]]:
+def late_ones(state: RoundState, spoken: dict[int, int]) -> tuple[frozenset[int], ...]:
     """After as many looks as it takes; ``spoken``: rank -> messages that come from it between two of them."""
     for look in range(Lateness.LOOKS + 1):
         late = state.look(RANKS, RULES, lambda rank, look=look: look * spoken.get(rank, 0))  # type: ignore[misc]  # bound now
-        assert look == Lateness.LOOKS or late == (frozenset(), frozenset())
+        assert look == Lateness.LOOKS or late == (frozenset(),) * 3
     return late
 
 
@@ -38,7 +38,12 @@ def test_who_has_not_contributed_is_late_whatever_else_it_says() -> None:
     state = RoundState(ROUND, headers=dict.fromkeys([0, 1, 2, 3, 4], HEADER))
     assert state.missing(RANKS, RULES) == (2,)
     state.votes.update(dict.fromkeys(range(4), Vote(True, "mean")))
-    assert late_ones(state, {4: 1, 5: 1}) == (frozenset({2}), frozenset())
+    assert late_ones(state, {4: 1, 5: 1}) == (frozenset({2}), frozenset(), frozenset())
+
+
+def test_who_has_not_contributed_and_says_nothing_is_not_heard() -> None:
+    state = RoundState(ROUND, headers=dict.fromkeys([0, 1, 2, 3, 4], HEADER))
+    assert late_ones(state, {0: 1}) == (frozenset({2}), frozenset(), frozenset({2}))
 
 
 @pytest.mark.parametrize(("spoken", "late"), [({}, {0}), ({0: 1}, set()), ({1: 1}, {0}), ({5: 1}, {0})])
@@ -46,14 +51,14 @@ def test_who_does_not_vote_is_late_when_it_says_nothing_at_all(spoken: dict[int,
     """Rank 0 has not voted. Its replica's rank 1 has: what that says shows nothing of rank 0."""
     state = RoundState(ROUND, headers=dict.fromkeys(RANKS, HEADER))
     state.votes.update(dict.fromkeys(range(1, 6), Vote(True, "mean")))
-    assert late_ones(state, spoken) == (frozenset(), frozenset(late))
+    assert late_ones(state, spoken) == (frozenset(), frozenset(late), frozenset(late))
 
 
 def test_another_rank_of_my_own_replica_is_the_others_business() -> None:
     state = RoundState(ROUND, headers=dict.fromkeys([0, 1, 2, 4, 5], HEADER))
     state.votes.update(dict.fromkeys([0, 1, 4, 5], Vote(True, "mean")))
     assert state.missing(RANKS, RULES) == (1,)
-    assert late_ones(state, {}) == (frozenset(), frozenset())
+    assert late_ones(state, {}) == (frozenset(),) * 3
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,19 @@ def test_who_waits_for_one_that_looks_and_does_not_begin_is_told_whom(swarms: Sw
             lambda: swarms.peer(2, [standing], held_step=50, rendezvous_timeout_s=2.0),
         ]
     )
-    assert "replica 1 of run 'run', whose newest checkpoint is of step 90, looks for the others, too" in str(waiting[1])
+    words = "replica 1 of run 'run', which has a checkpoint of step 90, looks for the others, too"
+    assert words in str(waiting[1])
+
+
+def test_who_has_no_checkpoint_is_said_to_have_none(swarms: Swarms) -> None:
+    standing = swarms.peer(7, run="a standing peer of another run").transport
+    waiting = at_once(
+        [
+            lambda: swarms.peer(1, [standing], join_window_s=60.0, rendezvous_timeout_s=5.0),
+            lambda: swarms.peer(2, [standing], join_window_s=60.0, rendezvous_timeout_s=2.0),
+        ]
+    )
+    assert "replica 1 of run 'run', which has no checkpoint, looks for the others, too" in str(waiting[1])
 
 
 def test_nobody_at_the_address_is_an_error_that_names_it(swarms: Swarms) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
-from diloco.membership.change import NextView, Report
+from diloco.membership.change import Agreed, NextView, Report
 from diloco.membership.view import View
 from diloco.transport.peers.header import Header
 from diloco.transport.peers.view_messages import Leaving, RoundVote, adopted, change_message, next_view, read
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("threadless")
 HEADER = Header(RoundId(1, 0), 2, 1.0, "d", 3, None, "", False).to_message(0)
 VOTE = RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0).to_message(0)
 CHANGE = change_message(
-    Report(0, 0, frozenset({2}), frozenset({2}), frozenset(), 1, {(0, 1): "d"}, frozenset({(1, 0)})),
+    Report(0, 0, frozenset({(0, 2)}), gone=frozenset({2}), step=1, commits={(0, 1): "d"}, void=frozenset({(1, 0)})),
     "replica 2 is lost",
 )
 NEXT = NextView(View(1, (0, 1)), View(0, (0, 1, 2)), 7, {(0, 1): "d"}, "because", (), frozenset({(-1, 3)}), ((2, 5),))
@@ -78,7 +78,8 @@ def test_messages_say_what_was_meant() -> None:
     assert read(1, VOTE, view) == (0, RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0))
     assert read(1, LEAVING, view) == (0, Leaving(3, {(1, 2): "d"}))
     assert next_view(json.loads(json.dumps(ADOPTED)), view) == NEXT
-    known = {"lost": frozenset({2}), "gone": frozenset({2}), "joining": frozenset({3}), "left": frozenset({(2, 8)})}
+    known = {name: frozenset({2}) for name in ("lacking", "behind", "gone")} | {"joining": frozenset({3})}
+    known |= {"unheard": frozenset({(0, 2)}), "left": frozenset({(2, 8)}), "agreed": Agreed(3, NEXT), "ready": True}  # type: ignore[dict-item]
     report = Report(1, 4, **known, step=9, commits={(0, 1): "d"}, void=frozenset({(-1, 9)}))  # type: ignore[arg-type]
     view_id, said = read(1, json.loads(json.dumps(change_message(report, "why"))), view)
     assert (view_id, said.report, said.why) == (4, report, "why")  # type: ignore[union-attr]

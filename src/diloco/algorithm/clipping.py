@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.errors import ConfigurationError
+from diloco.algorithm.numbers import check_number
 
 __all__ = ["UNCLIPPED", "Clipping", "scale_factors", "vector_norm"]
 
@@ -47,10 +47,8 @@ class Clipping:
 
     def __post_init__(self) -> None:
         for name, value in (("max_norm", self.max_norm), ("median_norm_factor", self.median_norm_factor)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigurationError(
-                    f"{name}={value} was given; a finite number above 0, or none, would work. Nothing was started."
-                )
+            if value is not None:
+                check_number(name, value, 0, above=True)
 
     @property
     def active(self) -> bool:

@@ -15,13 +15,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.layers import group_layers, match_patterns
-from diloco.errors import ConfigurationError, FragmentError
+from diloco.algorithm.numbers import check_whole
+from diloco.errors import ConfigurationError, FragmentError, nearest
 
 __all__ = [
     "Fragment",
@@ -121,7 +122,12 @@ def partition(
     >>> [fragment.names for fragment in partition(model, num_fragments=2, strategy="balanced")]
     [('1.weight', '0.weight'), ('2.weight',)]
     """
-    parameters = trainable_parameters(model)
+    if strategy not in get_args(Strategy):
+        raise ConfigurationError(
+            f"fragment strategy {strategy!r} was given; {nearest(str(strategy), get_args(Strategy))} Nothing was "
+            "started."
+        )
+    num_fragments, parameters = check_whole("num_fragments", num_fragments, 1), trainable_parameters(model)
     if not parameters:
         raise FragmentError(
             "the model has no trainable parameters; there is nothing to synchronise. Nothing was started."
@@ -132,12 +138,8 @@ def partition(
         groups = [list(parameters)]
     elif strategy == "balanced":
         groups = _balanced({name: p.numel() for name, p in parameters.items()}, num_fragments)
-    elif strategy in ("strided", "sequential"):
-        groups = _layered({name: p.numel() for name, p in parameters.items()}, num_fragments, strategy)
     else:
-        raise ConfigurationError(
-            f"fragment strategy {strategy!r} was given; strided, sequential, balanced or patterns would work."
-        )
+        groups = _layered({name: p.numel() for name, p in parameters.items()}, num_fragments, strategy)
     fragments = tuple(
         Fragment(index, tuple(names), tuple(tuple(local_shard(parameters[name]).shape) for name in names))
         for index, names in enumerate(groups)
@@ -244,11 +246,13 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
     outside = [rest] if rest else []
     blocks = num_fragments - len(outside)
     if not 1 <= blocks <= len(layers):
-        most = len(layers) + len(outside)
-        works = f"1 to {most}" if layers else "1, or balanced ones,"
+        works = f"1 to {len(layers) + len(outside)}" if layers else "1"
+        balanced = f'partition(model, num_fragments={num_fragments}, strategy="balanced")'
         raise FragmentError(
-            f"{num_fragments} {strategy} fragments were asked of a model with {len(layers)} layers"
-            f"{' and parameters outside them' if outside else ''}; {works} would work. Nothing was started."
+            f"num_fragments={num_fragments} was given for a model with {len(layers) or 'no numbered'} layers"
+            f"{' and parameters outside them' if outside and layers else ''}, of which {strategy} fragments are made. "
+            f"{works} would work, and so would fragments={balanced}, which goes by the sizes of parameters alone. "
+            "Nothing was started."
         )
     if strategy == "strided":
         members = [layers[block::blocks] for block in range(blocks)]

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diloco.errors import ConfigurationError
+from diloco.algorithm.numbers import check_number
 
 __all__ = ["AlphaMerge", "MergeRule", "RebaseMerge", "carry_over"]
 
@@ -60,8 +60,7 @@ class AlphaMerge:
     keeps_sent = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ConfigurationError(f"merge alpha={self.alpha} was given; 0 to 1 would work. Nothing was started.")
+        check_number("merge alpha", self.alpha, 0, 1)
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
         local.mul_(self.alpha).add_(global_params * (1 - self.alpha))

@@ -89,7 +89,8 @@ class OuterLoop:
             raise NonFiniteError(
                 f"the pseudo-gradient of fragment {index} is not finite; the local values of "
                 f"{', '.join(bad) or 'none'} hold NaN or infinity. Nothing was sent. A lower inner learning rate, "
-                "gradient clipping or a wider precision would work, going on from the last checkpoint."
+                "gradient clipping or a wider precision would work, from the last checkpoint on, or from the beginning "
+                "where none was saved."
             )
         return delta, local if keep_local else None, largest
 

@@ -7,6 +7,7 @@ multiply-add), so that the result is the same bits on every machine and needs no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from diloco.algorithm.numbers import check_number
 from diloco.errors import ConfigurationError
 
 __all__ = ["Adam", "Nesterov", "OuterOptimizer", "OuterState", "ScalarSchedule", "Sgd"]
@@ -59,11 +61,9 @@ def at(schedule: ScalarSchedule, step: int) -> float:
     return schedule(step) if callable(schedule) else schedule
 
 
-def _check(name: str, value: ScalarSchedule, low: float, high: float) -> None:
-    if not callable(value) and not low <= value <= high:
-        raise ConfigurationError(
-            f"outer {name}={value} was given; {low:g} to {high:g} would work. Nothing was started."
-        )
+def _check(name: str, value: ScalarSchedule, high: float = math.inf) -> None:
+    if not callable(value):
+        check_number(f"outer {name}", value, 0, high)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -78,7 +78,7 @@ class Sgd:
     learning_rate: ScalarSchedule = 1.0
 
     def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate, 0, float("inf"))
+        _check("learning_rate", self.learning_rate)
 
     def init(self, values: Tensor) -> OuterState:
         return OuterState()
@@ -108,8 +108,8 @@ class Nesterov:
     momentum: ScalarSchedule = 0.9
 
     def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate, 0, float("inf"))
-        _check("momentum", self.momentum, 0, 1)
+        _check("learning_rate", self.learning_rate)
+        _check("momentum", self.momentum, 1)
 
     def init(self, values: Tensor) -> OuterState:
         return OuterState(slots={"momentum": torch.zeros_like(values)})
@@ -135,12 +135,13 @@ class Adam:
     epsilon: float = 0.1
 
     def __post_init__(self) -> None:
-        _check("learning_rate", self.learning_rate, 0, float("inf"))
-        for beta in self.betas:
-            if not 0 <= beta < 1:
-                raise ConfigurationError(
-                    f"outer betas={self.betas} were given; each 0 <= beta < 1. Nothing was started."
-                )
+        _check("learning_rate", self.learning_rate)
+        check_number("outer epsilon", self.epsilon, 0, above=True)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigurationError(
+                f"outer betas={self.betas} were given; two numbers, each 0 <= beta < 1, would work. Nothing was "
+                "started."
+            )
 
     def init(self, values: Tensor) -> OuterState:
         return OuterState(slots={"mean": torch.zeros_like(values), "square": torch.zeros_like(values)})

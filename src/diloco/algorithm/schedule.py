@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diloco.algorithm.numbers import check_whole
 from diloco.errors import ConfigurationError
 
 __all__ = ["Merge", "Send", "SyncSchedule"]
@@ -57,22 +58,23 @@ class SyncSchedule:
     offsets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        # object.__setattr__ is the frozen dataclass's own way to derive a field.
+        for name, least in (("inner_steps", 1), ("num_fragments", 1), ("overlap_steps", 0)):
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), least))
         inner_steps, num_fragments = self.inner_steps, self.num_fragments
-        if inner_steps < 1:
-            raise ConfigurationError(f"inner_steps={inner_steps} was given; at least 1 is needed. Nothing was started.")
-        if not 1 <= num_fragments <= inner_steps:
+        if num_fragments > inner_steps:
             raise ConfigurationError(
                 f"num_fragments={num_fragments} with inner_steps={inner_steps} was given; 1 to {inner_steps} would "
                 "work, so that no two fragments need the same step. Nothing was started."
             )
-        if not 0 <= self.overlap_steps < inner_steps:
+        if self.overlap_steps >= inner_steps:
             raise ConfigurationError(
                 f"overlap_steps={self.overlap_steps} with inner_steps={inner_steps} was given; 0 to {inner_steps - 1} "
                 "would work: a fragment must have been merged before it is sent again. Nothing was started."
             )
-        if self.offsets is None:
-            # object.__setattr__ is the frozen dataclass's own way to derive a field.
-            object.__setattr__(self, "offsets", tuple(p * inner_steps // num_fragments for p in range(num_fragments)))
+        spread = (p * inner_steps // num_fragments for p in range(num_fragments))
+        given = spread if self.offsets is None else self.offsets
+        object.__setattr__(self, "offsets", tuple(check_whole("an offset", offset) for offset in given))
         offsets = self.fragment_offsets
         if len(offsets) != num_fragments or any(not 0 <= offset < inner_steps for offset in offsets):
             raise ConfigurationError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from diloco.errors import ConfigurationError
+from diloco.algorithm.numbers import check_number, check_whole
+from diloco.errors import ConfigurationError, nearest
 
 __all__ = ["ValueSchedule"]
+
+_Kind = Literal["constant", "linear", "cosine", "wsd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +39,21 @@ class ValueSchedule:
     """
 
     peak: float
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    kind: _Kind = "constant"
     total_steps: int = 0
     warmup_steps: int = 0
     final_ratio: float = 0.0
     decay_steps: int = 0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.peak):
-            raise ConfigurationError(f"peak={self.peak} was given; a finite number is needed. Nothing was started.")
+        check_number("peak", self.peak, -math.inf)
+        check_number("final_ratio", self.final_ratio, 0, 1)
+        for name in ("total_steps", "warmup_steps", "decay_steps"):
+            check_whole(name, getattr(self, name))
+        if self.kind not in get_args(_Kind):
+            raise ConfigurationError(
+                f"kind={self.kind!r} was given; {nearest(str(self.kind), get_args(_Kind))} Nothing was started."
+            )
         if self.kind != "constant" and self.warmup_steps > self.total_steps:
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps} with total_steps={self.total_steps} was given; a warm-up no longer "

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco.algorithm.averaging import GREATEST_WEIGHT, LEAST_WEIGHT
+from diloco.algorithm.numbers import check_number
 from diloco.errors import CheckpointError, ConfigurationError
 
 __all__ = ["TrainedSteps", "check_base_weight", "contribution_weight"]
@@ -42,10 +43,7 @@ def contribution_weight(base_weight: float, trained: float, scheduled: int) -> f
 
 def check_base_weight(base_weight: float) -> float:
     """``base_weight``, if it can be one; `ConfigurationError` if not."""
-    if not LEAST_WEIGHT <= base_weight <= GREATEST_WEIGHT:
-        raise ConfigurationError(
-            f"weight={base_weight} was given; {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g} would work. Nothing was started."
-        )
+    check_number("weight", base_weight, LEAST_WEIGHT, GREATEST_WEIGHT)
     return base_weight
 
 

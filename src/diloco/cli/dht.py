@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from tyro.conf import arg
+
+from diloco.config.usage import parse_arguments_of
 
 __all__ = ["own_folder", "run"]
 
@@ -43,7 +44,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Stand until interrupted; returns 0."""
-    options = tyro.cli(Options, prog="diloco dht", description=DESCRIPTION, args=list(arguments))
+    options = parse_arguments_of(Options, program="diloco dht", description=DESCRIPTION, arguments=arguments)
     asyncio.run(_stand(options))
     return 0
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
 from tyro.conf import Positional, arg
 
 from diloco.cli.tables import columns
+from diloco.config.usage import parse_arguments_of
 from diloco.errors import ConfigurationError
 from diloco.transport.address import parse_address
 from diloco.units import format_rate
@@ -47,7 +47,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Examine or listen; returns 0 if all ways work, 1 if one does not."""
-    options = tyro.cli(Options, prog="diloco doctor", description=DESCRIPTION, args=list(arguments))
+    options = parse_arguments_of(Options, program="diloco doctor", description=DESCRIPTION, arguments=arguments)
     if bool(options.peers) == bool(options.listen):
         given = f"--listen {options.listen} was given with peers to examine" if options.peers else "no peer was given"
         raise ConfigurationError(

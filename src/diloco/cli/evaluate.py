@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.config.configuration import Configuration
 from diloco.config.keys import build
 from diloco.config.run_plan import CONFIG_FILE
 from diloco.config.toml import read_toml
+from diloco.config.usage import parse_arguments_of
 from diloco.data.settings import DataSettings
 from diloco.errors import ConfigurationError
 from diloco.train.checks import check_device
@@ -101,7 +101,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Evaluate and print."""
-    given = tyro.cli(Arguments, prog="diloco evaluate", description=DESCRIPTION, args=list(arguments))
+    given = parse_arguments_of(Arguments, program="diloco evaluate", description=DESCRIPTION, arguments=arguments)
 
     from diloco.train.components import choose_device
     from diloco.train.trained import checkpoint_at, load_trained

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from diloco.config.usage import parse_arguments_of
 from diloco.errors import ConfigurationError
 
 __all__ = ["run"]
@@ -31,9 +31,9 @@ Examples:
 class Arguments:
     """What follows `diloco export`."""
 
-    path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
+    run: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
     """Run folder (its latest checkpoint) or checkpoint."""
-    out: Annotated[Positional[Path], arg(metavar="PLACE", help_behavior_hint="")]
+    place: Annotated[Positional[Path], arg(metavar="PLACE", help_behavior_hint="")]
     """Folder (hf) or file (safetensors) to write."""
     to: Literal["hf", "safetensors"] = "hf"
     """For transformers, or parameters by their names here."""
@@ -53,7 +53,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Load, write, and say what was written."""
-    given = tyro.cli(Arguments, prog="diloco export", description=DESCRIPTION, args=list(arguments))
+    given = parse_arguments_of(Arguments, program="diloco export", description=DESCRIPTION, arguments=arguments)
     if given.to == "safetensors":
         for flag, value in (("--max-length", given.max_length), ("--max-shard-size", given.max_shard_size)):
             if value is not None:
@@ -72,23 +72,23 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.train.trained import checkpoint_at, load_trained
     from diloco.units import format_bytes, format_count
 
-    trained = load_trained(checkpoint_at(given.path, given.checkpoint), replica=given.replica)
+    trained = load_trained(checkpoint_at(given.run, given.checkpoint), replica=given.replica)
     parameters = trained.model.num_parameters()
     if given.to == "hf":
         made = export_huggingface(
             trained,
-            given.out,
+            given.place,
             dtype=given.dtype,
             max_length=given.max_length,
             max_shard_size=largest,
             overwrite=given.overwrite,
         )
-        kind, files = type(made).__name__, list(given.out.iterdir())
+        kind, files = type(made).__name__, list(given.place.iterdir())
     else:
-        export_safetensors(trained, given.out, dtype=given.dtype, overwrite=given.overwrite)
-        kind, files = type(trained.model).__name__, [given.out]
+        export_safetensors(trained, given.place, dtype=given.dtype, overwrite=given.overwrite)
+        kind, files = type(trained.model).__name__, [given.place]
     size_bytes = sum(file.stat().st_size for file in files)
-    print(f"{given.out}: {kind}, {format_count(parameters)} parameters, {given.dtype}, {format_bytes(size_bytes)}")
+    print(f"{given.place}: {kind}, {format_count(parameters)} parameters, {given.dtype}, {format_bytes(size_bytes)}")
     step = "" if trained.step is None else f", step {trained.step}"
     print(f"from {trained.path}{step}, {trained.weights}")
     return 0

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
+from diloco.config.usage import parse_arguments_of
 from diloco.errors import ConfigurationError, DataError
 from diloco.train.checks import check_device
 from diloco.train.sampling import Sampling
@@ -89,7 +89,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Generate and print, as it comes."""
-    given = tyro.cli(Arguments, prog="diloco generate", description=DESCRIPTION, args=list(arguments))
+    given = parse_arguments_of(Arguments, program="diloco generate", description=DESCRIPTION, arguments=arguments)
     prompt = given.prompt if given.prompt_file is None else _read(given.prompt_file)
 
     import torch

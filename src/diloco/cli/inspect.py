@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.cli.tables import columns
+from diloco.config.usage import parse_arguments_of
 
 if TYPE_CHECKING:
     from diloco.train.checkpoint import Checkpoint
@@ -38,7 +38,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Print what the manifest says."""
-    given = tyro.cli(Arguments, prog="diloco inspect", description=DESCRIPTION, args=list(arguments))
+    given = parse_arguments_of(Arguments, program="diloco inspect", description=DESCRIPTION, arguments=arguments)
 
     from diloco.train.checkpoint import open_checkpoint
 

@@ -10,16 +10,19 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
 from tyro.conf import arg
 
 from diloco.cli.tables import columns
+from diloco.config.usage import parse_arguments_of
 from diloco.errors import ConfigurationError
 from diloco.units import format_bytes, format_rate
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from diloco.transport.hivemind.lookout import Seen
+
+__all__ = ["about_digests", "absence", "run"]
 
 DESCRIPTION = """List the peers of a run: their step, speed, bandwidth, digest and state, as they say themselves.
 
@@ -48,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.transport.hivemind.lookout import look
     from diloco.transport.hivemind.node import NodePlace
 
-    options = tyro.cli(Options, prog="diloco peers", description=DESCRIPTION, args=list(arguments))
+    options = parse_arguments_of(Options, program="diloco peers", description=DESCRIPTION, arguments=arguments)
     if not options.join:
         raise ConfigurationError("no --join was given; the address of any peer would work. Nothing was done.")
     gate = Gate(options.run, read_secret(options.secret_file))
@@ -58,13 +61,16 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
-        rows = [_row(each.peer_id, each.number, dict(each.status)) for each in found]
+        rows = [_row(each, absence(each, found)) for each in found]
         print(
             columns(["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest"], rows)
         )
     for each in found:
         if each.problem:
-            print(f"diloco: {each.peer_id}: {each.problem}", file=sys.stderr)
+            words = _WORDS[absence(each, found)].format(number=each.number, problem=each.problem.partition("\n")[0])
+            print(f"diloco: {each.peer_id}: {words}", file=sys.stderr)
+    if words := about_digests(found):
+        print(f"diloco: {words}", file=sys.stderr)
     if not found:
         print(
             f"diloco: no peer of run {options.run!r} has been there within the last half hour; the name that its "
@@ -74,9 +80,52 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if any(each.status for each in found) else 1
 
 
-def _row(peer_id: str, number: int, status: dict[str, Any]) -> list[str]:
+_WORDS = {
+    "finished": "replica {number} has finished the run, and has ended",
+    "gone": "replica {number} takes part no more: it has left, or was lost, and the others went on",
+    "no answer": "{problem}",
+}
+
+
+def absence(peer: Seen, found: Sequence[Seen]) -> str:
+    """What a peer that does not answer is: "finished", "gone" where those who answer are members without it, or "no
+    answer".
+    """
+    views = [each.status["members"] for each in found if each.status.get("members")]
+    if peer.finished:
+        return "finished"
+    return "gone" if views and not any(peer.number in members for members in views) else "no answer"
+
+
+def about_digests(found: Sequence[Seen]) -> str:
+    """Why peers show different digests; "" where they don't.
+
+    >>> from diloco.transport.hivemind.lookout import Seen
+    >>> about_digests([Seen("Qm1", 0, {"step": 8, "digest": "aa"}), Seen("Qm2", 1, {"step": 8, "digest": "aa"})])
+    ''
+    """
+    shown = {each.number: (each.status.get("step"), each.status.get("digest", "-")) for each in found}
+    shown = {number: (step, digest) for number, (step, digest) in shown.items() if digest != "-"}
+    by_step: dict[Any, set[str]] = {}
+    for step, digest in shown.values():
+        by_step.setdefault(step, set()).add(digest)
+    if any(len(digests) > 1 for digests in by_step.values()):
+        return (
+            "peers at the same step show different digests. Between two answers a round may have ended; if it stays "
+            "so when you ask again, they do not agree, and the next round will tell which is to take over the state"
+        )
+    if len({digest for _, digest in shown.values()}) > 1:
+        return (
+            "the digests differ because the peers were asked at different steps: a digest is of the state that a peer "
+            "last contributed from, and the same for all at the same step"
+        )
+    return ""
+
+
+def _row(peer: Seen, absent: str) -> list[str]:
+    peer_id, number, status = peer.peer_id, peer.number, dict(peer.status)
     if not status:
-        return [peer_id, str(number), "no answer", *["-"] * 7]
+        return [peer_id, str(number), absent, *["-"] * 7]
     speed, pace, rate = status.get("tokens_per_s"), status.get("pace"), status.get("link_bits_per_s")
     moved = int(status.get("sent_bytes", 0)) + int(status.get("received_bytes", 0))
     return [

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from tyro.conf import arg
+
+from diloco.config.usage import parse_arguments_of
 
 __all__ = ["Options", "run"]
 
@@ -63,7 +64,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Plan, print, write."""
-    options = tyro.cli(Options, prog="diloco plan", description=DESCRIPTION, args=list(arguments))
+    options = parse_arguments_of(Options, program="diloco plan", description=DESCRIPTION, arguments=arguments)
     from diloco.cli import plan_model
 
     return plan_model.run(options)

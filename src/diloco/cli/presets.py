@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-import tyro
 from tyro.conf import FlagCreatePairsOff, arg
 
 from diloco.algorithm.settings import ScheduleSettings
 from diloco.cli.tables import columns
 from diloco.config.presets import preset_values
+from diloco.config.usage import parse_arguments_of
 from diloco.model.presets import Preset, get_preset, preset_names
 
 __all__ = ["run"]
@@ -34,7 +34,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the table."""
-    given = tyro.cli(Arguments, prog="diloco presets", description=DESCRIPTION, args=list(arguments))
+    given = parse_arguments_of(Arguments, program="diloco presets", description=DESCRIPTION, arguments=arguments)
     presets = [get_preset(name) for name in preset_names()]
     if given.json:
         print(json.dumps({p.name: {**asdict(p), "settings": preset_values(p.name)} for p in presets}, indent=2))

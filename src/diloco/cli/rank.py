@@ -48,7 +48,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     Raises:
         ConfigurationError: if its folder holds something of another run.
     """
-    from diloco.cli.train import continue_record
+    from diloco.cli.train import continue_record, writable
     from diloco.cli.watching import watch
     from diloco.train.checkpoint import held_step
     from diloco.train.components import choose_device
@@ -57,7 +57,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     from diloco.train.wires import connect_rank
 
     settings = plan.configuration
-    folder = _folder(plan, role)
+    folder = writable(_folder(plan, role))
     occupied = (
         plan.source is None and folder.is_dir() and any(not _of_another_rank(entry) for entry in folder.iterdir())
     )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from tyro.conf import arg
 
 from diloco.cli.tables import columns
+from diloco.config.usage import parse_arguments_of
 from diloco.errors import ConfigurationError
 
 __all__ = ["run"]
@@ -84,7 +84,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Simulate, print, draw."""
-    options = tyro.cli(Options, prog="diloco simulate", description=DESCRIPTION, args=list(arguments))
+    options = parse_arguments_of(Options, program="diloco simulate", description=DESCRIPTION, arguments=arguments)
     if options.table:
         return _table(options)
     from diloco.cli import simulate_model

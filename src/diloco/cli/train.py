@@ -13,12 +13,14 @@ from pathlib import Path
 from diloco.config.configuration import Configuration, parse_arguments
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values
-from diloco.config.run_plan import CONFIG_FILE, RunPlan, plan_run
+from diloco.config.run_plan import CONFIG_FILE, RunPlan, command_to_go_on, plan_run
 from diloco.errors import ConfigurationError
-from diloco.train.roles import TorchRun, read_torchrun, role_of
+from diloco.train.roles import Role, TorchRun, read_torchrun, role_of
 from diloco.train.whole_file import write_whole
 
-__all__ = ["claim_numbered", "continue_record", "run"]
+__all__ = ["claim_numbered", "continue_record", "run", "writable"]
+
+INTERRUPTED = 130
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,8 +38,25 @@ def run(arguments: Sequence[str]) -> int:
     if role.kind == "rank":
         from diloco.cli.rank import train_rank
 
-        return train_rank(plan, role, quiet="monitor.console" not in line.values)
+        code = train_rank(plan, role, quiet="monitor.console" not in line.values)
+        launched = torchrun is not None or "transport.position" in line.values  # whoever started it says it for all
+        if (base := plan.configuration.out or plan.source) is not None and not launched:
+            _say_how_to_go_on(plan, base, code)
+        return code
     folder = _claim_folder(plan)
+    code = _train_in(folder, plan, role, line, arguments)
+    _say_how_to_go_on(plan, folder, code)
+    return code
+
+
+def _say_how_to_go_on(plan: RunPlan, folder: Path, code: int) -> None:
+    if code == INTERRUPTED:
+        command = command_to_go_on(plan.configuration, folder)
+        print(f"diloco: stopped, and the state is saved. To go on: {command}", file=sys.stderr)
+
+
+def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, arguments: Sequence[str]) -> int:
+    """Train in the folder that was made for it, in this process or in those that it starts."""
     try:
         if role.kind == "launcher":
             from diloco.cli.rank import launch_ranks
@@ -76,7 +95,7 @@ def _train(plan: RunPlan, folder: Path) -> int:
         summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes)
     finally:
         sink.close()
-    return 130 if summary["interrupted"] else 0
+    return INTERRUPTED if summary["interrupted"] else 0
 
 
 def _claim_folder(plan: RunPlan) -> Path:
@@ -87,7 +106,7 @@ def _claim_folder(plan: RunPlan) -> Path:
     """
     out, source = plan.configuration.out, plan.source
     if source is not None and (out is None or out.resolve() == source.resolve()):
-        return source
+        return writable(source)
     if out is None:
         configuration = plan.configuration
         name = configuration.swarm.run or f"{configuration.algorithm}-{configuration.model_label}"
@@ -96,13 +115,13 @@ def _claim_folder(plan: RunPlan) -> Path:
         what = "is no folder" if not out.is_dir() else "is not empty"
         works = "another --out" if source is not None else f"--resume {out} to go on with a run there, or another --out"
         raise ConfigurationError(f"--out {out} was given and {what}; {works} would work. Nothing was started.")
-    out.mkdir(parents=True, exist_ok=True)
+    writable(out).mkdir(parents=True, exist_ok=True)
     return out
 
 
 def claim_numbered(first: Path) -> Path:
     """``first``, or with the lowest number behind it that nobody has taken; two runs started at once get two."""
-    first.parent.mkdir(parents=True, exist_ok=True)
+    writable(first.parent).mkdir(parents=True, exist_ok=True)
     for number in count(2):
         folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
         try:
@@ -111,6 +130,22 @@ def claim_numbered(first: Path) -> Path:
             continue
         return folder
     raise AssertionError("the numbers do not end")
+
+
+def writable(folder: Path) -> Path:
+    """``folder``, which may still have to be made, if this process can write there.
+
+    Raises:
+        ConfigurationError: if it can't.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = f"{there} is no folder" if not there.is_dir() else f"{there} can't be written to"
+        raise ConfigurationError(
+            f"{folder} was to be the folder of the run, and {why}; another --out, where this user may write, would "
+            "work. Nothing was started."
+        )
+    return folder
 
 
 def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:

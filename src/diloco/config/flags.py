@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin
 
-import tyro
 from tyro.conf import Positional, UseCounterAction, arg
 
 from diloco.config.keys import Key, Values, keys_of
 from diloco.config.toml import parse_toml
+from diloco.config.usage import parse_arguments_of
 
 __all__ = ["CommandLine", "parse_flags"]
 
@@ -53,8 +53,8 @@ def parse_flags(
         description: what stands above the list of flags.
 
     Raises:
-        ConfigurationError: a table or list of lists that is no TOML.
-        SystemExit: with code 2 and a message on stderr for a usage error, naming the nearest flag; with 0 for --help.
+        ConfigurationError: a usage error, naming the nearest flag, or a table or list of lists that is no TOML.
+        SystemExit: with code 0, for --help.
     """
     fields: dict[str, Any] = {
         "file": NotRequired[
@@ -78,7 +78,7 @@ def parse_flags(
     for section, contents in sections.items():
         fields[section] = _make_typed_dict(section, contents)
     typed: Any = _make_typed_dict("Flags", fields)
-    parsed = tyro.cli(typed, prog=program, description=description, args=list(arguments))
+    parsed = parse_arguments_of(typed, program=program, description=description, arguments=arguments)
     values: Values = {}
     for name, value in parsed.items():
         if name in sections:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +14,13 @@ from diloco.config.flags import CommandLine
 from diloco.config.keys import Values, build, flatten
 from diloco.config.model_source import absolute_source, outline_of
 from diloco.config.presets import preset_values
-from diloco.config.toml import read_toml, to_toml
+from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model.settings import native_keys
 from diloco.train.resolve import notes, resolve
 from diloco.transport.hivemind.settings import SwarmSettings
 
-__all__ = ["RunPlan", "plan_run"]
+__all__ = ["RunPlan", "command_to_go_on", "plan_run"]
 
 CONFIG_FILE = "config.toml"
 
@@ -27,6 +28,9 @@ _LISTEN = SwarmSettings().listen
 
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
 """Which of the processes this one is: in no record."""
+
+_PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))
+"""The same of a peer."""
 
 WIRE_KEYS = (
     *(f"transport.{name}" for name in ("on_failure", "min_replicas", "restarts", "host", "ports", "interface")),
@@ -108,7 +112,7 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     changed = {name: wanted[name] for name in line.values if wanted[name] != saved[name]}
     fixed = [name for name in changed if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE]
     if fixed:
-        changes = ", ".join(f"{name} from {saved[name]} to {changed[name]}" for name in fixed)
+        changes = ", ".join(f"{name} from {in_toml(saved[name])} to {in_toml(changed[name])}" for name in fixed)
         raise ConfigurationError(
             f"--resume {resume} was given with a change of {changes}; a run that goes on keeps what its steps compute. "
             f"Without that, or as a new run with --init-from {resume} it would work. Nothing was started."
@@ -148,10 +152,22 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
             return folder, folder / CONFIG_FILE
     for record in sorted(resume.glob(f"replica-*/{CONFIG_FILE}")):
         return resume, record
+    wrong = f"there is no {CONFIG_FILE} in it" if resume.exists() else "it does not exist"
     raise ConfigurationError(
-        f"--resume {resume} was given, and there is no {CONFIG_FILE} in it; a run folder such as runs/streaming-tiny, "
-        "or a checkpoint in one, would work. Nothing was started."
+        f"--resume {resume} was given, and {wrong}; a run folder such as runs/streaming-tiny, or a checkpoint in one, "
+        "would work. Nothing was started."
     )
+
+
+def command_to_go_on(configuration: Configuration, folder: Path) -> str:
+    """What somebody types to go on with a run that was stopped, with what its folder does not keep."""
+    words = ["diloco", "train", "--resume", str(folder)]
+    given, usual = flatten(configuration), flatten(Configuration())
+    for name in (*PROCESS_KEYS, *_PEER_KEYS):
+        if given[name] != usual[name]:
+            values = given[name] if isinstance(given[name], tuple) else (given[name],)
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)
 
 
 def _record(configuration: Configuration, *, given: Values | None = None) -> str:

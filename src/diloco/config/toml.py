@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from diloco.config.keys import Key, Values, flatten, keys_of, nearest_key
 from diloco.errors import ConfigurationError
 
-__all__ = ["parse_toml", "read_toml", "to_toml", "write_values"]
+__all__ = ["in_toml", "parse_toml", "read_toml", "to_toml", "write_values"]
 
 _ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
 """Keys of earlier versions, in the records of their runs: what was one value is the first of several."""
@@ -145,7 +145,7 @@ def _expected(annotation: Any, *, plural: bool = False) -> str:
 
 def _show(value: Any) -> str:
     try:
-        return _format(_freeze(value))
+        return in_toml(_freeze(value))
     except _MismatchError:
         return str(value)
 
@@ -193,17 +193,20 @@ def write_values(values: Mapping[str, Any], *, derived: set[str] | frozenset[str
     for name, value in values.items():
         section, _, leaf = name.rpartition(".")
         mark = "  # derived" if name in derived else ""
-        sections.setdefault(section, []).append(f"{leaf} = {_format(value)}{mark}\n")
+        sections.setdefault(section, []).append(f"{leaf} = {in_toml(value)}{mark}\n")
     top = "".join(sections.pop(""))
     tables = [f"[{section}]\n{''.join(lines)}" for section, lines in sections.items()]
     return "\n".join([top, *tables] if top else tables)
 
 
 def _key(word: str) -> str:
-    return word if re.fullmatch(r"[A-Za-z0-9_-]+", word) else _format(word)
+    return word if re.fullmatch(r"[A-Za-z0-9_-]+", word) else in_toml(word)
 
 
-def _format(value: Any) -> str:
+def in_toml(value: Any) -> str:
+    """A value as it stands in a TOML file; "none" for None."""
+    if value is None:
+        return UNSET
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -212,9 +215,9 @@ def _format(value: Any) -> str:
         # A JSON string is a TOML basic string, but for the one control character that JSON lets through.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_format(item) for item in value)}]"
+        return f"[{', '.join(in_toml(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_key(str(key))} = {_format(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{_key(str(key))} = {in_toml(item)}' for key, item in value.items())}}}"
     raise ConfigurationError(
         f"{value!r} of type {type(value).__name__} cannot be written to a TOML file; booleans, numbers, strings, "
         "paths, lists and tables can. Nothing was written."

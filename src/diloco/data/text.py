@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigurationError, DataError, nearest
+from diloco.errors import ConfigurationError, DataError, NoDataError, nearest
 
 __all__ = ["FOLDER_SUFFIXES", "checked_text", "missing_field", "read_documents", "read_standard_library"]
 
@@ -66,7 +66,7 @@ def read_documents(
                     found = True
                     yield document
         if not found:
-            raise DataError(
+            raise NoDataError(
                 f"{path} holds no text. A file with text in it, or a folder with files that end in "
                 f"{' '.join(sorted(FOLDER_SUFFIXES))}, would work. The text was not read."
             )
@@ -109,7 +109,7 @@ def _files(path: Path) -> Iterable[Path]:
     if path.is_dir():
         return [file for file in _walk(path) if file.suffix.lower() in FOLDER_SUFFIXES]
     if not path.exists():
-        raise DataError(f"{path} does not exist; a file or a folder would work. The text was not read.")
+        raise NoDataError(f"{path} does not exist; a file or a folder would work. The text was not read.")
     return [path]
 
 

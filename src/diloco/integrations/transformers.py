@@ -71,6 +71,7 @@ class DiLoCoCallback(TrainerCallback):
         self.resume_from_checkpoint = resume_from_checkpoint
         self.begin_from_checkpoint = begin_from_checkpoint
         self._replica = HostedReplica(parameters, arguments)
+        self._began: TrainerState | None = None  # of the train() in which it did
 
     @property
     def diloco(self) -> DiLoCo | None:
@@ -97,6 +98,7 @@ class DiLoCoCallback(TrainerCallback):
         assert model is not None, "a Trainer gives its model"
         self._refuse_unfit(args, state)
         diloco = self._replica.begin(model, optimizer, self.transport)
+        self._began = state
         if state.global_step:
             self._resume(diloco, args, state)
         if args.eval_on_start:
@@ -188,7 +190,8 @@ class DiLoCoCallback(TrainerCallback):
             "DeepSpeed, which keeps the parameters to itself": args.deepspeed is not None,
             "a hyperparameter search, whose trials would meet the others at other steps": state.is_hyper_param_search,
             "enable_jit_checkpoint, which saves without asking any callback": args.enable_jit_checkpoint,
-            "a second train() with one DiLoCoCallback, whose rounds are over": self.diloco is not None,
+            "the same DiLoCoCallback twice, where each step would count as two": self._began is state,
+            "a second train() with one DiLoCoCallback, whose rounds are over": None is not self._began is not state,
         }
         for what, given in refused.items():
             if given:

@@ -1,22 +1,34 @@
 """How the members of a view agree on the next one, and on what became of the rounds in flight.
 
-Each member freezes (it casts no vote and decides no round of the old view any more) and tells the others what it has
-committed and what it has decided void. When it holds the reports of all survivors about the same loss, it knows what
-they know: a round that any of them committed, or one who said that it leaves, is committed, and one that any of them
-has decided void is void. Any other one goes on in the next view among those who are left; where replicas join it is
-void, as these know nothing of it. Whoever finished first and is asked again answers with the `NextView` that it
-adopted. Pure: messages in, messages out; nothing here sends, waits or reads a clock.
+Each member freezes (it casts no vote and decides no round of the old view any more) and tells all others whom it can't
+hear, what it has committed and what it has decided void. Reports are joined, so that all who hear each other come to
+know the same, and who stays follows from that alone (`diloco.membership.hearing`). A member that holds the same report
+of everybody who is to stay says that it is *ready* for what follows; when all of them are, each adopts it. So nobody is
+a member of the next view who does not hear every other member of it, in both directions.
+
+A round that any of them committed, or one who said that it leaves, is committed, and one that any of them has decided
+void is void. Any other one goes on in the next view among those who are left; where replicas join it is void, as these
+know nothing of it.
+
+Somebody may be lost after all were ready and before all have adopted. Some may have adopted what was agreed by then, so
+the others adopt it as well, and the view after it leaves out who was lost. For that a ready member tells what it is
+ready for, and of several such views the one that was agreed last stands. (As in Paxos, with what is known as the
+ballot: any two sets that can go on have a member in common, and what that one knows only grows.) Whoever finished first
+and is asked again answers with the `NextView` that it adopted.
+
+Pure: messages in, messages out; nothing here sends, waits or reads a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from diloco.membership.hearing import largest_set, within_reach
 from diloco.membership.quorum import Decision, Policy, decide
 from diloco.membership.view import View
 
-__all__ = ["Change", "Commits", "NextView", "Report", "Rounds"]
+__all__ = ["Agreed", "Change", "Commits", "NextView", "Report", "Rounds"]
 
 Commits = Mapping[tuple[int, int], str]
 """(fragment, outer step) -> digest of the average that was committed."""
@@ -26,37 +38,8 @@ Rounds = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank says when a view is to end.
-
-    Attributes:
-        rank: who says it.
-        view_id: of the view that ends.
-        lost: replicas it can't reach or was told that others can't.
-        gone: those of them whose process is known to have ended.
-        joining: replicas that want to be members of the next view.
-        step: inner steps it has begun to synchronise.
-        commits: the rounds that it has committed lately.
-        void: the rounds that it has decided void lately.
-        left: replicas that have said that they leave, and after which inner step; they are lost and gone as well.
-        left_commits: the rounds that those have committed lately, as (fragment, outer step, digest).
-    """
-
-    rank: int
-    view_id: int
-    lost: frozenset[int] = frozenset()
-    gone: frozenset[int] = frozenset()
-    joining: frozenset[int] = frozenset()
-    step: int = 0
-    commits: Commits = field(default_factory=dict)
-    void: Rounds = frozenset()
-    left: frozenset[tuple[int, int]] = frozenset()
-    left_commits: frozenset[tuple[int, int, str]] = frozenset()
-
-
-@dataclass(frozen=True)
 class NextView:
-    """What all survivors adopt.
+    """What all who stay adopt.
 
     Attributes:
         view: the next view; None when these survivors may not go on.
@@ -86,6 +69,61 @@ class NextView:
         return self.view is not None and not self.joined
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What a member has said it is ready for: it may have been adopted by others since.
+
+    Attributes:
+        known: how much was known then; of two such numbers the greater one was agreed later.
+        following: what is to be adopted.
+    """
+
+    known: int
+    following: NextView
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says when a view is to end.
+
+    Attributes:
+        rank: who says it.
+        view_id: of the view that ends.
+        unheard: pairs of replicas of which the first one can't hear the second one.
+        lacking: those of ``unheard`` whose contribution somebody who can't hear them still waits for.
+        behind: replicas that are heard, and whose contribution somebody waited for too long.
+        gone: replicas whose process is known to have ended.
+        joining: replicas that want to be members of the next view.
+        step: inner steps it has begun to synchronise.
+        commits: the rounds that it has committed lately.
+        void: the rounds that it has decided void lately.
+        left: replicas that have said that they leave, and after which inner step; they are gone as well.
+        left_commits: the rounds that those have committed lately, as (fragment, outer step, digest).
+        ready: whether it holds the same report of all who are to stay.
+        agreed: what it is ready for, or was before it knew more; None: nothing yet.
+    """
+
+    rank: int
+    view_id: int
+    unheard: frozenset[tuple[int, int]] = frozenset()
+    lacking: frozenset[int] = frozenset()
+    behind: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
+    joining: frozenset[int] = frozenset()
+    step: int = 0
+    commits: Commits = field(default_factory=dict)
+    void: Rounds = frozenset()
+    left: frozenset[tuple[int, int]] = frozenset()
+    left_commits: frozenset[tuple[int, int, str]] = frozenset()
+    ready: bool = False
+    agreed: Agreed | None = None
+
+    @property
+    def known(self) -> tuple[frozenset[object], ...]:
+        """All that every rank must know alike."""
+        return self.unheard, self.lacking, self.behind, self.gone, self.joining, self.left, self.left_commits
+
+
 class Change:
     """One rank's side of the end of a view.
 
@@ -101,78 +139,153 @@ class Change:
         self.mine = mine
         self.view = view
         self.why = why
+        self._replica = mine.rank // ranks_per_replica
         self._ranks_per_replica = ranks_per_replica
         self._policy = policy
         self._reports: dict[int, Report] = {mine.rank: mine}
 
     @property
-    def survivors(self) -> tuple[int, ...]:
-        """Ranks whose reports are needed."""
-        size = self._ranks_per_replica
-        return tuple(
-            rank
-            for member in self.view.members
-            if member not in self.mine.lost
-            for rank in range(member * size, (member + 1) * size)
-        )
+    def staying(self) -> tuple[int, ...]:
+        """Members of the old view that are to be members of the next one, ascending; maybe not this rank's replica.
+
+        A largest set of those who hear each other, without those who are behind if the others are enough to go on.
+        """
+        mine = self.mine
+        there = frozenset(self.view.members) - mine.gone
+        if self._policy.split == "go-on" and self._replica in there:
+            there = within_reach(self._replica, there, mine.unheard)
+        if mine.behind & there:
+            in_time = largest_set(there - mine.behind, mine.unheard, mine.lacking)
+            lost = frozenset(self.view.members) - frozenset(in_time)
+            decision = decide(self.view, lost=lost, gone=mine.gone, joining=(), policy=self._policy)
+            if decision.members is not None:
+                return in_time
+        return largest_set(there, mine.unheard, mine.lacking)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Members of the old view that are not to be members of the next one."""
+        return frozenset(self.view.members) - frozenset(self.staying)
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether this rank's replica is not to stay, as far as is known."""
+        return self._replica in self.lost
+
+    @property
+    def audience(self) -> tuple[int, ...]:
+        """Ranks that are to hear this one's report: all others that may be there."""
+        there = (member for member in self.view.members if member not in self.mine.gone)
+        return tuple(rank for rank in self._ranks(there) if rank != self.mine.rank)
 
     def absorb(self, report: Report) -> bool:
-        """Take in another rank's report; True if mine grew by it and must be told to all survivors again."""
+        """Take in another rank's report; True if mine changed by it and must be told to all again."""
+        before = self.mine
         self._reports[report.rank] = report
-        return self.extend(
-            lost=report.lost,
-            gone=report.gone,
-            joining=report.joining,
-            left=report.left,
-            left_commits=report.left_commits,
-        )
+        self._learn(report)
+        return self._advance(before)
 
     def extend(
         self,
         *,
-        lost: frozenset[int] = frozenset(),
+        unheard: frozenset[int] = frozenset(),
+        lacking: frozenset[int] = frozenset(),
+        behind: frozenset[int] = frozenset(),
         gone: frozenset[int] = frozenset(),
         joining: frozenset[int] = frozenset(),
         left: frozenset[tuple[int, int]] = frozenset(),
         left_commits: frozenset[tuple[int, int, str]] = frozenset(),
     ) -> bool:
-        """More is known; True if my report grew by it and must be told to all survivors again.
+        """More happened; True if my report changed by it and must be told to all again.
 
         A replica that wanted to join and is lost again neither joins nor counts as a loss of the old view. One that has
-        left is lost, and not because it can't be reached.
+        left is gone.
+
+        Args:
+            unheard: replicas that this one can't hear.
+            lacking: those of them that have not contributed to a round that it waits for.
+            behind, gone, joining, left, left_commits: see `Report`.
         """
-        mine = self.mine
-        members = frozenset(self.view.members)
-        left = frozenset((replica, step) for replica, step in left if replica in members)
-        departed = frozenset(replica for replica, _ in left)
-        known = members | mine.joining | joining
-        grown = replace(
-            mine,
-            lost=mine.lost | (lost & known) | departed,
-            gone=mine.gone | (gone & known) | departed,
-            joining=mine.joining | joining,
-            left=mine.left | left,
-            left_commits=mine.left_commits | left_commits,
+        before = self.mine
+        self._learn(
+            Report(
+                before.rank,
+                before.view_id,
+                unheard=frozenset((self._replica, other) for other in unheard),
+                lacking=lacking,
+                behind=behind,
+                gone=gone,
+                joining=joining,
+                left=left,
+                left_commits=left_commits,
+            )
         )
-        self._reports[mine.rank] = self.mine = grown
-        return grown != mine
+        return self._advance(before)
 
     def outcome(self) -> NextView | None:
-        """What to adopt, once all survivors have reported the same loss; None until then."""
-        reports = [self._reports.get(rank) for rank in self.survivors]
-        mine = self.mine
-        told = [report for report in reports if report is not None and _same(report, mine)]
-        if len(told) < len(reports) or mine.rank not in self.survivors:
+        """What to adopt, once all who stay are ready for it, or know that they may not go on; None until then."""
+        alike = self._alike()
+        if alike is None:
             return None
-        gone = frozenset().union(*(report.gone for report in told))
+        following = self._following(alike)
+        return following if following.view is None or all(report.ready for report in alike) else None
+
+    def alone(self) -> NextView:
+        """What a rank that is left out, and can't hear of those who stay, goes by: it takes part in nothing more."""
+        reason = f"replica {self._replica} does not hear enough of the others to stay with them"
+        return NextView(None, self.view, self.mine.step + 1, self.mine.commits, reason, void=self.mine.void)
+
+    def _learn(self, told: Report) -> None:
+        mine, members = self.mine, frozenset(self.view.members)
+        left = mine.left | frozenset(each for each in told.left if each[0] in members)
+        joining = mine.joining | told.joining
+        known = members | joining
+        gone = mine.gone | (told.gone & known) | frozenset(replica for replica, _ in left)
+        self.mine = replace(
+            mine,
+            unheard=mine.unheard | frozenset(pair for pair in told.unheard if known.issuperset(pair)),
+            lacking=mine.lacking | (told.lacking & members),
+            behind=mine.behind | (told.behind & members),
+            gone=gone,
+            joining=joining,
+            left=left,
+            left_commits=mine.left_commits | told.left_commits,
+        )
+
+    def _advance(self, before: Report) -> bool:
+        """Be ready, if all who stay say the same as I do."""
+        if self.mine.known != before.known:
+            self.mine = replace(self.mine, ready=False)
+        self._reports[self.mine.rank] = self.mine
+        if not self.mine.ready and (alike := self._alike()) is not None:
+            following = self._following(alike)
+            if following.view is not None:
+                agreed = Agreed(sum(map(len, self.mine.known)), following)
+                self.mine = self._reports[self.mine.rank] = replace(self.mine, ready=True, agreed=agreed)
+        return self.mine != before
+
+    def _alike(self) -> list[Report] | None:
+        """The reports of all who stay, if I do, all are there, and each says what mine says."""
+        if self.is_left_out:
+            return None
+        reports = [self._reports.get(rank) for rank in self._ranks(self.staying)]
+        alike = [report for report in reports if report is not None and report.known == self.mine.known]
+        return alike if len(alike) == len(reports) else None
+
+    def _following(self, told: Sequence[Report]) -> NextView:
+        """What follows from the reports of all who stay, which say the same."""
+        if agreed := [report.agreed for report in told if report.agreed is not None]:
+            return max(agreed, key=lambda each: each.known).following
+        mine, lost, staying = self.mine, self.lost, frozenset(self.staying)
         commits = {(fragment, outer_step): digest for fragment, outer_step, digest in mine.left_commits}
         for report in told:
             commits.update(report.commits)
-        wishing = mine.joining - mine.lost
+        wishing = mine.joining - mine.gone - {other for one, other in mine.unheard if one in staying}
         joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
-        lost = mine.lost & frozenset(self.view.members)
         left = {replica: step for replica, step in sorted(mine.left)}  # two ranks of it may have named two steps
-        decision: Decision = decide(self.view, lost=lost, gone=gone, joining=joining, policy=self._policy, left=left)
+        decision: Decision = decide(
+            self.view, lost=lost, gone=mine.gone, joining=joining, policy=self._policy, left=left
+        )
         return NextView(
             view=None if decision.members is None else View(self.view.id + 1, decision.members),
             previous=self.view,
@@ -184,7 +297,6 @@ class Change:
             left=tuple(left.items()),
         )
 
-
-def _same(report: Report, mine: Report) -> bool:
-    names = ("lost", "joining", "gone", "left", "left_commits")
-    return all(getattr(report, name) == getattr(mine, name) for name in names)
+    def _ranks(self, members: Iterable[int]) -> list[int]:
+        size = self._ranks_per_replica
+        return [rank for member in members for rank in range(member * size, (member + 1) * size)]

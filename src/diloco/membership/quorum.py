@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from diloco.membership.view import View
 
-__all__ = ["Decision", "Policy", "consequences", "decide"]
+__all__ = ["Decision", "Policy", "consequences", "decide", "enough_without"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,15 @@ def decide(
     words += [f"{_named(left)} {'has' if len(left) == 1 else 'have'} left"] if left else []
     words += [f"{_named(joining)} {'joins' if len(joining) == 1 else 'join'}"] if joining else []
     return Decision(members, "; ".join([*words, f"{_named(members)} {'goes' if len(members) == 1 else 'go'} on"]))
+
+
+def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:
+    """Whether the others of ``view`` may go on without members that are there, but of no use.
+
+    >>> enough_without(View.of(3), {2}, Policy()), enough_without(View.of(3), {1, 2}, Policy())
+    (True, False)
+    """
+    return decide(view, lost=lost, gone=(), joining=(), policy=policy).members is not None
 
 
 def consequences(policy: Policy, num_replicas: int) -> str:

@@ -14,7 +14,7 @@ from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sca
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
 from diloco.algorithm.value_schedule import ValueSchedule
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, FragmentError
 from diloco.model.language_model import LanguageModel
 from diloco.train.settings import RunSettings, TrainSettings
 from diloco.transport.faults import parse_fault
@@ -63,13 +63,21 @@ def make_schedule(settings: RunSettings) -> SyncSchedule:
 
 
 def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fragment, ...]:
-    """The partition of resolved settings."""
-    return partition(
-        model,
-        num_fragments=settings.num_fragments or 1,
-        strategy=settings.strategy,
-        patterns=settings.patterns,
-    )
+    """The partition of resolved settings.
+
+    Raises:
+        FragmentError: if the model can't be divided so, whose depth may not have been known when they were resolved.
+    """
+    number = settings.num_fragments or 1
+    try:
+        return partition(model, num_fragments=number, strategy=settings.strategy, patterns=settings.patterns)
+    except FragmentError as error:
+        if settings.strategy in ("balanced", "patterns"):
+            raise
+        raise FragmentError(
+            f"fragments.num_fragments={number} was given for a model that can't be divided by layers into so many; "
+            'fewer, or fragments.strategy = "balanced", which may cut layers, would work. Nothing was started.'
+        ) from error
 
 
 def make_merge_rule(settings: MergeSettings) -> MergeRule:

@@ -74,8 +74,7 @@ class GradientAverager:
             if may_skip:
                 return False
             raise NonFiniteError(
-                f"{error} Data-parallel training can't do without them. Nothing was applied; the last checkpoint "
-                "stands."
+                f"{error} Data-parallel training can't do without them. Nothing was applied, and what was saved stands."
             ) from error
         finally:
             self._pending = self._contribution = None

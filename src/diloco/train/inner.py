@@ -256,7 +256,8 @@ class InnerLoop:
         if not finite and not self.scaler.is_enabled():
             raise NonFiniteError(
                 f"the gradient norm of inner step {step + 1} is {norm}. Nothing was applied or sent. A lower learning "
-                "rate, inner.clip_norm or a wider train.precision would work, going on from the last checkpoint."
+                "rate, inner.clip_norm or a wider train.precision would work, from the last checkpoint on, or from the "
+                "beginning where none was saved."
             )
         if finite and not skip:
             if not self.masked:

@@ -151,4 +151,5 @@ def make_diloco(
         clipping=make_clipping(settings.outer),
         global_device="cpu" if settings.train.global_device == "cpu" else None,
         on_event=on_event,
+        compare_arguments=False,  # the settings were, when the replicas met
     )

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,7 +20,7 @@ from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.buffers import check_buffers
 from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import Codec, make_codec
-from diloco.algorithm.fragments import Fragment, check_coverage, holding, partition, trainable_parameters
+from diloco.algorithm.fragments import Fragment, check_coverage, holding, partition
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
@@ -27,6 +28,7 @@ from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, Note
+from diloco.train.arguments import check_trained, check_unsharded, facts_of_arguments
 from diloco.train.rounds import Rounds
 from diloco.train.shared_state import SharedState
 from diloco.train.taking_over import TakingOver
@@ -40,7 +42,8 @@ class DiLoCo:
     """Keeps one replica of a model in step with the others (DiLoCo; Streaming DiLoCo, Algorithm 2).
 
     Call `step` after every step of the inner optimizer, or `begin` and `finish` where replicas share a thread. All
-    replicas must start from the same weights and use the same arguments.
+    replicas must start from the same weights and use the same arguments, but for ``weight``, ``global_device`` and
+    ``on_event``. Arguments are compared here, waiting for the others where they are in processes of their own.
 
     Args:
         model: any module; its trainable parameters are synchronised, its floating buffers averaged.
@@ -58,9 +61,13 @@ class DiLoCo:
             contribution that counted multiplies it. Replicas with other batch sizes than the rest give theirs here.
         clipping: how large a contribution may be, the same on all replicas; default: any size.
         on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`, and with a `Note` of what else went wrong.
+        compare_arguments: whether to compare these arguments with those of the other replicas; False where that has
+            been done already.
 
     Raises:
-        ConfigurationError: for arguments that cannot work together; `FragmentError` names the parameters.
+        ConfigurationError: for arguments that cannot work together, or differ from another replica's, on both;
+            `FragmentError` names the parameters.
+        RendezvousError: if another replica is connected and does not come as far for as long as a round may take.
 
     >>> model = nn.Linear(2, 1)
     >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,6 +96,7 @@ class DiLoCo:
         weight: float = 1.0,
         clipping: Clipping | None = None,
         on_event: Callable[[Event], None] | None = None,
+        compare_arguments: bool = True,
     ) -> None:
         self.model = model
         self.transport = transport or InProcessTransport(1).endpoint(0)
@@ -101,8 +109,8 @@ class DiLoCo:
         check_coverage(model, self.fragments)
         check_buffers(model)
         if self.clipping.active:
-            _check_unsharded(model)
-        _check_trained(model, [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer)
+            check_unsharded(model)
+        check_trained(model, [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer)
         if len(self.fragments) != self.schedule.num_fragments:
             raise ConfigurationError(
                 f"{len(self.fragments)} fragments were given with a schedule for {self.schedule.num_fragments}; the "
@@ -114,17 +122,30 @@ class DiLoCo:
         self._on_event = on_event or (lambda event: None)
         self._shared = SharedState(self.outer_loop)
         self._taking_over = TakingOver(self._shared, self.transport)
+        codec = make_codec(codec) if isinstance(codec, str) else codec
         self._rounds = Rounds(
             model,
             self._shared,
             self._taking_over,
             self.transport,
             merge_rule=self.merge_rule,
-            codec=make_codec(codec) if isinstance(codec, str) else codec,
+            codec=codec,
             error_feedback=error_feedback,
             clipping=self.clipping,
         )
-        self.transport.publish(self._shared.snapshot, self._shared.version)
+        self._facts: dict[str, str] = {}
+        if compare_arguments:
+            self._facts = facts_of_arguments(
+                model,
+                schedule=self.schedule,
+                fragments=self.fragments,
+                codec=codec,
+                error_feedback=error_feedback,
+                outer_optimizer=self.outer_loop.outer_optimizer,
+                merge=self.merge_rule,
+                clipping=self.clipping,
+            )
+        self._begin_with(self.transport)
 
     def step(self, trained: float = 1.0) -> None:
         """A scheduled inner step is done: send and merge what the schedule says. Blocks only in a merge.
@@ -159,11 +180,15 @@ class DiLoCo:
                 self._on_event(self._rounds.merge(action.fragment, step=self.steps))
 
     def change_transport(self, transport: Transport) -> None:
-        """Go on over another transport, with nothing in flight."""
+        """Go on over another transport, with nothing in flight.
+
+        Raises:
+            ConfigurationError: if the others there have other arguments, where arguments are compared.
+        """
         self.transport = transport
         self._rounds.transport = transport
         self._taking_over.change_transport(transport)
-        self.transport.publish(self._shared.snapshot, self._shared.version)
+        self._begin_with(transport)
 
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
         """Take global parameters and outer state of others for global ones.
@@ -221,6 +246,24 @@ class DiLoCo:
     def data_order(self, order: str) -> None:
         self._shared.data_order = order
 
+    def digest(self) -> str:
+        """Do we agree? A digest of the global parameters and outer state of all fragments, 32 hexadecimal digits.
+
+        It is the same on all replicas that have been through the same rounds, so compare it after the same step, with
+        nothing in flight (on leaving the ``with``, or after `drain`). Where the ranks of a replica share its parameters
+        out, each has a digest of its own part, the same as the rank at that position of every other replica. Reads all
+        of the state; local parameters do not count.
+
+        >>> def replica(seed: int) -> DiLoCo:
+        ...     model = nn.Linear(2, 1)
+        ...     nn.init.constant_(model.weight, seed), nn.init.zeros_(model.bias)
+        ...     return DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> replica(0).digest() == replica(0).digest(), replica(0).digest() == replica(1).digest()
+        (True, False)
+        """
+        digests = [self.outer_loop.digest(fragment.index) for fragment in self.fragments]
+        return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
+
     def global_model(self) -> AbstractContextManager[nn.Module]:
         """Inside, the model holds the global parameters (for evaluation or export); afterwards its local ones again."""
         return holding(self.model, self.outer_loop.named_global_params())
@@ -254,6 +297,11 @@ class DiLoCo:
             )
             self._on_event(Note(step=self.steps, text=words))
 
+    def _begin_with(self, transport: Transport) -> None:
+        transport.publish(self._shared.snapshot, self._shared.version)
+        if self._facts:
+            transport.agree(self._facts)
+
     def _take_over_what_came(self, *, wait: bool = False) -> None:
         for failure in self._taking_over.poll(wait=wait):
             self._on_event(Note(step=self.steps, text=failure))
@@ -280,22 +328,3 @@ class DiLoCo:
         """Merge what is in flight, unless an error is on its way out."""
         if kind is None:
             self.drain()
-
-
-def _check_trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if idle := [name for name, p in trainable_parameters(model).items() if id(p) not in held]:
-        raise ConfigurationError(
-            f"no inner optimizer holds {', '.join(idle)}; add it to one, or freeze it with requires_grad_(False). "
-            "Nothing was started."
-        )
-
-
-def _check_unsharded(model: nn.Module) -> None:
-    """Where ranks share a replica's parameters out, none of them has a whole contribution to take the norm of."""
-    if sharded := [name for name, p in trainable_parameters(model).items() if hasattr(p, "to_local")]:
-        raise ConfigurationError(
-            f"clipping was given for a model whose {sharded[0]} and {len(sharded) - 1} more parameters are sharded "
-            "over ranks; without clipping, or with ranks that hold all parameters (ddp), it would work. Nothing was "
-            "started."
-        )

@@ -200,17 +200,18 @@ def _resolve_schedule(settings: RunSettings) -> ScheduleSettings:
 
 
 def _check_fragments(settings: RunSettings, num_layers: int | None) -> None:
-    """P, H, tau and the offsets against each other (the schedule's own checks), then P against the layers."""
+    """P against the layers; then P, H, tau and the offsets against each other (the schedule's own checks)."""
     number = settings.fragments.num_fragments or 1
+    if num_layers is not None and settings.fragments.strategy in ("strided", "sequential") and number - 1 > num_layers:
+        most = min(num_layers + 1, max(1, settings.schedule.inner_steps))
+        raise refuse(
+            f"fragments.num_fragments={number} for a model of {num_layers} layers",
+            f"1 to {most} would work (one is for what is in no layer), "
+            "or --fragments.strategy balanced, which may cut layers",
+        )
     SyncSchedule(
         inner_steps=settings.schedule.inner_steps,
         num_fragments=number,
         overlap_steps=settings.schedule.overlap_steps or 0,
         offsets=settings.schedule.offsets,
     )
-    if num_layers is not None and settings.fragments.strategy in ("strided", "sequential") and number - 1 > num_layers:
-        raise refuse(
-            f"fragments.num_fragments={number} for a model of {num_layers} layers",
-            f"1 to {num_layers + 1} would work (one is for what is in no layer), "
-            "or --fragments.strategy balanced, which may cut layers",
-        )

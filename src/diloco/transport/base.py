@@ -95,12 +95,17 @@ class Transport(abc.ABC):
         replica: this replica's number in the view.
         view: who takes part in the next round.
         sent_bytes, received_bytes: payload moved by this replica in all rounds so far, void ones included.
+        fetched_bytes: of others' state that have come so far, where the transport counts them.
     """
 
     replica: int
     view: View
     sent_bytes: int = 0
     received_bytes: int = 0
+
+    @property
+    def fetched_bytes(self) -> int:
+        return 0
 
     @abc.abstractmethod
     def average(self, contribution: Contribution) -> Pending:
@@ -129,6 +134,20 @@ class Transport(abc.ABC):
 
         Raises:
             TransportError: if none of them is a member of the view, or has published anything, or answers.
+        """
+
+    def agree(self, facts: Mapping[str, str]) -> None:  # noqa: B027 - where there are no others, all agree
+        """Compare what must be the same on all replicas with the others, before the first contribution.
+
+        Waits until all members have told theirs, or raises on every side where two differ. Who joins later compares
+        with the members, and they don't with it.
+
+        Args:
+            facts: name -> value in words, the likeliest mistakes first.
+
+        Raises:
+            ConfigurationError: two replicas differ; it names both, and what each has.
+            RendezvousError: a member told nothing for as long as a round may take; it is named.
         """
 
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
 from diloco.algorithm.exchange import Exchange, plan_exchange
+from diloco.algorithm.numbers import check_whole
 from diloco.errors import ConfigurationError, DivergedError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership.view import View
 from diloco.transport.base import Average, Pending, SnapshotSource, Transport
 from diloco.transport.faults import Fault, tamper
 from diloco.transport.links import Transfer, VirtualNetwork
+from diloco.transport.peers.registry import Entry, difference
 
 __all__ = ["InProcessEndpoint", "InProcessTransport"]
 
@@ -74,6 +76,11 @@ class InProcessTransport:
                 f"a network of {len(network.links)} links was given for {num_replicas} replicas; one link for each "
                 "would work. Nothing was started."
             )
+        num_replicas = check_whole("num_replicas", num_replicas, 1)
+        if not round_timeout_s >= 0:
+            raise ConfigurationError(
+                f"round_timeout_s={round_timeout_s} was given; 0 s or more would work. Nothing was started."
+            )
         self.view = View.of(num_replicas)
         self.min_contributors = num_replicas if min_contributors is None else min_contributors
         if not 1 <= self.min_contributors <= num_replicas:
@@ -88,6 +95,8 @@ class InProcessTransport:
         self._rounds: dict[RoundId, _Round] = {}
         self._decided_before: dict[RoundId, float] = {}
         self._sources: dict[int, SnapshotSource] = {}
+        self._facts: dict[int, Mapping[str, str]] = {}
+        self._refusal = ""
         self.threads: dict[int, int] = {}
         self._endpoints = tuple(InProcessEndpoint(self, replica) for replica in self.view.members)
 
@@ -114,8 +123,24 @@ class InProcessTransport:
 
     # What endpoints call, always under `changed`.
 
+    def agree(self, replica: int, facts: Mapping[str, str]) -> None:
+        """Compare with the replicas that have told theirs; those hear of a difference when they next exchange."""
+        if self._facts.get(replica, facts) != facts:
+            self._facts.clear()  # it begins anew, and so will the others
+        self._facts[replica] = facts
+        entries = [Entry(other, "", theirs) for other, theirs in sorted(self._facts.items())]
+        words = next(filter(None, (difference(entries[0], entry) for entry in entries)), "")
+        self._refusal = f"{words}. All replicas need the same arguments of DiLoCo. Nothing was shared." if words else ""
+        self.changed.notify_all()
+        self._refuse()
+
+    def _refuse(self) -> None:
+        if self._refusal:
+            raise ConfigurationError(self._refusal)
+
     def accept(self, contribution: Contribution) -> None:
         """Take in a contribution; the last one decides the round."""
+        self._refuse()
         replica, round_id = contribution.replica, contribution.round
         state = self._rounds.setdefault(round_id, _Round())
         if replica in state.contributions:
@@ -241,9 +266,11 @@ class InProcessTransport:
                 round=str(round_id),
                 replicas=missing,
             )
-        if not self.changed.wait_for(
-            lambda: state.verdict is not None, timeout_s if math.isfinite(timeout_s) else None
-        ):
+        decided = self.changed.wait_for(
+            lambda: state.verdict is not None or self._refusal, timeout_s if math.isfinite(timeout_s) else None
+        )
+        self._refuse()
+        if not decided:
             missing = [member for member in self.view.members if member not in state.contributions]
             raise RoundTimeoutError(
                 f"{round_id} was not decided within {timeout_s:g} s: nothing was heard of replica "
@@ -274,6 +301,10 @@ class InProcessEndpoint(Transport):
             self.hub.threads[self.replica] = threading.get_ident()
             self.hub.accept(contribution)
         return _InProcessPending(self, contribution.round)
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        with self.hub.changed:
+            self.hub.agree(self.replica, facts)
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         with self.hub.changed:

@@ -25,8 +25,8 @@ __all__ = ["LeaderTransport"]
 class LeaderTransport(Transport):
     """The transport of one rank of a replica, around that of the replica's position 0.
 
-    `average`, `Pending.wait`, `fetch` and `shared` must be called on all ranks in the same order. What one of them
-    raises on position 0 is raised on every rank, of the same class and with the same words.
+    `agree`, `average`, `Pending.wait`, `fetch` and `shared` must be called on all ranks in the same order. What one of
+    them raises on position 0 is raised on every rank, of the same class and with the same words.
 
     Args:
         group: the replica's ranks.
@@ -52,6 +52,9 @@ class LeaderTransport(Transport):
         kept: list[Pending] = []
         self.shared(lambda leader: kept.append(leader.average(contribution)))
         return _LeaderPending(self, contribution.round, kept[0] if kept else None)
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        self.shared(lambda leader: leader.agree(facts))
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         if self.transport is not None:

@@ -30,6 +30,7 @@ from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
+from diloco.waiting import waiting_for
 
 __all__ = ["SwarmPlace", "connect_swarm"]
 
@@ -88,7 +89,8 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Conn
         rules, policies, timing, streams, wire.link, together=False, state_bytes_per_s=wire.state_bytes_per_s
     )
     try:
-        transport.board.listen()
+        with waiting_for(lambda: f"an answer of a peer at {', '.join(place.node.join) or 'this machine'}"):
+            transport.board.listen()
         return _Arrival(place, wire, transport, streams, held_step).connect()
     except BaseException:
         transport.close()
@@ -131,7 +133,8 @@ class _Arrival:
         self.board.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
-        found = call(self._find())
+        with waiting_for(lambda: f"a member of run {self.place.gate.run!r}", self.patience_s):
+            found = call(self._find())
         self.swarm = found.swarm if found else secrets.token_hex(8)
         if found:
             self.transport.begin(View(-1, found.members), self.registry, open_link, member=False)
@@ -244,7 +247,7 @@ class _Arrival:
             f"the swarm of run {self.place.gate.run!r} is at step {step}, and the newest checkpoint of replica "
             f"{self.number} is of step {self.held_step}, which the others do not have. To go on from step "
             f"{self.held_step}, stop the others and start this one first; the others join it then. To join them as "
-            "they are, and do without those steps, start it in another folder, without --resume. Nothing was started."
+            "they are, and do without those steps, start it anew in another folder. Nothing was started."
         )
 
     def _stop_if_over(self, records: Sequence[PeerRecord]) -> None:
@@ -252,8 +255,8 @@ class _Arrival:
         ours = [record for record in records if record.swarm and self.place.swarm in ("", record.swarm)]
         if any(record.finished for record in ours) and (self.place.swarm or self.held_step < 0):
             raise RunOverError(
-                f"the others have finished run {self.place.gate.run!r}, and nobody of it is left to join. More steps "
-                "with --resume, from a checkpoint of it, or another --run would work."
+                f"the others have finished run {self.place.gate.run!r}, and nobody of it is left to join. Going on "
+                "from a checkpoint of it with more steps, or another name of a run, would work."
             )
 
     def _stop_looking(
@@ -264,15 +267,16 @@ class _Arrival:
             tried = "; ".join(why.values()) or "none of them answers"
             raise RendezvousError(
                 f"run {run!r} has had a swarm within the last half hour, and nobody of it could be joined within "
-                f"{self.patience_s:g} s: {tried}. A way to one of its peers, --resume with a checkpoint of the run to "
-                "begin again from, or another --run, would work. Nothing was started."
+                f"{self.patience_s:g} s: {tried}. A way to one of its peers, a checkpoint of the run to begin again "
+                "from, or another name of a run, would work. Nothing was started."
             )
         if looking:
             newest = min(looking, key=lambda each: (-each.held_step, each.number))
+            held = "no checkpoint" if newest.held_step < 0 else f"a checkpoint of step {newest.held_step}"
             raise RendezvousError(
-                f"replica {newest.number} of run {run!r}, whose newest checkpoint is of step {newest.held_step}, looks "
-                f"for the others, too, and has not begun within {self.patience_s:g} s. Starting it again, or stopping "
-                "it, would work. Nothing was started."
+                f"replica {newest.number} of run {run!r}, which has {held}, looks for the others, too, and has not "
+                f"begun within {self.patience_s:g} s. Starting it again, or stopping it, would work. Nothing was "
+                "started."
             )
         raise RendezvousError(
             f"nobody of run {run!r} could be found within {self.patience_s:g} s. Nothing was started."

@@ -13,6 +13,7 @@ from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity
 from diloco.transport.hivemind.node import Node, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.hivemind.records import PeerRecord
 from diloco.transport.hivemind.swarm import ask_peer
 from diloco.transport.peers.within import within
 
@@ -30,12 +31,14 @@ class Seen:
         number: the replica number that it announced.
         status: what it says of itself when asked; empty where it does not answer.
         problem: why not; "" where it does.
+        finished: whether it has announced that it did all steps of the run.
     """
 
     peer_id: str
     number: int
     status: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
+    finished: bool = False
 
 
 async def stand(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
@@ -73,7 +76,7 @@ async def look(identity: Path, place: NodePlace, gate: Gate) -> list[Seen]:
         records = await streams.node.find(gate.run)
         for record in records:
             streams.know(record.peer_id, record.addresses)
-        seen = await asyncio.gather(*(_asked(streams, each.peer_id, each.number) for each in records))
+        seen = await asyncio.gather(*(_asked(streams, each) for each in records))
         there = [each.peer_id for each in seen if each.status]
         return list(await asyncio.gather(*(_asked_through(streams, there, each) for each in seen)))
     finally:
@@ -81,12 +84,13 @@ async def look(identity: Path, place: NodePlace, gate: Gate) -> list[Seen]:
         await streams.close()
 
 
-async def _asked(streams: PeerStreams, peer_id: str, number: int) -> Seen:
+async def _asked(streams: PeerStreams, record: PeerRecord) -> Seen:
     try:
-        answer = await within(_ANSWER_S, ask_peer(streams, peer_id, {"kind": "status"}))
+        answer = await within(_ANSWER_S, ask_peer(streams, record.peer_id, {"kind": "status"}))
     except (OSError, TimeoutError, RendezvousError, TransportError) as error:
-        return Seen(peer_id, number, problem=str(error) or f"no answer within {_ANSWER_S:g} s")
-    return Seen(peer_id, number, answer)
+        problem = str(error) or f"no answer within {_ANSWER_S:g} s"
+        return Seen(record.peer_id, record.number, problem=problem, finished=record.finished)
+    return Seen(record.peer_id, record.number, answer, finished=record.finished)
 
 
 async def _asked_through(streams: PeerStreams, others: Sequence[str], seen: Seen) -> Seen:
@@ -96,5 +100,5 @@ async def _asked_through(streams: PeerStreams, others: Sequence[str], seen: Seen
             answer = await within(_ANSWER_S, ask_peer(streams, other, {"kind": "status", "of": seen.peer_id}))
         except (OSError, TimeoutError, RendezvousError, TransportError):
             continue
-        return Seen(seen.peer_id, seen.number, answer)
+        return Seen(seen.peer_id, seen.number, answer, finished=seen.finished)
     return seen

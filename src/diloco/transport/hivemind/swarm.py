@@ -126,7 +126,7 @@ class SwarmDesk:
         if swarm not in ("", self._swarm):
             return f"it was a member of another swarm of this run ({swarm}, and this one is {self._swarm})"
         if known is not None and known.address != entry.address and entry.rank in self._members():
-            return f"replica {entry.rank} is {known.address} already; another number (--replica) would work"
+            return f"replica {entry.rank} is {known.address} already; another number would work"
         return difference(self._mine, entry)
 
     async def _answer_table(

@@ -79,7 +79,7 @@ class Attendance:
         if self._joiners.ask(rank):
             if replica in now.view.members:  # back before anybody noticed that it was lost; it joins once that is done
                 text = f"replica {replica} was started again"
-                self._ending.extend(text, lost=frozenset({replica}), gone=frozenset({replica}))
+                self._ending.extend(text, gone=frozenset({replica}))
             else:
                 self._let_join(replica)
 
@@ -108,26 +108,27 @@ class Attendance:
         if not known or now.failure is not None:
             return
         if replica == self._rules.replica:
-            self._stop(f"{words}. Starting the replica again would work.")
+            self._stop(f"{words}.")
         else:
             lost = frozenset({replica})
-            self._ending.extend(words, lost=lost, gone=lost if gone else frozenset())
+            self._ending.extend(words, unheard=lost, gone=lost if gone else frozenset())
 
     def leaves(self, replica: int, said: Leaving) -> None:
         """Another replica says that it goes of its own accord."""
-        words, left = f"replica {replica} leaves after step {said.step}", frozenset({(replica, said.step)})
+        words, left = f"replica {replica} left after step {said.step}", frozenset({(replica, said.step)})
         self._ending.extend(words, left=left, left_commits=said.left_commits)
 
-    def late(self, late: frozenset[int], words: str) -> None:
-        """Replicas keep a round waiting for too long."""
-        self._ending.extend(words, lost=late)
+    def late(self, behind: frozenset[int], unheard: frozenset[int], words: str) -> None:
+        """Replicas keep a round waiting for too long, and of others nothing is heard at all."""
+        if unheard or self._ending.goes_on_without(behind):
+            self._ending.extend(words, behind=behind, unheard=unheard)
 
     def unlinked(self, failed: Mapping[int, str]) -> None:
         """No payload connection came to be to replicas, in words by number."""
         peer, words = next(iter(failed.items()))
         me = self._rules.replica
         self._ending.extend(
-            f"replica {peer} has no payload connection to replica {me}: {words}", lost=frozenset(failed)
+            f"replica {peer} has no payload connection to replica {me}: {words}", unheard=frozenset(failed)
         )
 
     def broken(self, words: str) -> None:
@@ -141,7 +142,7 @@ class Attendance:
         """This rank is a member now: who was lost before that is lost in the view."""
         if lost := self._lineup.unreached(self._present.view):
             words = f"replica {self._rules.replica} can't reach all that it joins"
-            self._ending.extend(words, lost=lost, gone=lost & (self._gone_before | self._lineup.replaced(lost)))
+            self._ending.extend(words, unheard=lost, gone=lost & (self._gone_before | self._lineup.replaced(lost)))
 
     def begun(self, following: NextView, mine: Report) -> None:
         """The view that follows has begun, and maybe one after it: go on with what was known when ``mine`` was said."""
@@ -162,13 +163,15 @@ class Attendance:
 
     def _lose_again(self, mine: Report) -> None:
         """Those whom the others agreed on before they heard of it; no connection is left that would tell of it."""
-        members = frozenset(self._present.view.members)
+        me, members = self._rules.replica, frozenset(self._present.view.members)
         left = frozenset(each for each in mine.left if each[0] in members)
-        still = (mine.lost & members) | self._lineup.unreached(self._present.view)
-        if still:
-            words = f"replica {self._rules.replica} can't reach all of the next view"
+        gone = mine.gone & members
+        unheard = frozenset(other for one, other in mine.unheard if one == me) & members
+        unheard |= self._lineup.unreached(self._present.view)
+        if gone | unheard:
+            words = f"replica {me} can't reach all of the next view"
             commits = mine.left_commits if left else frozenset()
-            self._ending.extend(words, lost=still, gone=mine.gone & still, left=left, left_commits=commits)
+            self._ending.extend(words, unheard=unheard, gone=gone, left=left, left_commits=commits)
 
     def _form_anew(self, view: View, words: str) -> None:
         if self._present.view is view and self._ending.change is None and self._present.failure is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diloco.transport.peers.agreement import Agreement
 from diloco.transport.peers.joining import Joining
 from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.meetings import Meetings
@@ -32,6 +33,7 @@ class Dispatch:
         meetings: get the numbers that ranks agree on.
         joining: gets what members answer to this rank's wish to be one.
         speeds: get how fast the members train.
+        agreement: gets the facts of the others' loops.
         introduced: called with the entry of somebody who can't open a connection to this rank and wants one.
     """
 
@@ -43,6 +45,7 @@ class Dispatch:
         meetings: Meetings,
         joining: Joining,
         speeds: Speeds,
+        agreement: Agreement,
         introduced: Callable[[Entry], None],
     ) -> None:
         self._size = ranks_per_replica
@@ -51,6 +54,7 @@ class Dispatch:
         self._meetings = meetings
         self._joining = joining
         self._speeds = speeds
+        self._agreement = agreement
         self._introduced = introduced
         self._views: tuple[ViewKeeper, Registry] | None = None
         self._early: list[Received] = []
@@ -84,6 +88,8 @@ class Dispatch:
             self._meetings.heard(sender, str(message["name"]), int(message["value"]))
         elif kind in ("welcome", "refused"):
             self._joining.heard(message)
+        elif kind == "facts":
+            self._agreement.hear(sender, message, is_member=self._is_member(sender))
         elif self._views is None and len(self._early) > _MOST_EARLY:
             raise ValueError("it says too much to somebody who is not ready")
         elif self._views is None:

@@ -71,6 +71,13 @@ class Fields:
         """A list of ``[fragment, outer step, digest]``, by round."""
         return dict(self._digests(name))
 
+    def numbered(self, name: str) -> tuple[int, Mapping[str, Any]]:
+        """An integer and another message."""
+        both = _list(name, self._of(name))
+        if len(both) != 2 or not isinstance(both[1], dict):
+            raise _wrong(name, both, "an integer and a message")
+        return _integer(name, both[0], 0, GREATEST), both[1]
+
     def is_none(self, name: str) -> bool:
         """Whether the field is there and holds nothing."""
         return self._of(name) is None

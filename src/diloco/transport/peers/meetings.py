@@ -39,15 +39,18 @@ class Meetings:
 
     # In any thread but the control thread.
 
-    def meet(self, name: str, value: int, timeout_s: float) -> dict[int, int]:
+    def meet(
+        self, name: str, value: int, timeout_s: float, *, unless: Callable[[], bool] = lambda: False
+    ) -> dict[int, int]:
         """Wait until every rank that can be reached has said its ``value`` under ``name``; once for each name.
 
-        A rank that is lost meanwhile is not waited for.
+        A rank that is lost meanwhile is not waited for, and nobody is once ``unless`` holds, which is asked again at
+        every `notice`.
         """
         self._post(self._say, name, value)
         with self.changed:
             self._said.setdefault(name, {})[self._rank] = value
-            self.changed.wait_for(lambda: not self._awaited(name), timeout_s)
+            self.changed.wait_for(lambda: unless() or not self._awaited(name), timeout_s)
             return dict(self._said[name])
 
     def ask_to_stop(self, timeout_s: float) -> None:

@@ -57,7 +57,8 @@ def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
     """
 
     def name(entry: Entry) -> str:
-        return f"replica {entry.rank // ranks_per_replica} ({entry.address})"
+        place = f" ({entry.address})" if entry.address else ""
+        return f"replica {entry.rank // ranks_per_replica}{place}"
 
     for key in dict.fromkeys([*one.facts, *other.facts]):
         here, there = one.facts.get(key, "nothing"), other.facts.get(key, "nothing")

@@ -58,6 +58,7 @@ class RoundState:
         exchanging: whether a thread still moves payloads.
         concluded: whether who waits for it has been told.
         lateness: who keeps it waiting.
+        silence: of whom nothing is heard meanwhile.
         expiring, looking: until it is decided.
     """
 
@@ -76,6 +77,7 @@ class RoundState:
     exchanging: bool = False
     concluded: bool = False
     lateness: Lateness = field(default_factory=Lateness)
+    silence: Lateness = field(default_factory=Lateness)
     expiring: Timer | None = None
     looking: Timer | None = None
 
@@ -107,24 +109,30 @@ class RoundState:
 
     def look(
         self, ranks: Sequence[int], rules: Rules, words: Callable[[int], int]
-    ) -> tuple[frozenset[int], frozenset[int]]:
-        """Who keeps the round waiting for too long: replicas that have not contributed, and those that don't vote.
+    ) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """Who keeps the round waiting for too long.
 
         Args:
             ranks: of the view.
             rules: who I am.
             words: rank -> how many messages have come from it, of whatever kind.
+
+        Returns:
+            Replicas that have not contributed; those that don't vote and say nothing else; and, of both, those of which
+            nothing at all is heard.
         """
         size, absent = rules.ranks_per_replica, frozenset(self.missing(ranks, rules))
         seen: dict[int, object] = {}
+        heard: dict[int, object] = {}
         for rank in ranks:
             if rank // size in absent:
                 seen[rank // size] = "no contribution"
             elif rank not in self.votes:
                 seen[rank // size] = (seen.get(rank // size), rank, words(rank))
+            heard[rank // size] = (heard.get(rank // size), words(rank))
         seen.pop(rules.replica, None)  # another rank of my own replica that is late is the others' business
-        late = self.lateness.look(seen)
-        return late & absent, late - absent
+        late, unheard = self.lateness.look(seen), self.silence.look(heard)
+        return late & absent, late - absent, late & (unheard | (late - absent))
 
     def parts(self, members: Sequence[int], rules: Rules) -> Mapping[int, Part]:
         """What the sum needs of the headers that all ``members`` have sent: replica -> part."""

@@ -51,7 +51,7 @@ class RoundBook:
         post: calls a function in the control thread, from another one.
         broken: told, in words, of a payload connection that ended.
         confirmed: told that this rank's state of a fragment is the majority's.
-        late: told, in words, of replicas that are late.
+        late: told of replicas that are late, of replicas that say nothing at all, and of what happened, in words.
         words: rank -> how many messages have come from it, of whatever kind.
         void: rounds of earlier views that are known to be void, though I have not begun them yet.
     """
@@ -69,7 +69,7 @@ class RoundBook:
         post: Callable[..., None],
         broken: Callable[[str], None],
         confirmed: Callable[[int], None],
-        late: Callable[[frozenset[int], str], None],
+        late: Callable[[frozenset[int], frozenset[int], str], None],
         words: Callable[[int], int],
         void: Rounds = frozenset(),
     ) -> None:
@@ -184,6 +184,15 @@ class RoundBook:
         state = self._rounds.get(round_id) or RoundState(round_id)  # nothing has been heard of it
         return state.missing(self.ranks, self.rules)
 
+    def goes_on_without_me(self) -> bool:
+        """Whether another rank has contributed to a round that this one has not begun."""
+        return any(state.headers and not state.was_begun for state in self._rounds.values())
+
+    def lacking(self) -> frozenset[int]:
+        """Replicas that have not contributed to a round that I wait for."""
+        waited_for = (state for state in self._rounds.values() if state.begun is not None and state.committed is None)
+        return frozenset(replica for state in waited_for for replica in state.missing(self.ranks, self.rules))
+
     def _refusal(self, sender: int, round_id: RoundId) -> str:
         """Why a header is not taken, in words that name its sender, or ""."""
         name = f"a contribution of replica {sender // self.rules.ranks_per_replica} to {round_id} was refused"
@@ -278,10 +287,10 @@ class RoundBook:
         """Give up who is late, and look again until the round is decided."""
         if state.committed is not None or self._frozen:
             return
-        absent, silent = state.look(self.ranks, self.rules, self._words)
+        absent, silent, unheard = state.look(self.ranks, self.rules, self._words)
         if absent or silent:
-            self._late(absent | silent, late_words(state.id, absent, silent, late_s))
-        else:
+            self._late((absent | silent) - unheard, unheard, late_words(state.id, absent, silent, late_s))
+        if not self._frozen:
             state.looking = self._later(late_s / Lateness.LOOKS, lambda: self._look(state, late_s))
 
     def _cast(self, vote: RoundVote, state: RoundState) -> None:

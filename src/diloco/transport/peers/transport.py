@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from diloco.membership.view import View
 from diloco.transport.address import Address
 from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
+from diloco.transport.peers.agreement import Agreement
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.dispatch import Dispatch
 from diloco.transport.peers.in_thread import Threads, in_thread
@@ -93,6 +95,7 @@ class PeerTransport(Transport):
         self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost, streams)
         self._state = StateDesk(rules, self.board, state_bytes_per_s)
         self._meetings = Meetings(rules.rank, self._tell, self.board.post, self._present, lambda: self.step)
+        self._agreement = Agreement(rules, self.board, self._present, self._meetings.changed)
         self._rounds = RoundDesk(rules.replica, self._missing, self._taken)
         self.digests = self._rounds.digests
         self._keeper: ViewKeeper | None = None
@@ -105,8 +108,11 @@ class PeerTransport(Transport):
             self._meetings,
             self.joining,
             self._speeds,
+            self._agreement,
             lambda entry: self.on_introduction(entry),
         )
+        self._finished = False
+        self._others_go_on = False
         self._closed = False
 
     @property
@@ -133,11 +139,18 @@ class PeerTransport(Transport):
         """One inner step is done; rounds sent from now on belong to the next."""
         self.step += 1
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        self._agreement.agree(facts, self.rules.round_timeout_s)
+
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         self._state.publish(source, version)
 
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         return self._fetch(fragment, donors, expected_bytes)()
+
+    @property
+    def fetched_bytes(self) -> int:
+        return self._state.meter.num_bytes
 
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         if self.rules.ranks_per_replica > 1:  # its ranks take over together, at one step
@@ -199,12 +212,21 @@ class PeerTransport(Transport):
         """As `Meetings.meet`."""
         return self._meetings.meet(name, value, self._guard_s())
 
+    def finish(self) -> None:
+        """All steps are done here: wait until the others are as far. Those that take more steps are told of the end."""
+        self._finished = True
+        self.board.post(self._look_who_goes_on)
+        self._meetings.meet("finished", self.step, self._guard_s(), unless=lambda: self._others_go_on)
+        if self._others_go_on:
+            self.leave()
+
     def leave(self) -> None:
         """Tell the others that this replica leaves, and wait until they have heard it; they go on without it."""
         if self._keeper is None or self.failure is not None:
             return
         members = set(self.view.members) - {self.replica}
-        self.board.call(_called(self._tell_leaving, self._keeper))
+        with contextlib.suppress(TimeoutError):  # the others find out, then
+            self.board.call(_called(self._tell_leaving, self._keeper), _LEAVING_S)
         with self._meetings.changed:
             self._meetings.changed.wait_for(lambda: not self.board.connected & members, _LEAVING_S)
 
@@ -217,17 +239,18 @@ class PeerTransport(Transport):
             self.board.post(self._tell_leaving, self._keeper)
 
     def close(self) -> None:
-        """Leave: all connections end. The others notice, so `meet` them first where they shall not mind."""
+        """Leave: all connections end, in some seconds. The others notice, so `meet` them first where they shall not mind."""
         if self._closed:
             return
         self._closed = True
         keeper = self._keeper
         if keeper is not None:
             left = TransportError(f"replica {self.replica} has closed its transport")
-            self.board.call(_called(keeper.close, left))
+            with contextlib.suppress(TimeoutError):
+                self.board.call(_called(keeper.close, left), _ENDING_S)
         self.mailbox.close("the transport was closed")
         self.board.close()
-        self._postman.close()
+        self._postman.close(_ENDING_S)
         self._threads.join(_ENDING_S)
         self._rounds.close()
 
@@ -292,6 +315,8 @@ class PeerTransport(Transport):
     def _deliver(self, sender: int, message: dict[str, Any], blob: bytes) -> None:
         self._dispatch.deliver(sender, message, blob)
         self._stop_if_failed()
+        if self._finished:
+            self._look_who_goes_on()
 
     def _lost(self, rank: int, loss: Loss) -> None:
         if self._keeper is not None:
@@ -310,6 +335,12 @@ class PeerTransport(Transport):
     def _stop_if_failed(self) -> None:
         if self.failure is not None and self._together and not self.policies.raise_on_loss:
             self._meetings.stop()
+
+    def _look_who_goes_on(self) -> None:
+        book = self._keeper.book if self._keeper else None
+        if book is not None and book.goes_on_without_me():
+            self._others_go_on = True
+            self._meetings.notice()
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         if self._keeper is not None:

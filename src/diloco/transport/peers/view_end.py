@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diloco.membership.change import Change, NextView, Report
-from diloco.membership.quorum import Policy
+from diloco.membership.quorum import Policy, enough_without
+from diloco.transport.peers.lineup import Lineup
 from diloco.transport.peers.present import Present
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.switchboard import Switchboard
@@ -22,8 +23,9 @@ class ViewEnd:
         rules: who I am.
         quorum: who may go on.
         board: control connections.
+        lineup: the members' processes.
         step: tells the inner step that this rank has begun to synchronise.
-        adopt: called with what follows, once all survivors know the same.
+        adopt: called with what follows, once all who stay are ready for it, or this rank can't be one of them.
 
     Attributes:
         change: what is known; None: the view does not end.
@@ -35,6 +37,7 @@ class ViewEnd:
         rules: Rules,
         quorum: Policy,
         board: Switchboard,
+        lineup: Lineup,
         step: Callable[[], int],
         adopt: Callable[[NextView], None],
     ) -> None:
@@ -43,6 +46,7 @@ class ViewEnd:
         self._rules = rules
         self._quorum = quorum
         self._board = board
+        self._lineup = lineup
         self._step = step
         self._adopt = adopt
 
@@ -50,7 +54,8 @@ class ViewEnd:
         self,
         why: str,
         *,
-        lost: frozenset[int] = frozenset(),
+        unheard: frozenset[int] = frozenset(),
+        behind: frozenset[int] = frozenset(),
         gone: frozenset[int] = frozenset(),
         joining: frozenset[int] = frozenset(),
         left: frozenset[tuple[int, int]] = frozenset(),
@@ -63,7 +68,17 @@ class ViewEnd:
         if self._present.failure is not None or self._present.book is None:
             return
         started, change = self._begin(why)
-        if change.extend(lost=lost, gone=gone, joining=joining, left=left, left_commits=left_commits) or started:
+        assert self._present.book is not None
+        grew = change.extend(
+            unheard=unheard,
+            lacking=unheard & self._present.book.lacking(),
+            behind=behind,
+            gone=gone,
+            joining=joining,
+            left=left,
+            left_commits=left_commits,
+        )
+        if grew or started:
             self._announce(change)
         self.settle()
 
@@ -74,17 +89,23 @@ class ViewEnd:
             self._announce(change)
         return change
 
-    def has_lost(self, rank: int) -> bool:
-        """Whether the replica of a rank is lost in this change."""
-        return self.change is not None and rank // self._rules.ranks_per_replica in self.change.mine.lost
+    def goes_on_without(self, behind: frozenset[int]) -> bool:
+        """Whether those who are not ``behind`` are enough to go on without them."""
+        return enough_without(self._present.view, behind, self._quorum)
 
     def is_joining(self, replica: int) -> bool:
         """Whether a replica becomes a member by this change."""
         return self.change is not None and replica in self.change.mine.joining
 
     def settle(self) -> None:
-        """Let what follows be adopted, if all survivors know the same."""
-        if self.change is not None and (following := self.change.outcome()) is not None:
+        """Let what follows be adopted, if all who stay are ready; or let this rank go, if none of them hears it."""
+        change = self.change
+        if change is None:
+            return
+        following = change.outcome()
+        if change.is_left_out and not any(map(self._lineup.is_connected, self._lineup.ranks(change.staying))):
+            following = change.alone()
+        if following is not None:
             self._adopt(following)
 
     def take(self) -> Change:
@@ -105,6 +126,5 @@ class ViewEnd:
 
     def _announce(self, change: Change) -> None:
         message = change_message(change.mine, change.why)
-        for rank in change.survivors:
-            if rank != self._rules.rank:
-                self._board.send(rank, message)
+        for rank in change.audience:
+            self._board.send(rank, message)

@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
-from diloco.membership.change import Commits, NextView, Report
+from diloco.membership.change import Agreed, Commits, NextView, Report
 from diloco.membership.view import View
 from diloco.transport.peers.fields import Fields
 from diloco.transport.peers.header import Header
@@ -110,7 +110,7 @@ def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, Said
     elif kind == "vote":
         said = RoundVote.from_message(message)
     elif kind == "change":
-        said = ChangeReport(_report_of(sender, fields), fields.text("why"))
+        said = ChangeReport(_report_of(sender, fields, view), fields.text("why"))
     elif kind == "adopted":
         said = Adopted(next_view(message, view))
     elif kind == "leaving":
@@ -125,7 +125,9 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
     return {
         "kind": "change",
         "view": mine.view_id,
-        "lost": sorted(mine.lost),
+        "unheard": sorted(map(list, mine.unheard)),
+        "lacking": sorted(mine.lacking),
+        "behind": sorted(mine.behind),
         "gone": sorted(mine.gone),
         "joining": sorted(mine.joining),
         "left": sorted(map(list, mine.left)),
@@ -133,6 +135,8 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "step": mine.step,
         "commits": _with_digests(mine.commits),
         "void": sorted(map(list, mine.void)),
+        "ready": mine.ready,
+        "agreed": None if mine.agreed is None else [mine.agreed.known, adopted(mine.agreed.following)],
         "why": why,
     }
 
@@ -172,20 +176,34 @@ def next_view(message: Mapping[str, Any], previous: View) -> NextView:
     )
 
 
-def _report_of(sender: int, fields: Fields) -> Report:
-    lost, gone, joining = (frozenset(fields.integers(name, 0, _MOST_REPLICAS)) for name in ("lost", "gone", "joining"))
+def _report_of(sender: int, fields: Fields, view: View) -> Report:
+    lacking, behind, gone, joining = (
+        frozenset(fields.integers(name, 0, _MOST_REPLICAS)) for name in ("lacking", "behind", "gone", "joining")
+    )
+    left_commits = frozenset((*round_key, digest) for round_key, digest in fields.digests("left_commits").items())
     return Report(
         sender,
         fields.integer("view"),
-        lost,
-        gone,
-        joining,
-        fields.integer("step"),
-        fields.digests("commits"),
-        fields.pairs("void", -1),
-        fields.pairs("left"),
-        frozenset((*round_key, digest) for round_key, digest in fields.digests("left_commits").items()),
+        unheard=fields.pairs("unheard"),
+        lacking=lacking,
+        behind=behind,
+        gone=gone,
+        joining=joining,
+        step=fields.integer("step"),
+        commits=fields.digests("commits"),
+        void=fields.pairs("void", -1),
+        left=fields.pairs("left"),
+        left_commits=left_commits,
+        ready=fields.flag("ready"),
+        agreed=_agreed_of(fields, view),
     )
+
+
+def _agreed_of(fields: Fields, view: View) -> Agreed | None:
+    if fields.is_none("agreed"):
+        return None
+    known, following = fields.numbered("agreed")
+    return Agreed(known, next_view(following, view))
 
 
 def _with_digests(commits: Mapping[tuple[int, int], str]) -> list[list[Any]]:

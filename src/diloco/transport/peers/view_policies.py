@@ -43,18 +43,10 @@ def stopped(following: NextView, lost: Sequence[int], why: str, policies: Polici
     """
     if following.view is not None and (policies.go_on or not lost):
         return None
-    smaller = following.view is None
-    side = f"{following.reason}, so this side does not go on. " if smaller else ""
-    choice = "." if smaller else ", and with --on-failure continue the others would have gone on."
-    return ReplicaLostError(
-        f"{why}. {side}What was committed stands. Starting all replicas again with --resume would work{choice}",
-        replicas=lost,
-    )
+    side = f"{why}: {following.reason}" if following.view is None else f"{why}; all replicas stop when one is lost"
+    return ReplicaLostError(f"{side}. What was committed stands.", replicas=lost)
 
 
 def left_out(replica: int, reason: str, policies: Policies) -> str:
     """What the others did without ``replica``, in words."""
-    went, works = "went on", "Starting it again, so that it joins them,"
-    if not policies.go_on:
-        went, works = "stopped", "Starting all replicas again with --resume"
-    return f"the others {went} without replica {replica}: {reason}. {works} would work."
+    return f"the others {'went on' if policies.go_on else 'stopped'} without replica {replica}: {reason}."

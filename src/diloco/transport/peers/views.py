@@ -78,7 +78,7 @@ class ViewKeeper:
         self._last: NextView | None = None
         self._early = Early()
         self._lineup = Lineup(rules, board)
-        self._ending = ViewEnd(present, rules, policies.quorum, board, step, self._adopt)
+        self._ending = ViewEnd(present, rules, policies.quorum, board, self._lineup, step, self._adopt)
         self.intake = Intake(present, self._ending, raise_on_loss=policies.raise_on_loss)
         self.attendance = Attendance(present, rules, board, self._lineup, self._ending, self._stop)
         unlinked = self.attendance.unlinked
@@ -198,12 +198,9 @@ class ViewKeeper:
 
     def _hear_change(self, letter: Letter, said: ChangeReport) -> None:
         if letter.view_id == self.view.id:
-            if self.failure is not None or self.book is None or self._ending.has_lost(letter.sender):
-                return  # who is lost for me has no say in who else is
-            change = self._ending.absorb(said)
-            if self._rules.replica in change.mine.lost:
-                self.exclude(f"replica {letter.sender // self._rules.ranks_per_replica} says: {said.why}")
-            self._ending.settle()
+            if self.failure is None and self.book is not None:
+                self._ending.absorb(said)
+                self._ending.settle()
         elif self._last is not None and letter.view_id == self._last.previous.id:
             self._board.send(letter.sender, adopted(self._last))  # it asks about a view that I have left behind
 
@@ -242,7 +239,7 @@ class ViewKeeper:
             self._take(letter)
 
     def _stop(self, why: str) -> None:
-        words = f"{why} It stops here; what it had not shared yet is lost."
+        words = f"{why} It takes part in no more rounds; what it has not shared is in its own parameters."
         self._end(ReplicaLostError(words, replicas=[self._rules.replica]))
 
     def _parted(self, step: int) -> TransportError:
@@ -254,10 +251,15 @@ class ViewKeeper:
 
     def _adopt(self, following: NextView) -> None:
         assert self.book is not None
+        me, members = self._rules.replica, following.previous.members
+        if following.view is not None and me not in following.view.members:
+            self.exclude(following.reason)
+            return
         change = self._ending.take()
-        survivors = () if following.view is None else following.view.members
-        members = following.previous.members
-        lost = [m for m in members if (m in change.mine.lost if following.view is None else m not in survivors)]
+        survivors = members if following.view is None else following.view.members
+        hears = {m for m in survivors if all(map(self._lineup.is_connected, self._lineup.ranks((m,))))}
+        lost = [m for m in members if m != me and m not in hears] if following.view is None else []
+        lost = lost or [m for m in members if m not in survivors]
         self._present.failure = stopped(following, lost, change.why, self._policies)
         stops = self.failure is not None
         self._last = following
@@ -268,6 +270,8 @@ class ViewKeeper:
         self._mailbox.forget(f"{following.previous.id}/")
         if following.view is not None:
             self._present.view = following.view
+            for rank in self._lineup.ranks([m for m in survivors if m not in change.staying]):
+                self._board.send(rank, adopted(following))  # it was agreed on before it was lost, and may not know
         note = self._on_change(following)  # before `_open`, which may adopt the view after this one
         self.attendance.welcome(following, note)
         if following.joined:

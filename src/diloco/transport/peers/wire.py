@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from diloco.algorithm.numbers import check_whole
+from diloco.errors import ConfigurationError
 from diloco.membership.quorum import Policy
 from diloco.transport.links import Link
 from diloco.transport.peers.rules import Rules
@@ -50,6 +52,19 @@ class Wire:
     link: Link | None = None
     state_bytes_per_s: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("streams", 0), ("piece_bytes", 1), ("min_replicas", 1), ("min_contributors", 1)):
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least)
+        for name in ("heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "late_s"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigurationError(f"{name}={value} was given; more than 0 s would work. Nothing was started.")
+        if self.heartbeat_s > self.silence_s / 2:
+            raise ConfigurationError(
+                f"heartbeat_s={self.heartbeat_s} was given with silence_s={self.silence_s}; two heartbeats must fit "
+                "into a silence, or replicas that are well count as lost. Nothing was started."
+            )
 
     def rules_and_policies(
         self, replica: int, position: int, ranks_per_replica: int, others: int

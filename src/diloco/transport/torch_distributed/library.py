@@ -34,7 +34,8 @@ def connect_replica(
 ) -> Iterator[Transport]:
     """A transport to the other replicas, which run the same in processes of their own, here or elsewhere.
 
-    Leaving the ``with`` waits until all replicas have come as far, and parts. An error on its way out parts at once.
+    Leaving the ``with`` waits until all replicas have come as far, and parts. Replicas that take more steps than this
+    one are told that it left, and what they do then is as when it is lost. An error on its way out parts at once.
 
     Args:
         replica: m, counted from 0.
@@ -77,7 +78,7 @@ def connect_replica(
             raise connected.already_running()
 
     def end() -> None:
-        opened[0].meet("finished", 0)
+        opened[0].finish()
 
     led = ranks == "whole" and group.size > 1
     try:

@@ -1,0 +1,58 @@
+"""Numbers that somebody gave, checked where they come in: a value that can't work is refused before it is used."""
+
+from __future__ import annotations
+
+import math
+import operator
+from numbers import Real
+from typing import Any
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["check_number", "check_whole"]
+
+
+def check_whole(name: str, value: Any, least: int = 0) -> int:
+    """``value`` as an int, if it is a whole number of at least ``least``.
+
+    Raises:
+        ConfigurationError: if it is not.
+
+    >>> check_whole("inner_steps", 2.5, 1)
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: inner_steps=2.5 was given; a whole number from 1 on would work. Nothing was ...
+    """
+    try:
+        whole = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = least - 1
+    if whole < least:
+        raise ConfigurationError(
+            f"{name}={value!r} was given; a whole number from {least} on would work. Nothing was started."
+        )
+    return whole
+
+
+def check_number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """Refuse anything but a finite number from ``low`` to ``high``; ``above``: ``low`` itself is refused, too.
+
+    Raises:
+        ConfigurationError: for what it refuses.
+
+    >>> check_number("momentum", 1.5, 0, 1)
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: momentum=1.5 was given; a number from 0 to 1 would work. Nothing was started.
+    >>> check_number("epsilon", float("nan"), 0, above=True)
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: epsilon=nan was given; a finite number above 0 would work. Nothing was started.
+    """
+    number = float(value) if not isinstance(value, bool) and isinstance(value, Real) else math.nan
+    if math.isfinite(number) and low <= number <= high and not (above and number == low):
+        return
+    if high < math.inf:
+        works = f"a number from {low:g} to {high:g}"
+    elif low > -math.inf:
+        works = f"a finite number {'above' if above else 'from'} {low:g}{'' if above else ' on'}"
+    else:
+        works = "a finite number"
+    raise ConfigurationError(f"{name}={value!r} was given; {works} would work. Nothing was started.")

@@ -1,0 +1,105 @@
+"""Values that can't work are refused where they are made, not where they are used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from diloco import (
+    Adam,
+    AlphaMerge,
+    Clipping,
+    InProcessTransport,
+    Nesterov,
+    Sgd,
+    SyncSchedule,
+    ValueSchedule,
+    make_codec,
+    partition,
+)
+from diloco.errors import ConfigurationError, FragmentError
+from diloco.transport.peers.wire import Wire
+
+NAN, INF = math.nan, math.inf
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (SyncSchedule, {"inner_steps": 2.5}),
+        (SyncSchedule, {"inner_steps": True}),
+        (SyncSchedule, {"inner_steps": "10"}),
+        (SyncSchedule, {"inner_steps": 10, "overlap_steps": 1.5}),
+        (SyncSchedule, {"inner_steps": 10, "overlap_steps": -1}),
+        (SyncSchedule, {"inner_steps": 10, "num_fragments": 2.0}),
+        (SyncSchedule, {"inner_steps": 10, "offsets": (0.5,)}),
+        (Sgd, {"learning_rate": INF}),
+        (Sgd, {"learning_rate": NAN}),
+        (Sgd, {"learning_rate": "fast"}),
+        (Nesterov, {"learning_rate": INF}),
+        (Nesterov, {"momentum": NAN}),
+        (Adam, {"learning_rate": -1.0}),
+        (Adam, {"epsilon": -1.0}),
+        (Adam, {"epsilon": NAN}),
+        (Adam, {"epsilon": INF}),
+        (Adam, {"epsilon": 0}),
+        (Adam, {"betas": (0.9, 1.0)}),
+        (Adam, {"betas": (0.9, NAN)}),
+        (Adam, {"betas": (0.9,)}),
+        (AlphaMerge, {"alpha": NAN}),
+        (AlphaMerge, {"alpha": "half"}),
+        (Clipping, {"max_norm": INF}),
+        (Clipping, {"max_norm": "1"}),
+        (Clipping, {"median_norm_factor": 0}),
+        (ValueSchedule, {"peak": NAN}),
+        (ValueSchedule, {"peak": 1.0, "final_ratio": NAN}),
+        (ValueSchedule, {"peak": 1.0, "final_ratio": 2.0}),
+        (ValueSchedule, {"peak": 1.0, "total_steps": 1.5}),
+        (ValueSchedule, {"peak": 1.0, "warmup_steps": -1}),
+        (ValueSchedule, {"peak": 1.0, "kind": "cosin"}),
+        (make_codec, {"name": "int8", "block_size": 8.0}),
+        (InProcessTransport, {"num_replicas": 0}),
+        (InProcessTransport, {"num_replicas": 1.5}),
+        (InProcessTransport, {"num_replicas": 1, "round_timeout_s": NAN}),
+        (Wire, {"streams": 1.5}),
+        (Wire, {"silence_s": NAN}),
+        (Wire, {"round_timeout_s": 0}),
+        (Wire, {"heartbeat_s": 10.0}),
+        (lambda **given: partition(layers(), **given), {"num_fragments": 2.0}),
+        (lambda **given: partition(layers(), **given), {"num_fragments": 0}),
+        (lambda **given: partition(layers(), **given), {"num_fragments": 1, "strategy": "even"}),
+    ],
+    ids=str,
+)
+def test_what_can_not_work_is_refused_at_once(make: Callable[..., object], given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"(was|were) given.*; .*Nothing was started\.") as caught:
+        make(**given)
+    assert str(next(reversed(given.values()))).strip("(),") in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    schedule = SyncSchedule(inner_steps=np.int64(4), overlap_steps=np.int32(1))  # type: ignore[arg-type]  # the point
+    assert type(schedule.inner_steps) is int
+    assert [step for step in range(1, 10) if schedule.actions(step)] == [4, 5, 8, 9]
+    assert Nesterov(learning_rate=np.float32(0.5)).learning_rate == 0.5
+
+
+def test_a_model_without_numbered_layers_is_told_what_works() -> None:
+    """An RNN, as torch makes it."""
+    model = nn.RNN(2, 3)
+    with pytest.raises(FragmentError) as caught:
+        partition(model, num_fragments=2)
+    works = 'partition(model, num_fragments=2, strategy="balanced")'
+    assert f"no numbered layers, of which strided fragments are made. 1 would work, and so would fragments={works}" in (
+        str(caught.value)
+    )
+    assert len(eval(works)) == 2

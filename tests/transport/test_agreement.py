@@ -1,0 +1,200 @@
+"""Replicas whose `DiLoCo`s were given different arguments refuse each other; those that take more steps are told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import AlphaMerge, Clipping, DiLoCo, Nesterov, SyncSchedule, connect_replica
+from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
+from diloco.transport.base import Transport
+from diloco.transport.in_process import InProcessTransport
+from diloco.transport.peers.connected import Connected, join
+from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from tests.processes import free_port
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
+from tests.transport.wires import QUICK, Wires, at_once
+
+pytestmark = HIVEMIND_LEAVES_CONNECTIONS
+
+MakeEndpoints = Callable[[int], Sequence[Transport]]
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    made = Wires()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["in process", "torch", "hivemind"])
+def make_endpoints(request: pytest.FixtureRequest) -> MakeEndpoints:
+    """Endpoints of each transport."""
+    if request.param == "in process":
+        return lambda count: list(map(InProcessTransport(count).endpoint, range(count)))
+    if request.param == "torch":
+        return request.getfixturevalue("wires").meet  # type: ignore[no-any-return]
+    swarms: Swarms = request.getfixturevalue("swarms")
+    return swarms.meet
+
+
+def made(transport: Transport, width: int = 2, **arguments: Any) -> DiLoCo:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"schedule": SyncSchedule(inner_steps=2), **arguments}
+    return DiLoCo(model, inner, transport=transport, **given)
+
+
+def train(diloco: DiLoCo, steps: int) -> DiLoCo:
+    for _ in range(steps):
+        for parameter in diloco.model.parameters():
+            parameter.data.sub_(0.1)
+        diloco.step()
+    return diloco
+
+
+DIFFERENT = [
+    ({"schedule": SyncSchedule(inner_steps=3)}, "schedule = H 2, .* schedule = H 3, "),
+    ({"codec": "fp4"}, r"codec = float32 .* codec = fp4 \(block_size 256\)"),
+    ({"width": 3}, r"fragment 0 = 0.weight \(2, 2\).* fragment 0 = 0.weight \(3, 2\)"),
+    ({"outer_optimizer": Nesterov(learning_rate=0.5)}, r".*learning_rate=0\.7.*learning_rate=0\.5"),
+    ({"merge": AlphaMerge(0.25)}, r"merge = AlphaMerge\(alpha=0\.0\).*merge = AlphaMerge\(alpha=0\.25\)"),
+    ({"clipping": Clipping(max_norm=1.0)}, r"clipping = .*max_norm=None.* clipping = .*max_norm=1\.0"),
+    ({"error_feedback": True}, "error feedback = no .*error feedback = yes"),
+]
+
+
+@pytest.mark.parametrize("different", DIFFERENT, ids=lambda each: next(iter(each[0])))
+def test_other_arguments_are_refused_in_process(different: tuple[dict[str, Any], str]) -> None:
+    arguments, words = different
+    hub = InProcessTransport(2)
+    first = made(hub.endpoint(0))
+    with pytest.raises(ConfigurationError, match=f"replica 0 has {words}"):
+        made(hub.endpoint(1), **arguments)
+    with pytest.raises(ConfigurationError, match=f"replica 0 has {words}"):
+        train(first, 2)
+    made(hub.endpoint(1))
+    train(first, 1)
+
+
+def test_all_replicas_are_refused_in_a_sentence_with_both_values(make_endpoints: MakeEndpoints) -> None:
+    """Whichever comes first, and also the one that is as it should be."""
+    ways = make_endpoints(3)
+    codecs = ["float32", "float32", "fp4"]
+    found = at_once([lambda m=m: train(made(ways[m], codec=codecs[m]), 4) for m in range(3)])
+    for number, each in enumerate(found):
+        assert isinstance(each, ConfigurationError), (number, each)
+        assert "has codec = float32 and replica 2" in str(each)
+        assert "has codec = fp4 (block_size 256)" in str(each)
+
+
+def test_those_that_agree_train(make_endpoints: MakeEndpoints) -> None:
+    ways = make_endpoints(2)
+    found = at_once([lambda m=m: train(made(ways[m]), 4) for m in range(2)])
+    assert [each.rounds_committed for each in found] == [2, 2], found
+
+
+def test_a_function_and_a_number_of_another_kind_are_no_difference() -> None:
+    hub = InProcessTransport(2)
+    for number, one in enumerate((1, 1.0)):
+        made(hub.endpoint(number), outer_optimizer=Nesterov(learning_rate=lambda step: 0.7, momentum=one))
+
+
+def test_who_comes_when_the_others_were_refused_is_refused_too(wires: Wires) -> None:
+    ways = wires.meet(3)
+    found = at_once([lambda: made(ways[0]), lambda: made(ways[1], codec="int8")])
+    assert all(isinstance(each, ConfigurationError) for each in found)
+    at_once([way.close for way in ways[:2]])
+    with pytest.raises(ConfigurationError, match=r"replica 1 .* has codec = int8 \(block_size 256\) and replica 2"):
+        made(ways[2])
+
+
+def test_ranks_of_one_replica_are_compared_as_well(wires: Wires) -> None:
+    ways = wires.meet(2, ranks_per_replica=2)
+    found = at_once([lambda rank=rank: made(ways[rank], codec="int8" if rank == 3 else "fp4") for rank in range(4)])
+    for each in found:
+        assert isinstance(each, ConfigurationError), found
+        assert "replica 1" in str(each)
+        assert "codec = int8" in str(each)
+
+
+def test_who_is_waited_for_is_named_when_the_time_is_over(wires: Wires) -> None:
+    ways = wires.meet(2, round_timeout_s=11.0)
+    with pytest.raises(RendezvousError, match=r"has waited 0\.1 s for replica 1, which is connected and not ready"):
+        ways[0]._agreement.agree({"codec": "fp4"}, 0.1)
+
+
+def test_another_transport_is_compared_anew(wires: Wires) -> None:
+    ways = wires.meet(2)
+    alone = made(InProcessTransport(1).endpoint(0), codec="int8")
+    found = at_once([lambda: alone.change_transport(ways[0]), lambda: made(ways[1])])
+    assert all(isinstance(each, ConfigurationError) for each in found), found
+
+
+def test_a_joiner_with_other_arguments_is_refused_and_the_others_train_on(wires: Wires) -> None:
+    ways = wires.meet(2, go_on=True, late_s=5.0)
+    members = at_once([lambda m=m: made(ways[m]) for m in range(2)])
+    ways[1].leave()
+    ways[1].close()
+    train(members[0], 2)
+
+    def come() -> Connected:
+        place = Place(replica=1, num_replicas=2, rendezvous=ways[0].address)
+        return connect(place, TcpWire(**(QUICK | {"go_on": True})))
+
+    stranger = come()
+    try:
+        with pytest.raises(ConfigurationError, match=r"replica 0 .* has schedule = H 2, .* replica 1 .*H 3"):
+            made(stranger.transport, schedule=SyncSchedule(inner_steps=3))
+    finally:
+        stranger.transport.close()
+    again = come()
+    try:
+        fitting = made(again.transport)
+        fitting.take_over(again.transport.view.members)
+        stop = threading.Event()
+
+        def member() -> None:
+            while not stop.is_set() and len(ways[0].view.members) < 2:
+                train(members[0], 2)
+
+        training = threading.Thread(target=member)
+        training.start()
+        fitting.steps = join(again, timeout_s=20.0)
+        stop.set()
+        training.join()
+        assert ways[0].failure is None
+    finally:
+        again.transport.close()
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_who_takes_more_steps_is_told_at_once_who_left_and_when(on_failure: str) -> None:
+    """Before, each waited until a round had timed out, and once more for the round after it, and said nothing."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def replica(number: int, steps: int) -> DiLoCo:
+        with connect_replica(
+            replica=number,
+            num_replicas=2,
+            rendezvous=address,
+            on_failure=on_failure,  # type: ignore[arg-type]  # one of two
+            **(QUICK | {"round_timeout_s": 1e6}),
+        ) as transport:
+            with made(transport) as diloco:
+                train(diloco, steps)
+            return diloco
+
+    found = at_once([lambda: replica(0, 8), lambda: replica(1, 5)])
+    assert found[1].rounds_committed == 2, found
+    if on_failure == "continue":
+        assert found[0].rounds_committed == 4
+    else:
+        assert isinstance(found[0], ReplicaLostError), found
+        assert "replica 1 left after step 5" in str(found[0])
