@@ -399,7 +399,7 @@ class TestEnds:
         [
             *[("", 0, 0), ("", 1, 1), ("", None, 1), ("", -9, 1), ("kill", -9, 0), ("leave", 130, 0), ("leave", 1, 1)],
             *[("group SIGINT", 130, 0), ("group SIGTERM", -9, 1), ("group SIGTERM", None, 1)],
-            *[("thaw at the end", 1, 0), ("thaw at the end", None, 1), ("thaw at the end", -9, 1)],
+            *[("thaw at the end", 130, 0), ("thaw at the end", None, 1), ("thaw at the end", -9, 1)],
         ],
     )
     def test_exit_codes(self, ended_by: str, code: int | None, faults: int) -> None:

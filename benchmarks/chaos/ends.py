@@ -33,7 +33,7 @@ _CODES: Mapping[str, tuple[int, ...]] = {
     "leave": (130, 0),
     "group SIGINT": (130, 0),
     "group SIGTERM": (130, 0),
-    "thaw at the end": (0, 1),
+    "thaw at the end": (0, 1, 130),
 }
 """What made it end -> how it may; who thaws as the others end may have missed that the run is over."""
 
