@@ -113,7 +113,6 @@ class _Arrival:
         self.number = transport.replica
         self.patience_s = wire.rendezvous_timeout_s
         self.finished = False
-        self.why = dict[str, str]()  # peer -> why it could not be joined, of those that were tried
         self.beat = 0
         self.dialler = Dialler(
             self.board,
@@ -134,7 +133,7 @@ class _Arrival:
         self.board.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
-        with waiting_for(self._sought, self.patience_s):
+        with waiting_for(lambda: f"a member of run {self.place.gate.run!r}", self.patience_s):
             found = call(self._find())
         self.swarm = found.swarm if found else secrets.token_hex(8)
         if found:
@@ -161,11 +160,6 @@ class _Arrival:
         everybody = {**entries, self.number: self.mine}
         table = Table(everybody, found is not None, found.step if found else 0, founded_step)
         return Connected(self.transport, table, found is not None, self.swarm, self._refresh, self._finish)
-
-    def _sought(self) -> str:
-        """Whom it looks for, and why those that were found won't do."""
-        tried = "; ".join(list(self.why.values()))
-        return f"a member of run {self.place.gate.run!r} that lets this peer in{f' ({tried})' if tried else ''}"
 
     def _members(self) -> tuple[int, ...]:
         view = self.transport.view
@@ -204,7 +198,7 @@ class _Arrival:
             alone=not place.node.join,
             window_s=place.join_window_s,
         )
-        lookers, why = Lookers(self.wire.silence_s), self.why
+        lookers, why = Lookers(self.wire.silence_s), dict[str, str]()
         began_s, said_s = loop.time(), -math.inf
         known_s = math.inf  # when others could know of this peer; until then waiting for them says nothing
         while True:
