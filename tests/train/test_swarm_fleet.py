@@ -5,14 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from diloco.data.shares import Shares
 from diloco.errors import RunOverError
+from diloco.events import Event, Note
+from diloco.train.follow import follow_views
 from diloco.train.held import Held
+from diloco.train.session import Session
+from diloco.train.stopping import StopRequest
 from diloco.train.swarm_fleet import SwarmFleet
-from diloco.train.threads import PeerThreads
+from diloco.train.threads import PeerThreads, Seats
 from diloco.transport.hivemind.connect import SwarmPlace
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.node import NodePlace
@@ -46,7 +52,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 start_replicas=start,
                 margin=1,
                 batch_size=1,
-                threads=PeerThreads(1),
+                threads=PeerThreads(1, Seats(tmp_path / "seats")),
             )
         )
         return fleets[-1]
@@ -79,10 +85,18 @@ def test_a_founder_that_waits_for_others_says_so(
     monkeypatch.setattr("diloco.waiting._FIRST_S", 0.01)
 
     def told() -> list[str]:
-        return [record.getMessage() for record in caplog.records if "to begin with" in record.getMessage()]
+        return [record.getMessage() for record in caplog.records if "more replica" in record.getMessage()]
 
     fleet.wait_for_start(lambda: bool(told()))
-    assert told()[0].startswith("waiting for 2 more replicas to begin with (1 of 3 are there; Ctrl-C leaves) for")
+    assert told()[0].startswith("waiting for 2 more replicas, to begin with 3 (Ctrl-C leaves), for")
+
+
+def test_a_change_of_threads_is_told_between_two_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, told = make(0), list[Event]()
+    monkeypatch.setattr(fleet.threads, "follow", lambda: "2 peers train on this machine.")
+    session = cast(Session, SimpleNamespace(totals=SimpleNamespace(steps=7)))
+    follow_views(fleet, session, StopRequest(), told.append, lambda: None)
+    assert Note(step=7, text="2 peers train on this machine.") in told
 
 
 def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) -> None:

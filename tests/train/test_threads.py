@@ -7,11 +7,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from diloco.train import launcher, wires
+from diloco.train.resolve import resolve
+from diloco.train.roles import Role
+from diloco.train.settings import RunSettings
 from diloco.train.threads import PeerThreads, Seats, choose_threads
+from diloco.transport.address import Address
+from diloco.transport.peers.connected import Connected, Table
+from diloco.transport.peers.registry import Entry
+from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.settings import TransportSettings
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +97,27 @@ def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: py
     assert torch.get_num_threads() == 3, "what its user set meanwhile stays"
     for seats in others:
         seats.leave()
+
+
+def test_processes_that_the_launcher_starts_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    launcher._start(["train"], 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    launcher._start(["train"], 4)
+    assert [environment["OMP_NUM_THREADS"] for environment in started] == ["2", "5"]
+
+
+@pytest.mark.parametrize(("rank", "threads"), [(0, 2), (1, 4), (2, 2)])
+def test_ranks_that_are_started_one_by_one_count_those_at_their_own_address(
+    rank: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = ("10.0.0.1:4000", "10.0.0.2:4000", "10.0.0.1:4001")
+    table = Table({number: Entry(number, address) for number, address in enumerate(addresses)}, running=False)
+    transport = SimpleNamespace(rules=SimpleNamespace(rank=rank), replica=rank)
+    monkeypatch.setattr(wires, "connect", lambda *_, **__: Connected(cast(PeerTransport, transport), table, False))
+    run = resolve(RunSettings(transport=TransportSettings(name="torch", replicas=3)), num_layers=4)
+    role = Role("rank", rank, rendezvous=Address("10.0.0.1", 4000))
+    wires.connect_rank(run, role, {}, -1, torch.device("cpu"))
+    assert torch.get_num_threads() == threads

@@ -144,8 +144,8 @@ class SwarmFleet(Returning):
                 self._changed.wait(0.2)
 
     def _lacking(self) -> str:
-        wanted, there = self._start_replicas, self.num_members
-        return f"{wanted - there} more replicas to begin with ({there} of {wanted} are there; Ctrl-C leaves)"
+        more = self._start_replicas - self.num_members
+        return f"{more} more replica{'s' if more > 1 else ''}, to begin with {self._start_replicas} (Ctrl-C leaves),"
 
     # What the session asks at every step.
 

@@ -90,7 +90,7 @@ def connect_peer(
 
 def _wait_for(connected: Connected, num_replicas: int, timeout_s: float) -> None:
     transport, deadline_s = connected.transport, time.monotonic() + timeout_s
-    with waiting_for(lambda: f"replicas: {len(transport.view.members)} of {num_replicas} are there,", timeout_s):
+    with waiting_for(lambda: f"{num_replicas} replicas, {len(transport.view.members)} of which are there,", timeout_s):
         while len(transport.view.members) < num_replicas:
             if transport.failure is not None:
                 raise transport.failure
