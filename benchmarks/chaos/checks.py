@@ -116,7 +116,8 @@ def standing_still(
         faults.extend(late)
         for event, limit_s in limits_s.items():
             times_s = [record["time_s"] for record in log.of(event)]
-            if times_s and (log.life.ended_by or log.life.code):  # what it was waiting for when it ended
+            by_itself = log.life.code and not log.life.ended_by
+            if times_s and (log.life.ended_by == "kill" or by_itself):  # what it was waiting for when it ended
                 times_s.append(log.life.ended_s or times_s[-1])
             elif times_s and log.life.ended_s is None:  # it hung
                 faults.append(f"{log.name}: no {event} after {times_s[-1]:.1f}, and it had not ended when all was over")
