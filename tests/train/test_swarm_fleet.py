@@ -71,7 +71,8 @@ def test_who_comes_back_lets_others_in_whatever_it_did_when_it_started(make: Mak
     second.close_to_joiners("")
     second.join(LIMIT_S)
     first.transport.leave()
-    first.rejoin()
+    first.rejoin(LIMIT_S)
+    first.close_to_joiners("")
     first.join(LIMIT_S)
     third = make(2, second)
     third.join(10.0)
@@ -110,7 +111,7 @@ def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) 
     first.close()
     second.transport.close()
     with pytest.raises(RunOverError, match="the others have finished run 'run', and nobody of it is left"):
-        second.rejoin()
+        second.rejoin(LIMIT_S)
     with pytest.raises(RunOverError):
         make(2, standing)
     assert not make(3, standing, held_step=5).joining

@@ -202,6 +202,10 @@ class Returning(abc.ABC):
             taken, self._untold = self._untold, []
             return tuple(taken)
 
+    def take_words(self) -> str:
+        """What else has changed about this process since this was asked last; "" for nothing."""
+        return ""
+
     def _note_view(self, following: NextView) -> None:
         """In the control thread: a view was adopted."""
         with self._changed:

@@ -37,6 +37,8 @@ def follow_views(
         TransportError: if the others aren't found within `transport.give_up_after_s`, where that is given.
     """
     step = session.totals.steps
+    if words := fleet.take_words():
+        emit(Note(step=step, text=words))
     for news in fleet.take_news():
         before, now = news.previous.members, news.view.members if news.view else ()
         emit(

@@ -156,8 +156,6 @@ class _Run:
                 fleet.wait_for_start(lambda: stop.signal is not None)
             self.session.open_to_joiners()
             while self.step < last:
-                if isinstance(fleet, SwarmFleet) and (words := fleet.threads.follow()):
-                    self._emit(Note(step=self.step, text=words))
                 if isinstance(fleet, Returning) and fleet.comes_back:
                     follow_views(fleet, self.session, stop, self._emit, self._save)
                 if agreed is None:

@@ -156,6 +156,9 @@ class SwarmFleet(Returning):
             self._taken = self._assignments
             return taken
 
+    def take_words(self) -> str:
+        return self.threads.follow()
+
     @property
     def view(self) -> View:
         """Who takes part."""
