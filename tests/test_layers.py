@@ -12,6 +12,8 @@ import diloco
 ORDER = (
     "errors",
     "units",
+    "cores",
+    "waiting",
     "events",
     "algorithm",
     "membership",

@@ -49,6 +49,7 @@ class Peer:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # so that a signal to its group is one to it and to what it starts
         )
         self.words: list[str] = []
         self._said = threading.Condition()
@@ -161,6 +162,26 @@ def test_replicas_come_and_go_and_those_who_stay_agree(data: Path, tmp_path: Pat
         peer.process.send_signal(signal.SIGINT)
     for peer in others:
         peer.end(130)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_its_whole_group_ends_a_peer_as_one_to_itself_does(
+    data: Path, tmp_path: Path, started: list[Peer], number: signal.Signals
+) -> None:
+    """Ctrl-C in a terminal, `timeout` and batch systems send it to all that the peer has started, too."""
+    steps = "--steps 100000 --inner-steps 8 --start-replicas 2"
+    started.append(Peer(data, tmp_path / "a", f"{steps} --replica 0"))
+    started.append(Peer(data, tmp_path / "b", f"{steps} --replica 1", started[0].address()))
+    for peer in started:
+        peer.wait_for("RoundCommitted", contributors=[0, 1])
+    first, second = started
+    os.killpg(first.process.pid, number)
+    assert first.process.wait(60) == 130, "".join(first.words)
+    assert first.metrics("Interrupted")[0]["signal"] == number.name
+    assert first.metrics("CheckpointSaved")
+    assert "replica 0 has left" in second.wait_for("ViewChanged", members=[1])["reason"]
+    os.killpg(second.process.pid, number)
+    assert second.process.wait(60) == 130, "".join(second.words)
 
 
 def test_ctrl_c_ends_a_round_that_nobody_else_would(data: Path, tmp_path: Path, started: list[Peer]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from diloco.cli import main
 from diloco.config.configuration import load_configuration
@@ -40,6 +41,17 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(files: Path, tmp_path: Pa
     assert (resumed["steps"], resumed["rounds_committed"]) == (8, 3)
     for key in ("global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed"):
         assert resumed[key] == unbroken[key]
+
+
+def test_who_goes_on_with_another_number_of_threads_is_told_what_that_changes(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "run", tmp_path / "run")
+    threads = torch.get_num_threads()
+    try:
+        assert main(["train", "--resume", str(tmp_path / "run"), "--train.threads", str(threads + 1)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    [note] = read_metrics(tmp_path / "run" / "metrics.jsonl", "Note")
+    assert f"saved with train.threads={threads}, and this process has {threads + 1}" in note["text"]
 
 
 def test_a_checkpoint_can_go_on_in_another_folder(files: Path, tmp_path: Path) -> None:

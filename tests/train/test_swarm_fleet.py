@@ -12,6 +12,7 @@ from diloco.data.shares import Shares
 from diloco.errors import RunOverError
 from diloco.train.held import Held
 from diloco.train.swarm_fleet import SwarmFleet
+from diloco.train.threads import PeerThreads
 from diloco.transport.hivemind.connect import SwarmPlace
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.node import NodePlace
@@ -45,6 +46,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 start_replicas=start,
                 margin=1,
                 batch_size=1,
+                threads=PeerThreads(1),
             )
         )
         return fleets[-1]
@@ -68,6 +70,19 @@ def test_who_comes_back_lets_others_in_whatever_it_did_when_it_started(make: Mak
     third = make(2, second)
     third.join(10.0)
     assert third.transport.view.members == (0, 1, 2)
+
+
+def test_a_founder_that_waits_for_others_says_so(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make(0, start=3)
+    monkeypatch.setattr("diloco.waiting._FIRST_S", 0.01)
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "to begin with" in record.getMessage()]
+
+    fleet.wait_for_start(lambda: bool(told()))
+    assert told()[0].startswith("waiting for 2 more replicas to begin with (1 of 3 are there; Ctrl-C leaves) for")
 
 
 def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) -> None:

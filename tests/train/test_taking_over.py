@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -403,3 +404,29 @@ def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings:
     pair.settle()
     assert pair.differing() == []
     assert pair.joiner.finished_rounds == pair.donor.finished_rounds
+
+
+def test_who_takes_over_everything_says_how_much_has_come(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.waiting._FIRST_S", 0.01)
+
+    began, asked = threading.Event(), threading.Event()
+
+    class Lasting(FakeTransport):
+        """Whose fetches last until somebody is told of them."""
+
+        @property
+        def fetched_bytes(self) -> int:
+            if began.is_set():
+                asked.set()
+            return 20 if began.is_set() else 0
+
+        def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+            began.set()
+            assert asked.wait(10)
+            return super().fetch(fragment, donors, expected_bytes)
+
+    pair = Pair()
+    TakingOver(pair.joiner, Lasting(pair)).all_from((0, 1), keep_work=False, taken=lambda index: None)
+    assert caplog.records[-1].getMessage().startswith("waiting for the state of replica 0, 1 (20 B of 160 B are here)")

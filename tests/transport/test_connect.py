@@ -119,6 +119,17 @@ def test_a_rank_that_did_not_come_is_named() -> None:
     )
 
 
+def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First that nobody answers yet, and then who is missing, as the rendezvous tells."""
+    monkeypatch.setattr("diloco.waiting._FIRST_S", 0.1)
+    monkeypatch.setattr("diloco.transport.torch_distributed.rendezvous._TELL_S", 0.3)
+    with rendezvous(3) as address:
+        failure(connect, place(1, 3, address), wire())
+    told = [record.getMessage() for record in caplog.records if record.name == "diloco.waiting"]
+    assert told[0] == f"waiting for an answer at the rendezvous {address} for 0 s; gives up after 1 s"
+    assert told[-1] == f"waiting for rank 0, 2 at the rendezvous {address} for 1 s; gives up after 1 s"
+
+
 def test_a_rank_that_gave_up_may_come_back_as_long_as_the_others_wait() -> None:
     with rendezvous(2) as address:
         failure(connect, place(1, 2, address), wire())

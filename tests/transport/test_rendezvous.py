@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import struct
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -17,6 +20,8 @@ from diloco.transport.peers.frames import PROTOCOL, pack, read_frame
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.torch_distributed import connect as torch_connect
+from diloco.transport.torch_distributed import rendezvous as torch_rendezvous
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
@@ -102,6 +107,79 @@ def test_replica_0_may_come_last(board: Switchboard) -> None:
         late.close()
     assert [table.running for table in tables] == [False, False]
     assert tables[0].entries == tables[1].entries == dict(enumerate(entries))
+
+
+# A port of rank 0 that is taken.
+
+
+@contextlib.contextmanager
+def another_program(answer: bytes | None) -> Iterator[Address]:
+    """Listens, and answers whatever comes so, and then hangs up; None: says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as callers:
+
+        def serve_all() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller = callers.enter_context(server.accept()[0])
+                    if answer is not None:
+                        caller.recv(4)
+                        caller.sendall(answer)
+                        caller.shutdown(socket.SHUT_RDWR)
+
+        serving = threading.Thread(target=serve_all)
+        serving.start()
+        yield Address("127.0.0.1", server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
+        serving.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "does"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "answered as no diloco does"),
+        (b"", "does not answer as a diloco does"),
+        (None, "does not answer as a diloco does"),
+    ],
+    ids=["http", "hangs up", "says nothing"],
+)
+def test_rank_0_says_at_once_that_another_program_has_the_port(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None, does: str
+) -> None:
+    monkeypatch.setattr(torch_connect, "_PORT_S", 1.0)
+    began_s, before = time.monotonic(), diloco_threads()
+    with another_program(answer) as address:
+        words = failure(connect, place(0, 2, address), wire(rendezvous_timeout_s=300.0))
+    assert time.monotonic() - began_s < 20, "far from the time-out"
+    assert words.startswith(f"port {address.port} of 127.0.0.1, at which replica 0 was to be met")
+    assert f"in use by another program, which {does}" in words
+    assert diloco_threads() <= before
+
+
+def test_the_others_say_so_too_of_one_that_never_answers(monkeypatch: pytest.MonkeyPatch, board: Switchboard) -> None:
+    monkeypatch.setattr(torch_rendezvous, "_ANSWER_S", 0.2)
+    began_s = time.monotonic()
+    with another_program(None) as address:
+        words = failure(ask, board, address, Entry(1, "x:1"), 300.0)
+    assert time.monotonic() - began_s < 20
+    assert f"port {address.port} there is in use by another program, which says nothing." in words
+
+
+def test_rank_0_listens_once_what_had_the_port_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the replica 0 of a run that has just been stopped may, which hangs up when it is asked."""
+    monkeypatch.setattr(torch_connect, "_PORT_S", 30.0)
+    with contextlib.ExitStack() as ending:
+        address = ending.enter_context(another_program(b""))
+        greeted = torch_connect.greet
+
+        async def end_it(*arguments: Any) -> None:
+            ending.close()
+            await greeted(*arguments)
+
+        monkeypatch.setattr(torch_connect, "greet", end_it)
+        connected = connect(place(0, 1, address), wire())
+    assert not connected.joining
+    assert connected.transport.address == address
+    connected.transport.close()
 
 
 # Strangers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -11,10 +12,13 @@ import pytest
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
+from diloco.transport.peers import switchboard
 from diloco.transport.peers.frames import MAX_BLOB_BYTES, pack
 from diloco.transport.peers.liveness import Loss, Timing
+from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.processes import Processes, report, told
-from tests.transport.switchboards import LIMIT_S, MakeRank, Rank, pair
+from tests.transport.switchboards import LIMIT_S, QUICK, MakeRank, Rank, pair
 
 # Messages.
 
@@ -169,3 +173,47 @@ def test_closing_ends_the_thread_and_may_be_done_twice(make_rank: MakeRank) -> N
     second.board.post(lambda: pytest.fail("after the end"))
     assert not second.board._thread.is_alive()
     assert first.losses.get(timeout=LIMIT_S)[0] == 1
+
+
+class NeverEnding(TcpStreams):
+    """As those of a network whose daemon has died: closing it takes for ever."""
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_closing_takes_seconds_also_where_the_network_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switchboard, "_CLOSING_S", 0.3)
+    board = Switchboard(0, QUICK, lambda *_: None, lambda *_: None, NeverEnding())
+    board.listen("127.0.0.1", range(1), "127.0.0.1")
+    closing = threading.Thread(target=board.close, daemon=True)
+    closing.start()
+    closing.join(LIMIT_S)
+    assert not closing.is_alive()
+    assert board.loop.is_closed()
+
+
+def test_a_call_that_takes_too_long_is_ended(make_rank: MakeRank) -> None:
+    ended = threading.Event()
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with pytest.raises(TimeoutError):
+        make_rank(0).board.call(for_ever(), 0.1)
+    assert ended.wait(LIMIT_S)
+
+
+def test_closing_takes_seconds_also_where_the_thread_is_busy(
+    monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank
+) -> None:
+    board, free = make_rank(0).board, threading.Event()
+    board.post(free.wait)
+    with monkeypatch.context() as patch:
+        patch.setattr(switchboard, "_CLOSING_S", 0.1)
+        board.close()
+    assert not board.loop.is_closed(), "it is in use"
+    free.set()

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from diloco import __version__
+from diloco.cores import choose_waiting
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 
 __all__ = ["COMMANDS", "main"]
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package raises on purpose shows no traceback without ``--debug``.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:  # this process is the command's own
+        choose_waiting(os.environ)
     debug = "--debug" in given
     given = [word for word in given if word != "--debug"]
     try:
@@ -80,6 +83,9 @@ def _dispatch(given: Sequence[str]) -> int:
         hint = nearest(command, ["--help", "--version", "--debug"] if kind == "option" else COMMANDS)
         print(f"diloco: unknown {kind} {command!r}; {hint}", file=sys.stderr)
         return MISUSED
+    from diloco.waiting import told_on_stderr
+
+    told_on_stderr()
     run: Callable[[Sequence[str]], int] = importlib.import_module(f"diloco.cli.{command}").run
     try:
         return run(rest)

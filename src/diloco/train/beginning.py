@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from diloco.errors import CheckpointError
 from diloco.events import Event, Note
 from diloco.train.checkpoint import Checkpoint, open_checkpoint
@@ -51,9 +53,20 @@ def find_beginning(
         path = checkpoint_home(home, session.replicas[0].number, path) / "checkpoints" / f"step-{step:08d}"
     checkpoint = open_checkpoint(path)
     _check_same_run(session, checkpoint)
-    for words in load_session(session, checkpoint, home):
+    for words in (*load_session(session, checkpoint, home), *_other_threads(fleet, checkpoint)):
         emit(Note(step=session.totals.steps, text=words))
     return str(checkpoint.path)
+
+
+def _other_threads(fleet: InProcessFleet | JoinableFleet, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """That going on is not the same as never having stopped, where that is otherwise promised."""
+    before, now = checkpoint.about.get("threads"), torch.get_num_threads()
+    if fleet.elastic or before in (None, now):
+        return ()
+    return (
+        f"The checkpoint was saved with train.threads={before}, and this process has {now}: what follows may differ in "
+        f"the last bits from a run that never stopped. --train.threads {before} makes it the same.",
+    )
 
 
 def _newest_of_all(fleet: TorchFleet | LeaderFleet) -> int:

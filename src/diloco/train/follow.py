@@ -33,6 +33,8 @@ def follow_views(
         TransportError: if the others can't be found any more, or refuse.
     """
     step = session.totals.steps
+    if words := fleet.threads.follow():
+        emit(Note(step=step, text=words))
     for news in fleet.take_news():
         before, now = news.previous.members, news.view.members if news.view else ()
         emit(

@@ -12,6 +12,7 @@ from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.local_replica import Replica, make_gradients
 from diloco.train.session import Session
 from diloco.train.swarm_fleet import SwarmFleet
+from diloco.waiting import waiting_for
 
 __all__ = ["JoinableFleet", "come_back", "join_run"]
 
@@ -82,7 +83,8 @@ def come_back(
 def _become_member(session: Session, replica: Replica, fleet: JoinableFleet, timeout_s: float) -> None:
     totals = session.totals
     before = totals.steps
-    totals.steps = fleet.join(timeout_s)
+    with waiting_for(lambda: f"the other replicas to let replica {replica.number} in", timeout_s):
+        totals.steps = fleet.join(timeout_s)
     totals.sequences += (totals.steps - before) * session.sequences_per_step  # of the others, about
     if replica.diloco is not None:
         replica.diloco.steps = totals.steps - session.settings.train.data_parallel_steps

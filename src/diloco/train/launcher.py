@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.cores import choose_share
 from diloco.errors import ConfigurationError
 from diloco.transport.address import Address
 from diloco.transport.peers.liveness import Timing
@@ -92,7 +93,7 @@ def _watch(
     try:
         for replica in range(settings.replicas):
             for position in range(settings.replica_size):
-                running[replica, position] = _start(command(replica, position))
+                running[replica, position] = _start(command(replica, position), settings.num_ranks)
         finished_s: float | None = None
         while running:
             time.sleep(0.05)
@@ -119,7 +120,7 @@ def _watch(
                 if position == 0:
                     left[replica] -= 1
                 say(f"{_words(replica, code)} It is started again.")
-                running[replica, position] = _start(command(replica, position))
+                running[replica, position] = _start(command(replica, position), settings.num_ranks)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -166,14 +167,18 @@ def _words(replica: int, code: int) -> str:
     return f"replica {replica} ended with exit code {code}."
 
 
-def _start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    """A process of its own session, so that Ctrl-C reaches it through the launcher once, not twice.
+def _start(arguments: list[str], processes: int) -> subprocess.Popen[bytes]:
+    """One of so many processes, with its share of the cores, in a session of its own, so that Ctrl-C reaches it through
+    the launcher once, not twice.
 
     It ends with the launcher, where the system can do that.
     """
+    environment = dict(os.environ)
+    choose_share(environment, processes)
     try:
         return subprocess.Popen(
             [sys.executable, "-m", "diloco", *arguments],
+            env=environment,
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from diloco.algorithm.exchange import data_parallel_bytes
+from diloco.cores import usable_cores
 from diloco.data.corpus import Corpus
 from diloco.data.mixture import CYCLE, Mixture
 from diloco.data.stream_corpus import StreamedCorpus
@@ -43,7 +44,9 @@ def _kernels(session: Session) -> dict[str, str]:
 def _device(session: Session) -> str:
     peak = session.speed.peak_flops_per_s
     of = f", {format_count(peak)} operations/s at most" if peak is not None else ""
-    return f"{session.device}, {torch.get_num_threads()} threads{of}"
+    threads, cores = torch.get_num_threads(), usable_cores()
+    shared = "" if threads == cores else f" on {cores} cores"
+    return f"{session.device}, {threads} thread{'' if threads == 1 else 's'}{shared}{of}"
 
 
 def data_facts(corpus: Corpus) -> str:
@@ -74,6 +77,7 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
         "model_fingerprint": model_fingerprint(session.replicas[0].model),
         "definition": session.replicas[0].model.definition(),
         "corpus": session.corpus.fingerprint,
+        "threads": torch.get_num_threads(),
         "global_params_digest": session.global_digest(),
         "fragments": [
             {"index": p, "parameters": list(fragment.names), "numel": fragment.numel, "outer_step": state.step}

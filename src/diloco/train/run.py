@@ -40,6 +40,7 @@ from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
 from diloco.train.swarm_fleet import SwarmFleet
+from diloco.train.threads import choose_threads
 from diloco.train.trained import read_weights
 from diloco.train.whole_file import write_whole
 
@@ -76,8 +77,7 @@ def run_training(
     Raises:
         DiLoCoError: of the kind that fits; a checkpoint that was complete stays.
     """
-    if settings.train.threads is not None:
-        torch.set_num_threads(settings.train.threads)
+    choose_threads(settings.train.threads)
     torch.set_float32_matmul_precision(settings.train.matmul_precision)
     device = choose_device(settings.train)
     corpus = open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)

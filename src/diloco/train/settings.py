@@ -45,7 +45,7 @@ class TrainSettings:
     parallelism: Literal["fsdp", "ddp"] = "fsdp"
     """Inside a replica of several ranks: fsdp: each holds a shard of everything; ddp: each holds everything."""
     threads: int | None = None
-    """CPU threads of torch. Default: torch's own choice."""
+    """CPU threads of torch. Default: one for each core, divided among the processes of the run on this machine."""
     compile: bool = False
     """Compile the model's blocks, and the loss between its matrix products, with torch.compile."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

@@ -18,6 +18,7 @@ from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
 from diloco.train.held import Held
+from diloco.train.threads import PeerThreads
 from diloco.transport.base import Transport
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -26,6 +27,7 @@ from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.replica_group import ReplicaGroup
+from diloco.waiting import waiting_for
 
 __all__ = ["SwarmFleet"]
 
@@ -46,6 +48,7 @@ class SwarmFleet:
         start_replicas: training begins with so many.
         margin: inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
+        threads: with which it computes beside other peers on its machine.
     """
 
     network: VirtualNetwork | None = None
@@ -53,7 +56,15 @@ class SwarmFleet:
     group = ReplicaGroup()
 
     def __init__(
-        self, place: SwarmPlace, wire: Wire, held: Held, *, start_replicas: int, margin: int, batch_size: int
+        self,
+        place: SwarmPlace,
+        wire: Wire,
+        held: Held,
+        *,
+        start_replicas: int,
+        margin: int,
+        batch_size: int,
+        threads: PeerThreads,
     ) -> None:
         number = held.replica if place.replica is None else place.replica
         self._place = dataclasses.replace(
@@ -69,6 +80,7 @@ class SwarmFleet:
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self._seen: dict[str, Any] = {}
+        self.threads = threads
         self._started_s = time.monotonic()
         self._leaving: threading.Timer | None = None
         self.begun = False
@@ -149,9 +161,13 @@ class SwarmFleet:
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         """Let others join, until enough are there for training to begin, or somebody asks to stop."""
         self.transport.close_to_joiners("")
-        with self._changed:
+        with waiting_for(self._lacking), self._changed:
             while not self.begun and not stopped() and self.failure is None:
                 self._changed.wait(0.2)
+
+    def _lacking(self) -> str:
+        wanted, there = self._start_replicas, self.num_members
+        return f"{wanted - there} more replicas to begin with ({there} of {wanted} are there; Ctrl-C leaves)"
 
     def close_to_joiners(self, reason: str) -> None:
         self.transport.close_to_joiners(reason)
@@ -215,6 +231,7 @@ class SwarmFleet:
         """Leave, so that the others need not find out that this replica is gone."""
         if self._leaving is not None:
             self._leaving.cancel()
+        self.threads.leave()
         self.transport.leave()
         self.transport.close()
 

@@ -11,6 +11,8 @@ from diloco.algorithm.merge import AlphaMerge
 from diloco.errors import DivergedError, FragmentError, TransportError
 from diloco.train.shared_state import SharedState
 from diloco.transport.base import Average, Fetching, Transport
+from diloco.units import format_bytes
+from diloco.waiting import waiting_for
 
 __all__ = ["TakingOver"]
 
@@ -66,17 +68,25 @@ class TakingOver:
         Raises:
             TransportError: if none of ``donors`` answers.
         """
-        for fragment in self._loop.fragments:
-            index = fragment.index
-            state = self.transport.fetch(index, donors, self._expected_bytes(index))
-            carrying = self._loop.carrying_over(index) if keep_work else nullcontext()
-            with self._shared.changing(index), carrying:
-                self._load(index, state)
-                self._shared.finished_rounds[index] = _finished_rounds(index, state)
-                self._shared.data_order = str(state.get("data_order", ""))
-                taken(index)
-                if not keep_work:
-                    self._loop.merge(index, AlphaMerge(), None)
+        expected = sum(self._expected_bytes(fragment.index) for fragment in self._loop.fragments)
+        before = self.transport.fetched_bytes
+
+        def rest() -> str:
+            came = format_bytes(self.transport.fetched_bytes - before)
+            return f"the state of replica {', '.join(map(str, donors))} ({came} of {format_bytes(expected)} are here)"
+
+        with waiting_for(rest):
+            for fragment in self._loop.fragments:
+                index = fragment.index
+                state = self.transport.fetch(index, donors, self._expected_bytes(index))
+                carrying = self._loop.carrying_over(index) if keep_work else nullcontext()
+                with self._shared.changing(index), carrying:
+                    self._load(index, state)
+                    self._shared.finished_rounds[index] = _finished_rounds(index, state)
+                    self._shared.data_order = str(state.get("data_order", ""))
+                    taken(index)
+                    if not keep_work:
+                        self._loop.merge(index, AlphaMerge(), None)
 
     def follow(self, index: int, error: DivergedError) -> str:
         """Take over a fragment, now; the work that is not shared yet stays in the local parameters.

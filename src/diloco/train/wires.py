@@ -18,6 +18,8 @@ from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
 from diloco.train.swarm_fleet import SwarmFleet
+from diloco.train.threads import PeerThreads, choose_threads
+from diloco.transport.address import parse_address
 from diloco.transport.hivemind.connect import SwarmPlace
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.node import NodePlace
@@ -26,6 +28,7 @@ from diloco.transport.peers.wire import Wire
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from diloco.waiting import waiting_for
 
 __all__ = ["connect_peer", "connect_rank", "read_secret"]
 
@@ -54,10 +57,12 @@ def connect_rank(
     settings, group = run.transport, ReplicaGroup(replica=role.replica)
     if settings.replica_size > 1:
         group = _open_group(settings, role, device)
-    if settings.replica_size == 1 or run.train.parallelism == "fsdp":
-        return TorchFleet(_connect(settings, role, settings.replica_size, facts, held_step), group)
-    leader = TorchFleet(_connect(settings, role, 1, facts, held_step)) if group.leads else None
-    return LeaderFleet(group, leader)
+    together = settings.replica_size == 1 or run.train.parallelism == "fsdp"
+    if not together and not group.leads:
+        return LeaderFleet(group, None)
+    connected = _connect(settings, role, settings.replica_size if together else 1, facts, held_step)
+    choose_threads(run.train.threads, _on_this_machine(connected))
+    return TorchFleet(connected, group) if together else LeaderFleet(group, TorchFleet(connected))
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> SwarmFleet:
@@ -102,6 +107,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         start_replicas=swarm.start_replicas,
         margin=2 * run.schedule.inner_steps + 1,
         batch_size=run.train.batch_size,
+        threads=PeerThreads(run.train.threads),
     )
 
 
@@ -137,21 +143,25 @@ def _exchange(settings: TransportSettings, facts: Mapping[str, str]) -> dict[str
 
 def _open_group(settings: TransportSettings, role: Role, device: torch.device) -> ReplicaGroup:
     assert role.inner_store is not None, "the role of a rank of several says where they meet"
-    store = TCPStore(
-        role.inner_store.host,
-        role.inner_store.port,
-        is_master=False,
-        timeout=timedelta(seconds=settings.rendezvous_timeout_s),
-    )
+    store, timeout_s = role.inner_store, settings.rendezvous_timeout_s
     attempt = role.torchrun.attempt if role.torchrun else "0"
-    return open_replica_group(
-        PrefixStore(f"diloco/attempt-{attempt}", store),
-        replica=role.replica,
-        position=role.position,
-        size=settings.replica_size,
-        device=device,
-        timeout_s=settings.rendezvous_timeout_s,
-    )
+    with waiting_for(lambda: f"the other ranks of replica {role.replica} at {store}", timeout_s):
+        shared = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return open_replica_group(
+            PrefixStore(f"diloco/attempt-{attempt}", shared),
+            replica=role.replica,
+            position=role.position,
+            size=settings.replica_size,
+            device=device,
+            timeout_s=timeout_s,
+        )
+
+
+def _on_this_machine(connected: Connected) -> int:
+    """Ranks that the others reach at the address at which they reach this one, which is one of them."""
+    rank, entries = connected.transport.rules.rank, connected.table.entries
+    here = parse_address(entries[rank].address).host
+    return sum(parse_address(entry.address).host == here for entry in entries.values())
 
 
 def _connect(

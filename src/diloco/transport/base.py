@@ -95,12 +95,17 @@ class Transport(abc.ABC):
         replica: this replica's number in the view.
         view: who takes part in the next round.
         sent_bytes, received_bytes: payload moved by this replica in all rounds so far, void ones included.
+        fetched_bytes: of others' state that have come so far, where the transport counts them.
     """
 
     replica: int
     view: View
     sent_bytes: int = 0
     received_bytes: int = 0
+
+    @property
+    def fetched_bytes(self) -> int:
+        return 0
 
     @abc.abstractmethod
     def average(self, contribution: Contribution) -> Pending:

@@ -30,6 +30,7 @@ from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
+from diloco.waiting import waiting_for
 
 __all__ = ["SwarmPlace", "connect_swarm"]
 
@@ -88,7 +89,8 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Conn
         rules, policies, timing, streams, wire.link, together=False, state_bytes_per_s=wire.state_bytes_per_s
     )
     try:
-        transport.board.listen()
+        with waiting_for(lambda: f"an answer of a peer at {', '.join(place.node.join) or 'this machine'}"):
+            transport.board.listen()
         return _Arrival(place, wire, transport, streams, held_step).connect()
     except BaseException:
         transport.close()
@@ -131,7 +133,8 @@ class _Arrival:
         self.board.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
-        found = call(self._find())
+        with waiting_for(lambda: f"a member of run {self.place.gate.run!r}", self.patience_s):
+            found = call(self._find())
         self.swarm = found.swarm if found else secrets.token_hex(8)
         if found:
             self.transport.begin(View(-1, found.members), self.registry, open_link, member=False)

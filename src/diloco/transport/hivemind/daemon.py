@@ -15,9 +15,11 @@ from typing import Any
 
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.peers.streams import stop_listening
+from diloco.transport.peers.within import within
 
 __all__ = ["Daemon", "Handler"]
 
+_ENDING_S = 2.0
 Handler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a stream that the peer named first has opened."""
 
@@ -100,9 +102,14 @@ class Daemon:
             task.cancel()
         for writer in self._writers:
             writer.transport.abort()
-        kept = [task for task in (self.p2p._listen_task, self.p2p._reader_task) if task is not None]
-        await self.p2p.shutdown()
-        await asyncio.gather(*kept, *self._tasks, return_exceptions=True)
+        ending = {task for task in (self.p2p._listen_task, self.p2p._reader_task) if task is not None} | self._tasks
+        try:
+            await within(_ENDING_S, self.p2p.shutdown())
+        except TimeoutError:
+            self.p2p._child.kill()
+            await self.p2p._child.wait()
+        if ending:
+            await asyncio.wait(ending, timeout=_ENDING_S)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from diloco.errors import ConfigurationError
+from diloco.transport.hivemind.clock import NetworkClock
 
 __all__ = ["load_engine"]
+
+_IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 @cache
@@ -25,8 +30,13 @@ def load_engine() -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its mixture of experts, which comes along, uses what torch deprecates
+            import hivemind.utils.auth
+            import hivemind.utils.timed_storage
+            from hivemind.dht import node, protocol, routing
             from hivemind.dht.crypto import RSASignatureValidator
             from hivemind.dht.node import DHTNode
+            from hivemind.dht.protocol import DHTProtocol
+            from hivemind.dht.routing import DHTID
             from hivemind.dht.validation import CompositeValidator, RecordValidatorBase
             from hivemind.p2p import P2P, PeerID
             from hivemind.p2p.p2p_daemon_bindings.utils import (
@@ -35,10 +45,9 @@ def load_engine() -> Any:
                 read_pbmsg_safe,
                 write_pbmsg,
             )
-            from hivemind.proto import crypto_pb2, p2pd_pb2
+            from hivemind.proto import crypto_pb2, dht_pb2, p2pd_pb2
             from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
             from hivemind.utils.multiaddr import Multiaddr
-            from hivemind.utils.timed_storage import get_dht_time
     except ImportError as error:
         raise ConfigurationError(
             f"transport.name='hivemind' was given, and Hivemind can't be imported ({error}); "
@@ -47,10 +56,25 @@ def load_engine() -> Any:
     finally:
         # importing Hivemind changes it for the whole process
         multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]  # as above
+
+    clock = NetworkClock()
+    for module in (hivemind.utils, hivemind.utils.timed_storage, hivemind.utils.auth, node, protocol, routing):
+        module.get_dht_time = clock.now_s
+    protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # what is far off is moved, not refused
+
+    class P2PInASession(P2P):  # type: ignore[misc]  # its base has no types
+        """Its daemon has a session of its own: a signal to all of this process's group, such as Ctrl-C, is not for it."""
+
+        @staticmethod
+        def _make_process_args(*words: Any, **options: Any) -> list[str]:
+            return [sys.executable, "-ISc", _IN_A_SESSION, *P2P._make_process_args(*words, **options)]
+
     return SimpleNamespace(
-        P2P=P2P,
+        P2P=P2PInASession,
         PeerID=PeerID,
         DHTNode=DHTNode,
+        DHTProtocol=DHTProtocol,
+        DHTID=DHTID,
         Multiaddr=Multiaddr,
         P2PDaemonError=P2PDaemonError,
         RSAPrivateKey=RSAPrivateKey,
@@ -59,9 +83,10 @@ def load_engine() -> Any:
         RecordValidatorBase=RecordValidatorBase,
         CompositeValidator=CompositeValidator,
         crypto_pb2=crypto_pb2,
+        dht_pb2=dht_pb2,
         p2pd_pb2=p2pd_pb2,
         raise_if_failed=raise_if_failed,
         read_pbmsg_safe=read_pbmsg_safe,
         write_pbmsg=write_pbmsg,
-        get_dht_time=get_dht_time,
+        clock=clock,
     )

@@ -17,6 +17,7 @@ from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
+from diloco.waiting import waiting_for
 
 __all__ = ["connect_peer"]
 
@@ -75,8 +76,9 @@ def connect_peer(
         assert isinstance(streams, PeerStreams)
         for address in transport.board.call(streams.node.addresses()):
             on_address(address)
-        if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:
-            raise connected.already_running()
+        with waiting_for(lambda: f"the members of run {run!r} to let this peer in", exchange.rendezvous_timeout_s):
+            if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:
+                raise connected.already_running()
         _wait_for(connected, num_replicas, exchange.rendezvous_timeout_s)
         transport.close_to_joiners("its replicas have begun together, in a loop of their own")
         yield transport
@@ -88,12 +90,13 @@ def connect_peer(
 
 def _wait_for(connected: Connected, num_replicas: int, timeout_s: float) -> None:
     transport, deadline_s = connected.transport, time.monotonic() + timeout_s
-    while len(transport.view.members) < num_replicas:
-        if transport.failure is not None:
-            raise transport.failure
-        if time.monotonic() > deadline_s:
-            raise RendezvousError(
-                f"{len(transport.view.members)} of {num_replicas} replicas had come within {timeout_s:g} s. "
-                "Nothing was started."
-            )
-        time.sleep(_LOOK_AGAIN_S)
+    with waiting_for(lambda: f"replicas: {len(transport.view.members)} of {num_replicas} are there,", timeout_s):
+        while len(transport.view.members) < num_replicas:
+            if transport.failure is not None:
+                raise transport.failure
+            if time.monotonic() > deadline_s:
+                raise RendezvousError(
+                    f"{len(transport.view.members)} of {num_replicas} replicas had come within {timeout_s:g} s. "
+                    "Nothing was started."
+                )
+            time.sleep(_LOOK_AGAIN_S)

@@ -13,13 +13,18 @@ from diloco.transport.hivemind.daemon import Daemon, Handler
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
+from diloco.transport.peers.within import within
 
 __all__ = ["Node", "NodePlace"]
 
 _PROTOCOL = "diloco/1"
 _RECORD_S = 1800.0
-"""How long a record stays; long, so that clocks which are minutes apart don't matter."""
-_ENDING_S = 0.2  # for a daemon that did not start to be gone
+"""How long a record stays; who has ended is forgotten then."""
+_PING_S = 3.0
+_KEEP_UP_EVERY_S = 30.0
+_ASKED = 8  # peers, for their time
+_GONE_S = 0.2  # for a daemon that did not start to be gone
+_ENDING_S = 2.0  # for one that is to end to say that it has heard
 _DAEMON_IDLE_S = 3.0  # a daemon whose process is gone goes too
 
 
@@ -50,6 +55,7 @@ class Node:
         self._daemon = daemon
         self._dht = dht
         self._subkey = make_subkey(identity)
+        self._keeping_up = asyncio.ensure_future(self._keep_up())
 
     @classmethod
     async def start(cls, identity: Identity, place: NodePlace) -> Node:
@@ -74,7 +80,7 @@ class Node:
                 check_if_identity_free=False,
             )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
-            await asyncio.sleep(_ENDING_S)
+            await asyncio.sleep(_GONE_S)
             why = str(error).splitlines()[0]
             if place.join:
                 raise RendezvousError(
@@ -87,6 +93,7 @@ class Node:
             ) from error
         daemon = Daemon(p2p, _PROTOCOL)
         try:
+            engine.clock.enter(await _clocks_ahead_s(p2p, [address.rpartition("/p2p/")[2] for address in place.join]))
             dht = await engine.DHTNode.create(
                 p2p=p2p,
                 initial_peers=list(place.join) or None,
@@ -128,7 +135,7 @@ class Node:
 
     async def announce(self, run: str, record: PeerRecord) -> None:
         """Say in the DHT what is true of this peer."""
-        expires_s = load_engine().get_dht_time() + _RECORD_S
+        expires_s = load_engine().clock.now_s() + _RECORD_S
         await self._dht.store(run_key(run), record.to_bytes(), expires_s, subkey=self._subkey)
 
     async def find(self, run: str) -> list[PeerRecord]:
@@ -143,9 +150,41 @@ class Node:
         return sorted(records, key=lambda record: record.peer_id)
 
     async def close(self) -> None:
-        """Leave the network and end the daemon."""
-        await self._dht.shutdown()
+        """Leave the network and end the daemon, also where it answers nothing any more."""
+        self._keeping_up.cancel()
+        with contextlib.suppress(TimeoutError, load_engine().P2PDaemonError, OSError):
+            await within(_ENDING_S, self._dht.shutdown())
         await self._daemon.close()
+
+    async def _keep_up(self) -> None:
+        """A network may come together from parts that had two times, and a machine may have slept."""
+        while True:
+            await asyncio.sleep(_KEEP_UP_EVERY_S)
+            known = [str(peer) for peer in self._dht.protocol.routing_table.uid_to_peer_id.values()]
+            load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_ASKED]))
+
+
+async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
+    """By how much the clocks of those peers that answer are ahead of this one's, to half a round trip."""
+    engine = load_engine()
+    mere_asker = await engine.DHTProtocol.create(
+        p2p,
+        engine.DHTID.generate(),
+        bucket_size=1,
+        depth_modulo=1,
+        num_replicas=1,
+        wait_timeout=_PING_S,
+        client_mode=True,
+    )
+
+    async def ask(peer: str) -> float:
+        asked_s = engine.clock.now_s()
+        stub = mere_asker.get_stub(engine.PeerID.from_base58(peer))
+        answer = await stub.rpc_ping(engine.dht_pb2.PingRequest(), timeout=_PING_S)
+        return float(answer.dht_time) - (asked_s + engine.clock.now_s()) / 2
+
+    found = await asyncio.gather(*map(ask, peers), return_exceptions=True)
+    return [each for each in found if isinstance(each, float)]
 
 
 def make_subkey(identity: Identity) -> bytes:

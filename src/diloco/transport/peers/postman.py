@@ -41,12 +41,12 @@ class Postman:
             self._changed.notify()
         return future
 
-    def close(self) -> None:
-        """Hand over nothing more."""
+    def close(self, timeout_s: float) -> None:
+        """Hand over nothing more, once what is being handed over is, for which this waits so long."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(timeout_s)
         for _, _, _, future in self._queue:
             future.set_exception(TransportError("the transport was closed"))
 

@@ -10,7 +10,7 @@ from diloco.transport.base import SnapshotSource
 from diloco.transport.peers.registry import Entry
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.state_choice import donors_in_turn
-from diloco.transport.peers.state_fetch import fetch_state
+from diloco.transport.peers.state_fetch import Meter, fetch_state
 from diloco.transport.peers.state_service import serve_state
 from diloco.transport.peers.switchboard import Switchboard
 
@@ -29,6 +29,7 @@ class StateDesk:
     def __init__(self, rules: Rules, board: Switchboard, state_bytes_per_s: float | None) -> None:
         self._rules = rules
         self._board = board
+        self.meter = Meter()
         self._publication = serve_state(board, state_bytes_per_s)
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None) -> None:
@@ -72,7 +73,9 @@ class StateDesk:
         for group in donors_in_turn(there, rules.replica, fragment):
             addresses = {donor: streams.address(entries[ranks[donor]].address) for donor in group}
             timeout_s = rules.round_timeout_s
-            fetching = fetch_state(streams, addresses, fragment, after, timeout_s, expected_bytes=expected_bytes)
+            fetching = fetch_state(
+                streams, addresses, fragment, after, timeout_s, expected_bytes=expected_bytes, meter=self.meter
+            )
             try:
                 return self._board.call(fetching)
             except TransportError as error:  # the next ones may answer

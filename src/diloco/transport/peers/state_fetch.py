@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import TransportError
@@ -23,13 +24,21 @@ from diloco.transport.peers.state_transfer import Stretch, Transfer
 from diloco.transport.peers.state_wire import Description, not_finite
 from diloco.transport.peers.streams import Streams
 
-__all__ = ["fetch_state"]
+__all__ = ["Meter", "fetch_state"]
 
 _FAILURES = 3
 _LONGEST_PAUSE_S = 1.0
 _ENDING_S = 0.2
 _GRACE_S = 1.0
 """Once one donor has offered something, the choice waits no longer for what others hold."""
+
+
+@dataclass
+class Meter:
+    """Counts what has come, in any fetch."""
+
+    num_bytes: int = 0
+
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -43,6 +52,7 @@ async def fetch_state(
     *,
     expected_bytes: int | None = None,
     slow_s: float = 15.0,
+    meter: Meter | None = None,
 ) -> dict[str, Any]:
     """The state of ``fragment``, once a donor has finished ``after`` rounds of it.
 
@@ -54,11 +64,12 @@ async def fetch_state(
         timeout_s: for all of it.
         expected_bytes: a larger state is refused; None: `state_wire.MAX_STATE_BYTES`.
         slow_s: a donor that says nothing for so long has failed once; one that others wait for as long, for good.
+        meter: counts the bytes that come.
 
     Raises:
         TransportError: if none gives it in time; it says of every donor why.
     """
-    fetching = _Fetching(streams, donors, fragment, after, expected_bytes, slow_s)
+    fetching = _Fetching(streams, donors, fragment, after, expected_bytes, slow_s, meter or Meter())
     try:
         async with asyncio.timeout(timeout_s):
             return await fetching.run()
@@ -77,12 +88,14 @@ class _Fetching:
         after: int,
         expected_bytes: int | None,
         slow_s: float,
+        meter: Meter,
     ) -> None:
         self.streams = streams
         self.fragment = fragment
         self.after = after
         self.expected_bytes = expected_bytes
         self.slow_s = slow_s
+        self.meter = meter
         self.sides = [Side(replica, donors[replica]) for replica in sorted(donors)]
         self.transfer: Transfer | None = None
         self._pulse = asyncio.Event()
@@ -246,6 +259,7 @@ class _Fetching:
                 side.excuse(message)
             return False
         check_chunk(message, data, stretch)
+        self.meter.num_bytes += len(data)
         try:
             transfer.put(stretch, data, side.replica)
         except TransportError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ _BEAT: Message = {"kind": "beat"}
 _FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
+_CLOSING_S = 8.0
+"""What has not ended by then ends with the process: a network that answers nothing any more, a busy thread."""
 
 
 class Switchboard:
@@ -59,7 +62,7 @@ class Switchboard:
         self.timing = timing
         self.streams = streams
         self.address = Address("", 0)
-        self.services: dict[str, Service] = {}
+        self.services: dict[str, Service] = {"who": _say_who}
         self.arrived = asyncio.Event()
         self.admits: Callable[[int, Address], bool] = lambda rank, address: True
         self._deliver = deliver
@@ -67,6 +70,7 @@ class Switchboard:
         self._lines: dict[int, Line] = {}
         self._connections: WeakSet[asyncio.WriteTransport] = WeakSet()  # all that were made, while anything holds them
         self._watch: asyncio.Task[None] | None = None
+        self._closing = False
         self._pulse = Pulse(timing)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="diloco-control", daemon=True)
@@ -79,13 +83,18 @@ class Switchboard:
 
         Raises:
             TransportError: after `close`.
+            TimeoutError: if it takes longer than ``timeout_s``; it is cancelled then.
         """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError as error:
             coroutine.close()
             raise TransportError(f"the connections of rank {self.rank} are closed; nothing was done.") from error
-        return future.result(timeout_s)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call ``function`` in the loop's thread, soon; after `close`, not at all."""
@@ -98,15 +107,18 @@ class Switchboard:
         Raises:
             TransportError: if it can't.
         """
-        return self.call(self._listen(*where))
+        return self.call(self.listen_at(*where))
 
     def close(self) -> None:
-        """End all connections and the thread. Nobody is told of a loss."""
+        """End all connections and the thread, in some seconds, whatever the network does. Nobody is told of a loss."""
         if self.loop.is_closed():
             return
-        self.call(self._close())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
+        if not self._closing:
+            self._closing = True
+            asyncio.run_coroutine_threadsafe(self._close_and_stop(), self.loop)
+        self._thread.join(2 * _CLOSING_S)
+        if self._thread.is_alive():  # it is busy, and ends when it is not
+            return
         self.loop.run_until_complete(self._end_tasks())  # of calls that came in the last moment
         self.loop.close()
 
@@ -181,7 +193,8 @@ class Switchboard:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    async def _listen(self, *where: Any) -> Address:
+    async def listen_at(self, *where: Any) -> Address:
+        """As `listen`, in the loop's thread."""
         self.address = await self.streams.listen(self._arrive, *where)
         self._watch = asyncio.get_running_loop().create_task(self._beat())
         return self.address
@@ -269,6 +282,14 @@ class Switchboard:
             text = f"nothing came from {line.address} for {self.timing.silence_s:g} s"
             self._lost(line.rank, Loss("silent", text))
 
+    async def _close_and_stop(self) -> None:
+        try:
+            await within(_CLOSING_S, self._close())
+        except TimeoutError:
+            logging.getLogger(__name__).debug("not all of what is to end has ended in %g s", _CLOSING_S)
+        finally:
+            self.loop.stop()
+
     async def _close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
@@ -299,5 +320,14 @@ class Switchboard:
             await asyncio.wait(flushed, timeout=flush_s)
         for connection in list(self._connections):
             connection.abort()
-        await asyncio.gather(*flushed, return_exceptions=True)
+        if flushed:
+            await asyncio.wait(flushed, timeout=_FLUSH_S)
         await asyncio.sleep(0)  # in which connections end
+
+
+async def _say_who(
+    message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """For who wants to know whether it is a diloco that listens here."""
+    writer.write(pack({"kind": "who"}))
+    await writer.drain()

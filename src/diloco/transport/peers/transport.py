@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -147,6 +148,10 @@ class PeerTransport(Transport):
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         return self._fetch(fragment, donors, expected_bytes)()
 
+    @property
+    def fetched_bytes(self) -> int:
+        return self._state.meter.num_bytes
+
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         if self.rules.ranks_per_replica > 1:  # its ranks take over together, at one step
             return super().fetch_beside(fragment, donors, expected_bytes)
@@ -220,7 +225,8 @@ class PeerTransport(Transport):
         if self._keeper is None or self.failure is not None:
             return
         members = set(self.view.members) - {self.replica}
-        self.board.call(_called(self._tell_leaving, self._keeper))
+        with contextlib.suppress(TimeoutError):  # the others find out, then
+            self.board.call(_called(self._tell_leaving, self._keeper), _LEAVING_S)
         with self._meetings.changed:
             self._meetings.changed.wait_for(lambda: not self.board.connected & members, _LEAVING_S)
 
@@ -233,17 +239,18 @@ class PeerTransport(Transport):
             self.board.post(self._tell_leaving, self._keeper)
 
     def close(self) -> None:
-        """Leave: all connections end. The others notice, so `meet` them first where they shall not mind."""
+        """Leave: all connections end, in some seconds. The others notice, so `meet` them first where they shall not mind."""
         if self._closed:
             return
         self._closed = True
         keeper = self._keeper
         if keeper is not None:
             left = TransportError(f"replica {self.replica} has closed its transport")
-            self.board.call(_called(keeper.close, left))
+            with contextlib.suppress(TimeoutError):
+                self.board.call(_called(keeper.close, left), _ENDING_S)
         self.mailbox.close("the transport was closed")
         self.board.close()
-        self._postman.close()
+        self._postman.close(_ENDING_S)
         self._threads.join(_ENDING_S)
         self._rounds.close()
 

@@ -93,6 +93,10 @@ class ViewLinks:
                 made[peer] = self._open_link(request)
             except TransportError as error:
                 failed[peer] = str(error)
+            except Exception as error:  # a thread that raised would look like one that has made its link
+                failed[peer] = (
+                    f"the payload connection to replica {peer} could not be made: {type(error).__name__}: {error}"
+                )
 
         peers = [member for member in view.members if member != me]
         threads = [threading.Thread(target=connect, args=(peer,), daemon=True) for peer in peers]

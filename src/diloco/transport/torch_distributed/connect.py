@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError, TransportError
@@ -17,10 +19,14 @@ from diloco.transport.peers.wire import Wire
 from diloco.transport.peers.within import within
 from diloco.transport.torch_distributed.data_link import link_opener, make_device
 from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
+from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
+from diloco.waiting import waiting_for
 
 __all__ = ["Place", "TcpWire", "connect"]
+
+_PORT_S = 5.0  # for who has the rendezvous' port to answer as a diloco, or to give it up
+_LISTEN_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +102,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     ports = parse_ports(wire.ports, key="transport.ports")
     hosting = place.torchrun is not None and place.rank == 0
     if place.rank == 0 and place.rendezvous is not None:
-        hosting = _host_rendezvous(board, place.rendezvous, host)
+        hosting = board.call(_host_rendezvous(board, place.rendezvous, host))
     if board.address.port == 0:
         board.listen(host, ports, host)
     if hosting:
@@ -115,7 +121,8 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     table = ask(board, meeting, entry, wire.rendezvous_timeout_s)
     open_link = link_opener(make_device(host, wire.interface), transport.mailbox)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
-    reached = board.call(_dial(board, table, place, wire.rendezvous_timeout_s))
+    with waiting_for(lambda: _named(table, _unreached(board, table, place)), wire.rendezvous_timeout_s):
+        reached = board.call(_dial(board, table, place, wire.rendezvous_timeout_s))
     if table.running:
         if not reached:
             raise RendezvousError(
@@ -126,7 +133,8 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
         serve(board, registry)
         transport.begin(View(-1, members), registry, open_link, member=False)
     else:
-        board.call(_arrived(board, place, wire.rendezvous_timeout_s, table))
+        with waiting_for(lambda: _named(table, _unreached(board, table, place)), wire.rendezvous_timeout_s):
+            board.call(_arrived(board, place, wire.rendezvous_timeout_s, table))
         serve(board, registry)
         transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
     return Connected(transport, table, table.running)
@@ -173,26 +181,57 @@ async def _arrived(board: Switchboard, place: Place, timeout_s: float, table: Ta
     """Wait for the connections that higher ranks open."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
-    wanted = {rank for rank in table.entries if rank != place.rank}
-    while missing := wanted - board.connected:
+    while missing := _unreached(board, table, place):
         board.arrived.clear()
         try:
             await within(deadline_s - loop.time(), board.arrived.wait())
         except TimeoutError:
-            named = ", ".join(f"{rank} ({table.entries[rank].address})" for rank in sorted(missing))
             raise RendezvousError(
-                f"rank {place.rank} at {board.address} was not reached by rank {named} within {timeout_s:g} s. "
+                f"rank {place.rank} at {board.address} was not reached by {_named(table, missing)} "
+                f"within {timeout_s:g} s. "
                 "Opening that port would work; `diloco doctor` checks the way. Nothing was started."
             ) from None
 
 
-def _host_rendezvous(board: Switchboard, address: Address, host: str) -> bool:
-    """Listen at the rendezvous as rank 0 does, unless it is elsewhere: a launcher's, or another replica's."""
-    try:
-        board.listen(address.host, range(address.port, address.port + 1), host)
-    except TransportError:
-        return False
-    return True
+def _unreached(board: Switchboard, table: Table, place: Place) -> frozenset[int]:
+    return frozenset(table.entries) - {place.rank} - board.connected
+
+
+def _named(table: Table, ranks: Collection[int]) -> str:
+    return f"rank {', '.join(f'{rank} ({table.entries[rank].address})' for rank in sorted(ranks))}"
+
+
+async def _host_rendezvous(board: Switchboard, address: Address, host: str) -> bool:
+    """Listen at the rendezvous as rank 0 does, unless it is elsewhere: a launcher's, or another replica's.
+
+    Raises:
+        RendezvousError: if another program listens there.
+    """
+    clock = asyncio.get_running_loop()
+    deadline_s = clock.time() + _PORT_S
+    while True:
+        try:
+            await board.listen_at(address.host, range(address.port, address.port + 1), host)
+            return True
+        except TransportError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
+                return False  # it is no address of this machine
+        left_s = deadline_s - clock.time()
+        try:
+            await greet(address, left_s)
+            return False
+        except TransportError as error:
+            does = f"answered as no diloco does ({said(error)})"
+        except (OSError, EOFError, TimeoutError):  # what has been there may be ending
+            if left_s > _LISTEN_AGAIN_S:
+                await asyncio.sleep(_LISTEN_AGAIN_S)
+                continue
+            does = "does not answer as a diloco does"
+        raise RendezvousError(
+            f"port {address.port} of {address.host}, at which replica 0 was to be met (--rendezvous), is in use by "
+            f"another program, which {does}. Another port, the same for all replicas, or ending that program, would "
+            "work. Nothing was started."
+        )
 
 
 def _my_host(place: Place) -> str:

@@ -20,11 +20,16 @@ from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.within import within
+from diloco.waiting import waiting_for
 
-__all__ = ["ask", "exchange_word", "serve"]
+__all__ = ["ask", "exchange_word", "greet", "said", "serve"]
 
 
 _LONGEST_S = 30 * 86_400.0
+_ANSWER_S = 5.0
+_UNANSWERED = 3  # times that somebody who says nothing is asked who it is
+_TELL_S = 1.5
+"""Those who wait are told who is missing once in so long: before they would tell anybody themselves."""
 
 
 def serve(board: Switchboard, registry: Registry) -> None:
@@ -62,9 +67,12 @@ def serve(board: Switchboard, registry: Registry) -> None:
             waiting[entry.rank] = future
             leaving = asyncio.ensure_future(reader.read(1))
             leaving.add_done_callback(lambda _: future.done() or future.cancel())
+            telling = asyncio.ensure_future(_tell_missing(registry, writer)) if message.get("tell") else None
             await asyncio.wait([future], timeout=patience_s)
             waiting.pop(entry.rank, None)
             leaving.cancel()
+            if telling is not None:
+                telling.cancel()
             if future.cancelled() or not future.done():
                 registry.withdraw(entry.rank)
             if future.cancelled():
@@ -82,28 +90,38 @@ def serve(board: Switchboard, registry: Registry) -> None:
     board.services["register"] = register
 
 
+async def _tell_missing(registry: Registry, writer: asyncio.StreamWriter) -> None:
+    """Keep somebody who waits informed, who has left if that fails."""
+    while True:
+        await asyncio.sleep(_TELL_S)
+        writer.write(pack({"kind": "waiting", "missing": list(registry.missing)}))
+
+
 def ask(board: Switchboard, address: Address, entry: Entry, timeout_s: float) -> Table:
     """Register ``entry`` at ``address`` and wait for the others.
 
     Raises:
         RendezvousError: if nobody answers, the run is refused, or not everybody came in time; it says which.
     """
-    return board.call(_ask(address, entry, timeout_s))
+    missing: list[str] = []
+    with waiting_for(lambda: missing[-1] if missing else f"an answer at the rendezvous {address}", timeout_s):
+        return board.call(_ask(address, entry, timeout_s, missing))
 
 
-async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
+async def _ask(address: Address, entry: Entry, timeout_s: float, missing: list[str]) -> Table:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    attempts, why = 0, ""
+    attempts, unanswered, why = 0, 0, ""
     while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
         attempts += 1
         try:
-            answer = await within(left_s, _register(address, entry, min(0.9 * left_s, _LONGEST_S)))
+            await greet(address, min(left_s, _ANSWER_S))
+            left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+            answer = await within(left_s, _register(address, entry, min(0.9 * left_s, _LONGEST_S), missing))
             if answer["kind"] == "refused":
                 raise RendezvousError(str(answer["reason"]))
             if answer["kind"] == "incomplete":
-                missing = ", ".join(str(int(rank)) for rank in answer["missing"])
                 raise RendezvousError(
-                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for rank {missing}. Starting the missing "
+                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}. Starting the missing "
                     "ones, or a longer transport.rendezvous_timeout_s, would work. Nothing was started."
                 )
             entries = [Entry.from_message(each) for each in answer["entries"]]
@@ -113,13 +131,15 @@ async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
         except ConnectionRefusedError:
             why = "nothing listens there (connection refused)"
         except TimeoutError:
-            why = "no answer"
+            why, unanswered = "no answer", unanswered + 1
+            if unanswered == _UNANSWERED:
+                raise _another_program(entry.rank, address, "says nothing") from None
         except (OSError, EOFError) as error:
             why = str(error) or type(error).__name__
         except TransportError as error:
             if isinstance(error, RendezvousError):
                 raise
-            why = str(error)
+            raise _another_program(entry.rank, address, f"answered as no diloco does ({said(error)})") from error
         await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
@@ -128,15 +148,57 @@ async def _ask(address: Address, entry: Entry, timeout_s: float) -> Table:
     )
 
 
-async def _register(address: Address, entry: Entry, patience_s: float) -> dict[str, Any]:
+def _another_program(rank: int, address: Address, does: str) -> RendezvousError:
+    return RendezvousError(
+        f"rank {rank} found no rendezvous at {address}: port {address.port} there is in use by another program, which "
+        f"{does}. Another port, the same for all replicas (--rendezvous {address.host}:PORT), or ending that program, "
+        "would work. Nothing was started."
+    )
+
+
+def said(error: TransportError) -> str:
+    """What came in, without what became of the connection."""
+    return str(error).partition(". The connection")[0]
+
+
+async def greet(address: Address, timeout_s: float) -> None:
+    """Ask whoever listens at ``address`` whether it is a diloco; returns if it is.
+
+    Raises:
+        TransportError: if it is another program.
+        TimeoutError: if it says nothing.
+        OSError, EOFError: if nobody listens, or it hangs up.
+    """
+
+    async def ask_who() -> None:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        try:
+            writer.write(pack({"kind": "who"}))
+            await read_frame(reader)
+        finally:
+            writer.close()
+
+    await within(timeout_s, ask_who())
+
+
+async def _register(address: Address, entry: Entry, patience_s: float, missing: list[str]) -> dict[str, Any]:
+    """The answer; meanwhile ``missing`` gets, in words, who is."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
-        writer.write(pack({"kind": "register", "patience_s": patience_s, **entry.to_message()}))
+        writer.write(pack({"kind": "register", "patience_s": patience_s, "tell": True, **entry.to_message()}))
         await writer.drain()
-        answer, _ = await read_frame(reader)
-        return answer
+        while True:
+            answer, _ = await read_frame(reader)
+            if answer["kind"] != "waiting":
+                return answer
+            missing[:] = [f"{_ranks(answer)} at the rendezvous {address}"]
     finally:
         writer.close()
+
+
+def _ranks(answer: dict[str, Any]) -> str:
+    """Who is missing, in words."""
+    return f"rank {', '.join(str(int(rank)) for rank in answer['missing'])}"
 
 
 def _table(registry: Registry, running: bool) -> dict[str, Any]:
@@ -168,7 +230,8 @@ def exchange_word(master: Address, mine: str | None, timeout_s: float, key: str)
 
     thread = threading.Thread(target=talk, name="diloco-torchrun-store", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    with waiting_for(lambda: f"the {key} of rank 0 in the store of torchrun at {master}", timeout_s):
+        thread.join(timeout_s)
     if result and isinstance(result[0], str):
         return result[0]
     why = str(result[0]).splitlines()[0] if result else "no answer"

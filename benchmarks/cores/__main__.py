@@ -1,0 +1,168 @@
+"""``python -m benchmarks.cores``: one process and several on the cores of one machine, alone and beside a busy process.
+
+``waiting``: the quick start's inner step with different waiting policies of OpenMP, a process for each. They take turns
+of a few steps, in an order that rotates, so that whatever else the machine does befalls all alike; each is compared
+with libgomp's own policy turn by turn.
+
+``replicas``: the command of the README that starts four replicas, as it is and with what every process would do by
+itself (a thread for each core, libgomp's own policy), in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+BY_ITSELF = {"GOMP_SPINCOUNT": "300000"}
+"""What libgomp does where nothing is said."""
+POLICIES: dict[str, Mapping[str, str]] = {
+    "libgomp's own, 300,000 spins": BY_ITSELF,
+    "10,000 spins": {"GOMP_SPINCOUNT": "10000"},
+    "1,000 spins (chosen)": {"GOMP_SPINCOUNT": "1000"},
+    "100 spins": {"GOMP_SPINCOUNT": "100"},
+    "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+}
+LOADS = ("nothing else runs", "beside one busy process")
+TRAIN = (
+    "train --transport torch --replicas 4 --data-parallel-steps 0 --evaluation.every-steps 0 --evaluation.sequences 4 "
+    "--evaluation.sample-tokens 0 --checkpoint.every-steps 0 --monitor.console quiet --monitor.no-tensorboard"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cores", description=__doc__)
+    parser.add_argument("part", choices=("waiting", "replicas", "worker"))
+    parser.add_argument("--rounds", type=int, default=24, help="turns of each")
+    parser.add_argument("--steps", type=int, default=20, help="replicas: of a run")
+    given = parser.parse_args(arguments)
+    if given.part == "worker":
+        work()
+    elif given.part == "waiting":
+        print_waiting(given.rounds)
+    else:
+        print_replicas(given.rounds, given.steps)
+
+
+def print_waiting(rounds: int) -> None:
+    workers = {name: start_worker(changes) for name, changes in POLICIES.items()}
+    names, columns = list(workers), []
+    with busy_process() as load:
+        for loaded in (False, True):
+            load(loaded)
+            step_s: dict[str, list[float]] = {name: [] for name in names}
+            for number in range(rounds):
+                first = number % len(names)
+                for name in names[first:] + names[:first]:
+                    step_s[name].append(take_turn(workers[name], 4))
+            columns.append(step_s)
+    for worker in workers.values():
+        worker.communicate()
+    print(f"| quick start's inner step | {' | '.join(f'{load}, ms | times as fast' for load in LOADS)} |")
+    print("|---|---|---|---|---|")
+    for name in names:
+        cells = []
+        for step_s in columns:
+            own, mine = step_s[names[0]], step_s[name]
+            faster = statistics.median(a / b for a, b in zip(own, mine, strict=True))
+            cells.append(f"{1e3 * statistics.median(mine):.1f} | {faster:.2f}")
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def print_replicas(rounds: int, steps: int) -> None:
+    cores = len(os.sched_getaffinity(0))
+    before = {"OMP_NUM_THREADS": str(cores), **BY_ITSELF}
+    print(f"`diloco train --transport torch --replicas 4 --steps {steps}`, tokens/s, {cores} cores:\n")
+    print("| | each process by itself | as it is | times |\n|---|---|---|---|")
+    with busy_process() as load:
+        for loaded, words in zip((False, True), LOADS, strict=True):
+            load(loaded)
+            for _ in range(rounds):
+                alone, shared = tokens_per_s(before, steps), tokens_per_s({}, steps)
+                print(f"| {words} | {alone:,.0f} | {shared:,.0f} | {shared / alone:.1f} |", flush=True)
+
+
+def tokens_per_s(changes: Mapping[str, str], steps: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "diloco", *TRAIN.split(), "--steps", str(steps), "--out", f"{folder}/run"]
+        subprocess.run(command, env={**clean_environment(), **changes}, check=True)
+        return float(json.loads(Path(folder, "run", "summary.json").read_text())["tokens_per_s"])
+
+
+def clean_environment() -> dict[str, str]:
+    chosen = ("OMP_", "GOMP_", "MKL_", "KMP_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
+
+
+@contextmanager
+def busy_process() -> Iterator[Switch]:
+    """Something that computes without end, when it is switched on."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield Switch(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Switch:
+    """Lets a process run, or stops it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def __call__(self, on: bool) -> None:
+        self._process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+
+
+def start_worker(changes: Mapping[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.cores", "worker"]
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen(command, env={**clean_environment(), **changes}, stdin=pipe, stdout=pipe, text=True)
+    take_turn(worker, 2)
+    return worker
+
+
+def take_turn(worker: subprocess.Popen[str], steps: int) -> float:
+    """Seconds of one of so many steps."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    print(steps, file=worker.stdin, flush=True)
+    return float(worker.stdout.readline())
+
+
+def work() -> None:
+    """Take as many inner steps as a line of the input says, and tell how long one took."""
+    import torch
+
+    from diloco.model.presets import get_preset
+    from diloco.model.transformer import build_model
+
+    model = build_model(replace(get_preset("tiny").model, vocab_size=257), seed=0, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = torch.randint(0, 257, (4, 129), generator=torch.Generator().manual_seed(0))
+    for line in sys.stdin:
+        started_s = time.perf_counter()
+        for _ in range(int(line)):
+            loss, _ = model.loss(batch[:, :-1], batch[:, 1:])
+            torch.autograd.backward(loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        print((time.perf_counter() - started_s) / int(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

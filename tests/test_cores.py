@@ -1,0 +1,102 @@
+"""What a process may use of a machine, and what it tells OpenMP."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.cores import choose_share, choose_waiting, usable_cores
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def siblings(*cores: str) -> dict[str, str]:
+    """Of hardware threads 0, 1, ..., which core they belong to."""
+    home = "sys/devices/system/cpu"
+    return {f"{home}/cpu{number}/topology/thread_siblings_list": f"{core}\n" for number, core in enumerate(cores)}
+
+
+@pytest.fixture
+def four_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+
+
+@pytest.mark.usefixtures("four_processors")
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 4),
+        (siblings("0", "1", "2", "3"), 4),
+        (siblings("0-1", "0-1", "2-3", "2-3"), 2),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 4),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        ({"proc/self/cgroup": "0::/user/job\n", "sys/fs/cgroup/user/cpu.max": "200000 100000\n"}, 2),
+        ({"proc/self/cgroup": "0::/of/the/host\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/\n4:cpu,cpuacct:/job\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+    ],
+    ids=["nothing known", "whole cores", "hardware threads", "no limit", "3", "a half", "around it", "container", "v1"],
+)
+def test_cores_are_those_that_the_kernel_lets_it_use(files: dict[str, str], cores: int, tmp_path: Path) -> None:
+    assert usable_cores(machine(tmp_path, files)) == cores
+
+
+@pytest.mark.usefixtures("four_processors")
+def test_processes_that_start_together_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.cores.usable_cores", lambda: 4)
+    for processes, threads in ((2, "2"), (3, "1"), (9, "1")):
+        environment: dict[str, str] = {}
+        choose_share(environment, processes)
+        assert environment == {"OMP_NUM_THREADS": threads}
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_a_number_of_threads_that_the_user_chose_stays(name: str) -> None:
+    environment = {name: "7"}
+    choose_share(environment, 4)
+    assert environment == {name: "7"}
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_a_waiting_policy_that_the_user_chose_stays(name: str) -> None:
+    environment = {name: "infinity"}
+    choose_waiting(environment)
+    assert environment == {name: "infinity"}
+
+
+def environment_after(program: str) -> str:
+    """``GOMP_SPINCOUNT`` in a process of its own, and whether torch was loaded before it was set."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    tell = "import os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\n{tell}"], env=clean, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stderr.strip()
+
+
+def test_the_command_chooses_how_to_wait_before_torch_is_loaded() -> None:
+    assert (
+        environment_after("import sys; sys.argv[1:] = ['--help']\nimport diloco.cli; diloco.cli.main()") == "1000 False"
+    )
+
+
+def test_nothing_is_chosen_in_a_program_of_somebody_else() -> None:
+    assert environment_after("import diloco, diloco.cli; diloco.cli.main(['--version'])") == "None False"

@@ -1,0 +1,88 @@
+"""How many threads a process computes with beside others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.train.threads import PeerThreads, Seats, choose_threads
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine of four cores, a user who chose nothing, and threads that are what they were afterwards."""
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("diloco.train.threads.share", lambda processes: max(1, 4 // processes))
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_process_takes_its_share() -> None:
+    choose_threads(None, 2)
+    assert torch.get_num_threads() == 2
+
+
+def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_threads(3, 2)
+    assert torch.get_num_threads() == 3
+    choose_threads(None, 1)  # as torch.set_num_threads(3) before
+    assert torch.get_num_threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    choose_threads(None, 4)
+    assert torch.get_num_threads() == 3
+
+
+def test_a_seat_is_free_when_its_process_was_killed(tmp_path: Path) -> None:
+    mine = Seats(tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from diloco.train.threads import Seats\n"
+        "seats = Seats(Path(sys.argv[1])); print(seats.taken(), flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "2\n"
+    assert mine.taken() == 2
+    other.kill()
+    other.communicate()
+    assert mine.taken() == 1
+    assert Seats(tmp_path).taken() == 2
+    assert len(list(tmp_path.iterdir())) == 2, "a seat that is free is taken again"
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert Seats(tmp_path).taken() == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("diloco.train.threads.time.monotonic", lambda: now_s[0])
+    mine = PeerThreads(None, Seats(tmp_path))
+    assert torch.get_num_threads() == 4
+    other = Seats(tmp_path)
+    assert mine.follow() == "", "not counted at every step"
+    now_s[0] += 5
+    assert mine.follow() == "2 peers train on this machine: this one computes with 2 threads."
+    assert torch.get_num_threads() == 2
+    other.leave()
+    now_s[0] += 5
+    assert mine.follow() == "No other peer trains on this machine: this one computes with 4 threads."
+    torch.set_num_threads(3)
+    others = [Seats(tmp_path), Seats(tmp_path)]
+    now_s[0] += 5
+    assert mine.follow() == ""
+    assert torch.get_num_threads() == 3, "what its user set meanwhile stays"
+    for seats in others:
+        seats.leave()

@@ -1,0 +1,60 @@
+"""Peers whose clocks are wrong, and clocks that are set while they train: nothing depends on any of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from diloco.transport.peers.connected import join
+from tests.processes import Processes, report, told
+from tests.transport.swarms import LIMIT_S, Swarms, wait_for_members
+
+HOUR_S = 3600.0
+
+
+def member(rank: int, keys: Path, number: int, at: Sequence[str], off_s: float, among: int) -> None:
+    """In a process: a member of a swarm whose clock is wrong by ``off_s``, and by more whenever the test says so."""
+    right, off = time.time, [off_s]
+    time.time = lambda: right() + off[0]  # before Hivemind is loaded
+    swarms = Swarms(keys)
+    connected = swarms.peer(number, at=at, rendezvous_timeout_s=30.0)
+    if connected.joining:
+        join(connected, LIMIT_S)
+    wait_for_members(connected.transport, among)
+    report(swarms.addresses_of(connected.transport))
+    while (by_s := told(LIMIT_S)) is not None:
+        off[0] += by_s
+        report(connected.transport.view.members)
+    connected.transport.leave()
+    connected.transport.close()
+
+
+@pytest.mark.parametrize("off_s", [HOUR_S, -HOUR_S, 10.0])
+def test_who_joins_may_have_any_clock(tmp_path: Path, off_s: float) -> None:
+    with Processes() as processes:
+        processes.start(1, member, tmp_path, 0, (), 0.0, 1)
+        at = processes.heard(0)
+        processes.start(1, member, tmp_path, 1, at, off_s, 2)
+        through_it = processes.heard(1)
+        processes.start(1, member, tmp_path, 2, through_it, 0.0, 3)
+        processes.heard(2)
+
+
+@pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
+def test_a_member_whose_clock_is_set_lets_others_come_back(tmp_path: Path, step_s: float) -> None:
+    with Processes() as processes:
+        processes.start(1, member, tmp_path, 0, (), 0.0, 1)
+        at = processes.heard(0)
+        processes.start(1, member, tmp_path, 1, at, 0.0, 2)
+        processes.heard(1)
+        processes.tell(0, step_s)
+        assert processes.heard(0) == (0, 1)
+        processes.tell(1, None)
+        processes.results(LIMIT_S, [1])
+        processes.start(1, member, tmp_path, 1, at, 0.0, 2)
+        processes.heard(2)
+        processes.tell(0, 0.0)
+        assert processes.heard(0) == (0, 1)

@@ -1,0 +1,63 @@
+"""How a peer of a swarm ends when its libp2p daemon does not do what it should, and how the daemon ends with the peer."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.peers.transport import PeerTransport
+from tests.processes import Processes, report, told
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
+
+pytestmark = HIVEMIND_LEAVES_CONNECTIONS
+
+ENDS_S = 20.0
+"""More than the limits of all that the end waits for."""
+
+
+def daemon_of(transport: PeerTransport) -> Any:
+    """The process of its libp2p daemon, as asyncio knows it."""
+    streams = transport.board.streams
+    assert isinstance(streams, PeerStreams)
+    return streams.node._daemon.p2p._child
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_ends_in_time_whatever_has_become_of_its_daemon(swarms: Swarms, number: signal.Signals) -> None:
+    """One that was killed or stands still answers nothing, and much of Hivemind would wait for it for ever."""
+    transport = swarms.peer(0).transport
+    daemon = daemon_of(transport)
+    exited = os.pidfd_open(daemon.pid)
+    daemon.send_signal(number)
+    began_s = time.monotonic()
+    transport.leave()
+    transport.close()
+    assert time.monotonic() - began_s < ENDS_S
+    assert transport.board.loop.is_closed(), "its thread has ended, too"
+    assert select.select([exited], [], [], ENDS_S)[0], "nothing of the daemon is left"
+    os.close(exited)
+
+
+def peer(rank: int, folder: Path) -> None:
+    """In a process: a peer that stands until the test ends it."""
+    transport = Swarms(folder).peer(0).transport
+    report(daemon_of(transport).pid)
+    told()
+
+
+def test_the_daemon_has_a_session_of_its_own_and_ends_with_a_peer_that_is_killed(tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(1, peer, tmp_path)
+        daemon = processes.heard(0)
+        assert os.getsid(daemon) == daemon, "Ctrl-C in the terminal of its peer does not reach it"
+        exited = os.pidfd_open(daemon)
+        processes.kill(0)
+        assert select.select([exited], [], [], 60.0)[0]
+        os.close(exited)
