@@ -1,7 +1,7 @@
-"""``python -m benchmarks.chaos``: disturb a swarm of real peers at random, and check what became of it.
+"""``python -m benchmarks.chaos``: disturb real peers at random, and check what became of them.
 
 Ends with exit code 1 where a check found a fault. ``--report`` looks at what an earlier run left behind. With
-``--publish`` results.json and the tables of the README are written.
+``--publish`` the run takes its place in results.json and the tables of the README.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.events import Rates
 from benchmarks.chaos.network import Loopback, Wan
-from benchmarks.chaos.plan import Rates, plan_events
+from benchmarks.chaos.plan import plan_events
 from benchmarks.chaos.processes import python
 from benchmarks.chaos.records import Left
-from benchmarks.chaos.report import tables, write_report
+from benchmarks.chaos.report import publish, tables
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import COMMON, Settings
 from benchmarks.chaos.verdict import judge
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=7, help="of the events")
     parser.add_argument("--minutes", type=float, default=15.0, help="in which they happen")
+    parser.add_argument("--transport", default="hivemind", choices=("hivemind", "torch"), help="between them")
     parser.add_argument("--peers", type=int, default=5, choices=(4, 5, 6), help="that train")
     parser.add_argument("--step-s", type=float, default=0.2, help="an inner step takes at least so long")
     parser.add_argument("--out", type=Path, required=True, help="folder for everything")
@@ -59,25 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it was started in the background
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no peer is left behind
-    network = Wan(given.wan, "c") if given.wan else Loopback()
+    network = Wan(given.wan, os.environ.get("WAN_PREFIX", "c")) if given.wan else Loopback()
     # so the run is over no sooner than the events, of which some wait, and the last peers to come are back by then
-    steps = int((given.minutes * 60 + 60) / given.step_s)
-    settings = Settings(peers=given.peers, steps=steps, step_s=given.step_s)
-    events = plan_events(
-        given.seed, given.minutes, given.peers, Rates(silence_s=settings.silence_s, can_cut=network.can_cut)
-    )
+    steps = int((given.minutes * 60 * 1.1 + 60) / given.step_s)
+    settings = Settings(transport=given.transport, peers=given.peers, steps=steps, step_s=given.step_s)
+    rates = Rates(transport=given.transport, silence_s=settings.silence_s, can_cut=network.can_cut)
+    events = plan_events(given.seed, given.minutes, given.peers, rates)
     if not given.report:
         Conductor(settings, given.out, network, say=lambda text: print(text, flush=True)).run(events)
     left = Left(given.out)
     tokens = max((each["tokens"] for each in left.summaries.values()), default=0)
     undisturbed = undisturbed_losses(given.out, left.settings, tokens, given.undisturbed) if tokens else []
-    wan = " --wan SCRIPT" if given.wan else ""
-    command = f"python -m benchmarks.chaos --seed {given.seed} --minutes {given.minutes:g} --peers {given.peers}{wan}"
-    run: dict[str, Any] = {"command": command, **judge(left, events, undisturbed)}
-    print(tables(run))
+    words = f"--transport {given.transport} --seed {given.seed} --minutes {given.minutes:g} --peers {given.peers}"
+    run: dict[str, Any] = {
+        "command": words + (" --wan SCRIPT" if given.wan else ""),
+        **judge(left, events, undisturbed),
+    }
+    print(tables([run]))
     if given.publish:
-        (HERE / "results.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-        write_report(run, HERE / "README.md")
+        publish(run, HERE)
     return 1 if any(run["faults"].values()) else 0
 
 

@@ -15,17 +15,17 @@ __all__ = [
     "came_back",
     "gaps",
     "half_applied",
-    "loss_differs",
+    "pace",
+    "put_out",
     "repaired",
     "standing_still",
-    "unequal_ends",
-    "unexpected_ends",
 ]
 
 Record = Mapping[str, Any]
 Round = tuple[int, int]
 
 LOOKS_FOR_OTHERS = "It looks for the others"
+GONE_ON = "the others went on without replica"
 IS_BACK = "is a member again"
 TAKING_OVER = "is still taking over the state"
 DIFFERS = "global parameters or outer state of replica"
@@ -46,7 +46,12 @@ class Log:
     @property
     def name(self) -> str:
         """To be told apart by."""
-        return f"{self.life.folder.rpartition('/')[2]} from {self.life.started_s:.0f}"
+        return f"{self.life.name} from {self.life.started_s:.0f}"
+
+    @property
+    def replica(self) -> int | None:
+        """Its number among the replicas; None where it has not had a part in any round."""
+        return next((record["replica"] for record in self.records if record["event"] == "RoundSent"), None)
 
     def of(self, *events: str) -> list[Record]:
         """The records of some events."""
@@ -111,7 +116,7 @@ def standing_still(
         faults.extend(late)
         for event, limit_s in limits_s.items():
             times_s = [record["time_s"] for record in log.of(event)]
-            if times_s and log.life.ended_by:  # what it was waiting for when it was ended
+            if times_s and (log.life.ended_by or log.life.code):  # what it was waiting for when it ended
                 times_s.append(log.life.ended_s or times_s[-1])
             elif times_s and log.life.ended_s is None:  # it hung
                 faults.append(f"{log.name}: no {event} after {times_s[-1]:.1f}, and it had not ended when all was over")
@@ -120,6 +125,20 @@ def standing_still(
                 if seconds > limit_s:
                     faults.append(f"{log.name}: no {event} for {seconds:.1f} s from {since_s:.1f}")
     return longest, faults
+
+
+def pace(logs: Sequence[Log], stalls: Sequence[int], since_s: float, until_s: float, step_s: float) -> float:
+    """The fraction of its steps that the slowest one took between two times, of those in whose way nothing was put.
+
+    Args:
+        logs: of all processes.
+        stalls: peers that do not count.
+        since_s, until_s: the times.
+        step_s: what a step takes at least.
+    """
+    others = [log for log in logs if log.life.peer not in stalls and log.life.started_s < since_s]
+    taken = [sum(since_s < each["time_s"] <= until_s for each in log.of("StepFinished")) for log in others]
+    return min(taken, default=0) * step_s / (until_s - since_s)
 
 
 def half_applied(logs: Sequence[Log]) -> list[str]:
@@ -193,42 +212,43 @@ def repaired(logs: Sequence[Log]) -> list[str]:
     ]
 
 
-def unequal_ends(summaries: Mapping[str, Record]) -> list[str]:
-    """Peers that did not end with the same global parameters; name -> summary."""
-    by_digest: dict[str, list[str]] = defaultdict(list)
-    for name, summary in summaries.items():
-        by_digest[summary["global_params_digest"]].append(name)
-    if not by_digest:
-        return ["no peer came to the end"]
-    if len(by_digest) == 1:
-        return []
-    told = "; ".join(f"{digest} has {', '.join(names)}" for digest, names in sorted(by_digest.items()))
-    return [f"they ended with {len(by_digest)} different global parameters: {told}"]
+def put_out(logs: Sequence[Log], back_s: float, noticed_s: float) -> list[tuple[float, str]]:
+    """Members that the others went on without though nothing was done to them; when, and who, in order.
 
-
-def unexpected_ends(lives: Sequence[Life]) -> list[str]:
-    """Processes that ended otherwise than they were made to."""
-    faults = []
-    for life in lives:
-        name = life.folder.rpartition("/")[2]
-        expected = {"kill": (-9,), "leave": (130, 0), "": (0,)}[life.ended_by]
-        if life.code not in expected and not (life.ended_by == "kill" and life.code in (0, 130)):
-            ended = "still ran when all was over" if life.code is None else f"ended with {life.code}"
-            faults.append(f"{name}, started at {life.started_s:.1f}, {ended}, not with {expected[0]}")
-    return faults
-
-
-def loss_differs(loss: float, undisturbed: Sequence[float], least_tolerance: float = 0.02) -> list[str]:
-    """Whether ``loss`` is worse than that of undisturbed runs by more than their noise.
-
-    The tolerance is three times the distance between the best and the worst of them, and at least ``least_tolerance``
-    of their mean.
-
-    >>> loss_differs(1.5, [1.48, 1.50, 1.49]), len(loss_differs(1.6, [1.48, 1.50, 1.49]))
-    ([], 1)
+    Args:
+        logs: of all processes; what those say that were disturbed themselves, or had not come back, does not count.
+        back_s: see `came_back`.
+        noticed_s: what is true may be said so much later; what is said twice within it is counted once.
     """
-    mean = sum(undisturbed) / len(undisturbed)
-    tolerance = max(3 * (max(undisturbed) - min(undisturbed)), least_tolerance * mean)
-    if loss <= mean + tolerance:
-        return []
-    return [f"held-out loss {loss:.4f}, and {mean:.4f} +- {tolerance:.4f} without disturbance"]
+    explained: dict[int | None, list[tuple[float, float]]] = defaultdict(list)
+    busy = {log.name: came_back(log, back_s)[1] for log in logs}
+    for log in logs:
+        last_s = max((record["time_s"] for record in log.of("StepFinished")), default=log.life.started_s)
+        explained[log.replica] += [(since, until + noticed_s) for since, until in busy[log.name]]
+        explained[log.replica].append((last_s, last_s + back_s))
+    said: list[tuple[float, int, str]] = []
+    for log in logs:
+        for record in log.of("ViewChanged", "Note"):
+            if _within(record["time_s"], busy[log.name]):
+                continue
+            said.extend((record["time_s"], replica, f"{log.name}: {why}") for replica, why in _out(log, record))
+    found: list[tuple[float, str]] = []
+    counted: dict[int, float] = {}
+    for time_s, replica, words in sorted(said):
+        alone = time_s - counted.get(replica, -noticed_s) >= noticed_s
+        if alone and not _within(time_s, explained[replica]):
+            counted[replica] = time_s
+            found.append((time_s, f"replica {replica} was put out at {time_s:.1f}, says {words}"))
+    return found
+
+
+def _out(log: Log, record: Record) -> list[tuple[int, str]]:
+    """Whom a record says to be out of the view, and why."""
+    if record["event"] == "ViewChanged":
+        return [(replica, record["reason"]) for replica in record["left"] if replica != record["replica"]]
+    alone = LOOKS_FOR_OTHERS in record["text"] or GONE_ON in record["text"]
+    return [(log.replica, record["text"])] if alone and log.replica is not None else []
+
+
+def _within(time_s: float, spans: Iterable[tuple[float, float]]) -> bool:
+    return any(since <= time_s <= until for since, until in spans)

@@ -44,6 +44,12 @@ class Loopback:
 
     heal = cut
 
+    def silence(self, source: int, target: int) -> None:
+        """Not here either."""
+        raise NotImplementedError("peers on loopback always hear each other; --wan SCRIPT makes a network for that")
+
+    hear = silence
+
 
 class Wan(Loopback):
     """Network namespaces joined by emulated links; node i has the address 10.77.0.(i+1).
@@ -95,6 +101,14 @@ class Wan(Loopback):
     def heal(self, node: int) -> None:
         """A node is reached again."""
         self._do("set", str(node), "dead=0")
+
+    def silence(self, source: int, target: int) -> None:
+        """No packet gets from ``source`` to ``target``, from now on; those the other way do."""
+        self._do("exec", str(source), "ip", "route", "add", "blackhole", f"{self.address(target)}/32")
+
+    def hear(self, source: int, target: int) -> None:
+        """Packets get through again."""
+        self._do("exec", str(source), "ip", "route", "del", "blackhole", f"{self.address(target)}/32")
 
     def _do(self, *arguments: str) -> None:
         command = [str(self._script), *arguments]

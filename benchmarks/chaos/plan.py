@@ -3,87 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["BOOTSTRAP", "Event", "Rates", "fewest_healthy", "least_healthy", "plan_events"]
+from benchmarks.chaos.events import BOOTSTRAP, ENDS, Event, Rates
 
-BOOTSTRAP = -1
-"""In the place of a peer's number: the standing peer that trains nothing."""
+__all__ = ["fewest_healthy", "least_healthy", "plan_events"]
 
-_WEIGHTS: Mapping[str, float] = {
-    "kill": 3,
-    "freeze": 4,
-    "leave": 2,
-    "slow": 1.5,
-    "cut": 3,
-    "kill bootstrap": 0.7,
-}
-_ENDS = ("kill", "leave")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """How long what happens takes.
-
-    Attributes:
-        silence_s: of the peers; they are frozen and cut off for shorter and for longer than this.
-        gap_s: mean time between two events, where there is anybody to be disturbed.
-        quiet_s: without events at the end, so that all who come back are there.
-        start_s: after its start a process does not count as healthy for so long.
-        recovery_s: nor does a peer that the others may have gone on without.
-        hiccup_s: nor one that was frozen too shortly for that.
-        can_cut: whether peers have a network of their own.
-    """
-
-    silence_s: float = 8.0
-    gap_s: float = 8.0
-    quiet_s: float = 60.0
-    start_s: float = 30.0
-    recovery_s: float = 15.0
-    hiccup_s: float = 4.0
-    can_cut: bool = False
-
-
-@dataclass(frozen=True, order=True)
-class Event:
-    """One disturbance, or the return of a peer.
-
-    Attributes:
-        at_s: since all peers train.
-        kind: ``kill`` (SIGKILL), ``leave`` (SIGINT), ``freeze`` (SIGSTOP), ``slow`` (frozen most of the time), ``cut``
-            (no packet gets to it or from it); ``resume`` (started again in its folder), ``join`` (another one in its
-            place); ``kill bootstrap``, ``start bootstrap``.
-        peer: its place, from 0; `BOOTSTRAP`.
-        seconds: until it is thawed, let run or reached again.
-        with_daemon: a freeze or kill that its network daemon shares, as when a whole machine goes.
-    """
-
-    at_s: float
-    kind: str
-    peer: int
-    seconds: float = 0.0
-    with_daemon: bool = False
-
-    @property
-    def text(self) -> str:
-        """In words.
-
-        >>> Event(1.0, "freeze", 2, 3.5, True).text
-        'freeze for 3.5 s, with its daemon'
-        """
-        words = f"{self.kind} for {self.seconds:.1f} s" if self.seconds else self.kind
-        return f"{words}, with its daemon" if self.with_daemon else words
-
-    def healthy_again_s(self, rates: Rates) -> float | None:
-        """When its peer counts as healthy again; None: not before another event."""
-        if self.kind in _ENDS:
-            return None
-        if self.kind in ("resume", "join"):
-            return self.at_s + rates.start_s
-        if self.kind == "slow" or self.seconds > rates.silence_s / 2:
-            return self.at_s + self.seconds + rates.recovery_s
-        return self.at_s + self.seconds + rates.hiccup_s
+_NEW = 4.0  # a kind that has not happened yet is drawn so much more often
+_HOUR_S = 3600.0
+_CLOCK_S = (30.0, 90.0)
 
 
 @dataclass
@@ -93,6 +22,9 @@ class _Place:
     healthy_s: float | None = 0.0
     down_until_s: float = 0.0
 
+    def is_healthy(self, at_s: float) -> bool:
+        return self.healthy_s is not None and self.healthy_s <= at_s
+
 
 @dataclass
 class _Planner:
@@ -101,41 +33,56 @@ class _Planner:
     places: list[_Place]
     allowed: int
     bootstrap_down_until_s: float | None = None
+    clocks_right_s: float = 0.0
     events: list[Event] = field(default_factory=list)
 
     def unhealthy(self, at_s: float) -> int:
-        return sum(place.healthy_s is None or place.healthy_s > at_s for place in self.places)
+        return sum(not place.is_healthy(at_s) for place in self.places)
 
     def add(self, event: Event) -> None:
         self.events.append(event)
-        if event.peer == BOOTSTRAP:
-            return
-        place = self.places[event.peer]
-        place.healthy_s = event.healthy_again_s(self.rates)
-        if place.healthy_s is None:
-            place.down_until_s = event.at_s + self.rng.uniform(1, 1.5 * self.rates.silence_s)
+        for peer in event.stalls:
+            place = self.places[peer]
+            place.healthy_s = event.healthy_again_s(self.rates)
+            if place.healthy_s is None:
+                place.down_until_s = event.at_s + self.rng.uniform(1, 1.5 * self.rates.silence_s)
 
     def disturb(self, at_s: float, end_s: float) -> None:
-        """Something that befalls a healthy peer, if one more may be disturbed."""
-        rng, rates = self.rng, self.rates
-        healthy = [number for number, place in enumerate(self.places) if place.healthy_s is not None]
-        healthy = [number for number in healthy if (self.places[number].healthy_s or 0.0) <= at_s]
-        kinds = [kind for kind in _WEIGHTS if kind != "cut" or rates.can_cut]
-        kind = rng.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
+        """Something that befalls healthy peers, if so many more may be disturbed."""
+        weights, happened = self.rates.weights, {event.kind for event in self.events}
+        kinds = list(weights)
+        kind = self.rng.choices(kinds, [weights[each] * (1 if each in happened else _NEW) for each in kinds])[0]
         if kind == "kill bootstrap":
             if self.bootstrap_down_until_s is None:
-                self.bootstrap_down_until_s = at_s + rng.uniform(5, 40)
+                self.bootstrap_down_until_s = at_s + self.rng.uniform(5, 40)
                 self.add(Event(at_s, kind, BOOTSTRAP))
             return
-        if self.unhealthy(at_s) >= self.allowed or not healthy:
+        healthy = [number for number, place in enumerate(self.places) if place.is_healthy(at_s)]
+        drawn = self.rng.sample(healthy, min(3, len(healthy)))
+        needed = {"mute": 2, "pair": 2, "accused": 3}.get(kind, 1)
+        if len(drawn) < needed:
             return
-        peer = rng.choice(healthy)
-        if kind in _ENDS:
-            self.add(Event(at_s, kind, peer, with_daemon=kind == "kill" and rng.random() < 0.5))
-            return
-        least, most = ((0.1, 0.8) if rng.random() < 0.4 else (1.2, 2.5)) if kind != "slow" else (0.5, 1.5)
-        seconds = round(min(rng.uniform(least, most) * rates.silence_s, end_s - at_s), 1)
-        self.add(Event(at_s, kind, peer, seconds, with_daemon=kind == "freeze" and rng.random() < 0.5))
+        event = self.draw(Event(at_s, kind, drawn[0], others=tuple(sorted(drawn[1:needed]))), end_s)
+        busy = kind == "clock" and at_s < self.clocks_right_s
+        if not busy and self.unhealthy(at_s) + len(event.stalls) <= self.allowed:
+            self.clocks_right_s = at_s + event.seconds if kind == "clock" else self.clocks_right_s
+            self.add(event)
+
+    def draw(self, event: Event, end_s: float) -> Event:
+        """The same, with what is drawn for its kind: how long it takes, and the like."""
+        rng, rates, kind = self.rng, self.rates, event.kind
+        with_daemon = kind in ("kill", "freeze") and rng.random() < 0.5
+        shorter = rng.random() < 0.4
+        least, most = (0.1, 0.8) if shorter else (1.2, 2.5)
+        span_s = {
+            "slow": (0.5 * rates.silence_s, 1.5 * rates.silence_s),
+            "accused": (rates.accused_s, rates.accused_s),
+            "flap": (min(30.0, end_s / 5), min(rates.flap_s, end_s / 5)),
+            "clock": _CLOCK_S,
+        }.get(kind, (least * rates.silence_s, most * rates.silence_s))
+        seconds = 0.0 if kind in ENDS else round(min(rng.uniform(*span_s), end_s - event.at_s), 1)
+        clock_s = rng.choice((-_HOUR_S, _HOUR_S)) if kind == "clock" else 0.0
+        return Event(event.at_s, kind, event.peer, seconds, with_daemon, event.others, clock_s)
 
     def bring_back(self, at_s: float) -> bool:
         """Start what was down for long enough; whether there was anything."""
@@ -145,7 +92,10 @@ class _Planner:
             return True
         for number, place in enumerate(self.places):
             if place.healthy_s is None and place.down_until_s <= at_s:
-                self.add(Event(at_s, self.rng.choice(("resume", "resume", "join")), number))
+                kinds = ("resume",) if self.rates.transport == "torch" else ("resume", "resume", "join")
+                kind = self.rng.choice(kinds)
+                off = kind == "join" and self.rng.random() < 0.5
+                self.add(Event(at_s, kind, number, clock_s=self.rng.choice((-60.0, 600.0)) if off else 0.0))
                 return True
         return False
 
@@ -162,7 +112,8 @@ def least_healthy(peers: int) -> int:
 def plan_events(seed: int, minutes: float, peers: int, rates: Rates | None = None) -> tuple[Event, ...]:
     """What happens in ``minutes`` to ``peers`` peers, in order.
 
-    Never are fewer than `least_healthy` alive and healthy, and all are by the end.
+    Never are fewer than `least_healthy` alive and healthy, and all are by the end: there, one is frozen, and thawed as
+    the others end.
 
     >>> plan_events(7, 15, 5) == plan_events(7, 15, 5)
     True
@@ -180,6 +131,7 @@ def plan_events(seed: int, minutes: float, peers: int, rates: Rates | None = Non
     planner.bootstrap_down_until_s = None if planner.bootstrap_down_until_s is None else 0.0
     while planner.bring_back(round(end_s, 1)):
         pass
+    planner.add(Event(60 * minutes, "thaw at the end", planner.rng.randrange(peers), with_daemon=True))
     return tuple(planner.events)
 
 
@@ -188,8 +140,6 @@ def fewest_healthy(events: Sequence[Event], peers: int, rates: Rates) -> int:
     healthy: dict[int, float | None] = dict.fromkeys(range(peers), 0.0)
     fewest = peers
     for event in events:
-        if event.peer == BOOTSTRAP:
-            continue
-        healthy[event.peer] = event.healthy_again_s(rates)
+        healthy |= dict.fromkeys(event.stalls, event.healthy_again_s(rates))
         fewest = min(fewest, sum(since is not None and since <= event.at_s for since in healthy.values()))
     return fewest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,9 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from signal import SIGKILL, Signals
 from typing import Any
 
-__all__ = ["Life", "Running", "Tail"]
+__all__ = ["Life", "Running", "Tail", "descendants", "python"]
 
 
 @dataclass
@@ -27,8 +27,9 @@ class Life:
         folder: of its run.
         started_s, ended_s: seconds since 1970; it still ran when all was over where there is no end.
         code: its exit code, negative for a signal.
-        ended_by: ``kill`` or ``leave`` where it was made to end, else empty.
-        disturbed: when it was frozen, slowed or cut off: from, until.
+        ended_by: the kind of the event that made it end, else empty.
+        disturbed: when it was frozen, slowed, cut off or could not speak with all: from, until.
+        words: what it printed.
     """
 
     peer: int
@@ -38,6 +39,12 @@ class Life:
     code: int | None = None
     ended_by: str = ""
     disturbed: list[tuple[float, float]] = field(default_factory=list)
+    words: str = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of its folder."""
+        return self.folder.rpartition("/")[2]
 
     def to_record(self) -> dict[str, Any]:
         """As JSON."""
@@ -60,6 +67,10 @@ class Tail:
         self.committed_s: float = 0.0
         """When the last round of several replicas was committed."""
         self.step = 0
+        self.finished = False
+        """Whether it came to its end."""
+        self.facts: dict[str, str] = {}
+        """What it told at its start."""
 
     def read(self) -> None:
         """Go on reading."""
@@ -74,12 +85,16 @@ class Tail:
                 record = json.loads(line)
                 if record["event"] == "StepFinished":
                     self.steps_s, self.step = record["time_s"], record["step"]
+                elif record["event"] == "RunStarted":
+                    self.facts = record["facts"]
+                elif record["event"] == "RunFinished":
+                    self.finished = True
                 elif record["event"] == "RoundCommitted" and len(record["contributors"]) > 1:
                     self.committed_s = record["time_s"]
 
 
 class Running:
-    """A process group: a ``diloco`` and its network daemon.
+    """A ``diloco`` and what it started, such as its network daemon.
 
     Args:
         command: what to run.
@@ -91,7 +106,7 @@ class Running:
         self.life = life
         self.said = said
         self.tail = Tail(Path(life.folder) / "metrics.jsonl")
-        with said.open("ab") as output:
+        with said.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
@@ -109,25 +124,47 @@ class Running:
             self.life.ended_s, self.life.code = time.time(), code
         return code is None
 
-    def signal(self, number: signal.Signals, *, with_daemon: bool = False) -> None:
-        """Send a signal, to its daemon as well or not."""
+    def signal(self, number: Signals, *, with_daemon: bool = False) -> None:
+        """Send a signal, to all that it started as well or not."""
+        for process in descendants(self.process.pid) if with_daemon else ():
+            _send(process, number)
+        _send(self.process.pid, number)
+
+    def signal_group(self, number: Signals) -> None:
+        """Send a signal to its process group, as a terminal or a batch system does."""
         with suppress(ProcessLookupError):
-            if with_daemon:
-                os.killpg(self.process.pid, number)
-            else:
-                self.process.send_signal(number)
+            os.killpg(self.process.pid, number)
 
     def end(self) -> None:
         """Whatever of it is left."""
-        self.signal(signal.SIGKILL, with_daemon=True)
+        self.signal(SIGKILL, with_daemon=True)
+        self.signal_group(SIGKILL)
         self.process.wait()
         _ = self.is_alive
+        self.life.words = self.words()
 
     def address(self) -> str:
-        """What others join by; empty where it has not said so."""
-        text = self.said.read_text(encoding="utf-8", errors="replace") if self.said.exists() else ""
-        found = re.findall(r"--join (/ip4/\S+)", text)
+        """What others join a swarm by; empty where it has not said so."""
+        found = re.findall(r"--join (/ip4/\S+)", self.words())
         return str(found[-1]) if found else ""
+
+    def words(self) -> str:
+        """What it printed so far."""
+        return self.said.read_text(encoding="utf-8", errors="replace")
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process started, and those that they did; in no order."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):
+            found.extend(int(child) for child in (task / "children").read_text().split())
+    return found + [each for child in found for each in descendants(child)]
+
+
+def _send(pid: int, number: Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def python(*arguments: str) -> list[str]:

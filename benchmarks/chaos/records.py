@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.checks import Log
-from benchmarks.chaos.plan import BOOTSTRAP
+from benchmarks.chaos.events import BOOTSTRAP
 from benchmarks.chaos.processes import Life
 from benchmarks.chaos.run import HAPPENED, LIVES
 from benchmarks.chaos.settings import Settings

@@ -2,44 +2,78 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.plan import BOOTSTRAP
+__all__ = ["MARK", "publish", "table", "tables", "write_between"]
 
-__all__ = ["MARK", "tables", "write_report"]
-
-MARK = "<!-- what follows is written by python -m benchmarks.chaos -->"
+MARK = "<!-- python -m benchmarks.chaos writes what follows -->"
 
 
-def write_report(run: dict[str, Any], path: Path) -> None:
-    """Put the tables behind the mark in ``path``; the prose before it stays."""
-    prose = path.read_text(encoding="utf-8").split(MARK)[0]
-    path.write_text(prose + MARK + "\n\n" + tables(run), encoding="utf-8")
+def publish(run: dict[str, Any], folder: Path) -> None:
+    """Put a run into results.json, in the place of an earlier one of the same command, and all into the README."""
+    path = folder / "results.json"
+    runs = {each["command"]: each for each in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
+    runs[run["command"]] = run
+    path.write_text(json.dumps(list(runs.values()), indent=1) + "\n", encoding="utf-8")
+    write_between(MARK, tables(list(runs.values())), folder / "README.md")
 
 
-def tables(run: dict[str, Any]) -> str:
-    """What was checked, then what happened."""
-    lines = [f"## `{run['command']}`", "", *_facts(run), "", *_checks(run), "", *_events(run["happened"])]
-    return "\n".join(lines) + "\n"
+def write_between(mark: str, text: str, path: Path) -> None:
+    """Put ``text`` between ``mark`` and the next comment, or the end; everything else stays."""
+    before, rest = path.read_text(encoding="utf-8").split(mark)
+    _, *after = rest.split("<!-- ", 1)
+    path.write_text("<!-- ".join([f"{before}{mark}\n\n{text}\n", *after]), encoding="utf-8")
 
 
-def _facts(run: dict[str, Any]) -> list[str]:
-    kinds = ", ".join(f"{number} {kind}" for kind, number in run["kinds"].items())
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """The first row is the heads.
+
+    >>> print(table([["a", "b"], [1, 2]]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def tables(runs: Sequence[dict[str, Any]]) -> str:
+    """Of each run what came of it, what was checked, and what followed the events of each kind."""
+    return "\n".join(_of_one(run) for run in runs)
+
+
+def _of_one(run: dict[str, Any]) -> str:
+    checked = [
+        (name, "yes" if not faults else f"**no**: {'; '.join(faults)}") for name, faults in run["faults"].items()
+    ]
+    parts = (table([("", ""), *_facts(run)]), table([("check", ""), *checked]), table(_kinds(run)))
+    return f"### `{run['command']}`\n\n" + "\n\n".join(parts) + "\n"
+
+
+def _facts(run: dict[str, Any]) -> list[tuple[str, str]]:
     back = run["back_s"] or [0.0]
     longest, limits = run["longest_s"], run["limits_s"]
     loss = "none" if run["heldout_loss"] is None else f"{run['heldout_loss']:.4f}"
     undisturbed = ", ".join(f"{each:.4f}" for each in run["undisturbed"]) or "not run"
-    rows = [
-        ("events", f"{len(run['happened'])} of {run['planned']} planned: {kinds}"),
+    return [
+        ("events", f"{len(run['happened'])} of {run['planned']} planned"),
         ("processes that trained", f"{run['processes']}, of which {run['ended_peers']} came to the end"),
         ("steps, tokens", f"{run['steps']:,}, {run['tokens']:,}"),
         ("views", f"{run['views']:,}"),
         ("rounds", f"{run['rounds']:,} committed, {run['void']} void for somebody"),
-        ("longest time for a step", f"{longest['StepFinished']} s (bound: {limits['StepFinished']:g} s)"),
-        ("longest time without a round", f"{longest['RoundCommitted']} s (bound: {limits['RoundCommitted']:g} s)"),
+        ("members put out though nothing was done to them", f"{len(run['put_out'])}"),
+        (
+            "longest step of one to which nothing was done",
+            f"{longest['StepFinished']} s (bound: {limits['StepFinished']:g} s)",
+        ),
+        (
+            "longest time without a round of such a one",
+            f"{longest['RoundCommitted']} s (bound: {limits['RoundCommitted']:g} s)",
+        ),
         (
             "from start, thaw or healing to a round with the peer's part",
             f"median {statistics.median(back):.1f} s, longest {max(back):.1f} s (bound: {run['back_limit_s']:g} s)",
@@ -47,23 +81,17 @@ def _facts(run: dict[str, Any]) -> list[str]:
         ("digests at the end", ", ".join(run["digests"]) or "none"),
         ("held-out loss, and undisturbed", f"{loss}; {undisturbed}"),
     ]
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
-def _checks(run: dict[str, Any]) -> list[str]:
-    lines = ["| check | |", "|---|---|"]
-    for name, faults in run["faults"].items():
-        lines.append(f"| {name} | {'yes' if not faults else '**no**: ' + '; '.join(faults)} |")
-    return lines
-
-
-def _events(happened: Sequence[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| at (s) | peer | what | longest step of the others (s) | takes part again after (s) |",
-        "|---|---|---|---|---|",
+def _kinds(run: dict[str, Any]) -> list[tuple[object, ...]]:
+    """One row for each kind of event."""
+    rows: list[tuple[object, ...]] = [
+        ("event", "how often", "longest step of the others (s)", "takes part again after (s): median", "longest")
     ]
-    for event in happened:
-        peer = "standing" if event["peer"] == BOOTSTRAP else event["peer"]
-        back = "" if event["back_after_s"] is None else event["back_after_s"]
-        lines.append(f"| {event['at_s']} | {peer} | {event['what']} | {event['others_stood_still_s']} | {back} |")
-    return lines
+    for kind, number in run["kinds"].items():
+        of_kind = [each for each in run["happened"] if each["kind"] == kind]
+        back = [each["back_after_s"] for each in of_kind if each["back_after_s"] is not None]
+        still = max(each["others_stood_still_s"] for each in of_kind)
+        times = (f"{statistics.median(back):.1f}", f"{max(back):.1f}") if back else ("", "")
+        rows.append((kind, number, still, *times))
+    return rows

@@ -5,18 +5,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-import random
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.events import BOOTSTRAP, RETURNS, Event
 from benchmarks.chaos.network import Loopback
-from benchmarks.chaos.plan import BOOTSTRAP, Event, least_healthy
-from benchmarks.chaos.processes import Life, Running, python
-from benchmarks.chaos.settings import Settings, write_text
+from benchmarks.chaos.paced import set_seconds
+from benchmarks.chaos.peers import Peers
+from benchmarks.chaos.plan import least_healthy
+from benchmarks.chaos.processes import Running
+from benchmarks.chaos.settings import Settings
 
 __all__ = ["HAPPENED", "LIVES", "Conductor"]
 
@@ -24,8 +27,8 @@ LIVES, HAPPENED = "lives.json", "happened.jsonl"
 
 _TICK_S = 0.1
 _START_LIMIT_S = 180.0
-_TRAINS_S = 6.0  # a peer that has finished a step within so long trains
-_SLOW_S = (0.4, 0.1)  # frozen and let run, in turns
+_BEFORE_THE_END_S = 4.0  # whoever is thawed at the end is frozen for so long, at most
+_SIGNALS = {"group SIGINT": signal.SIGINT, "group SIGTERM": signal.SIGTERM}
 
 
 class Conductor:
@@ -35,7 +38,7 @@ class Conductor:
     waits as long.
 
     Args:
-        settings: of the swarm.
+        settings: of the run.
         folder: for everything; made.
         network: where the peers are.
         say: told what happens.
@@ -45,20 +48,12 @@ class Conductor:
         self, settings: Settings, folder: Path, network: Loopback, say: Callable[[str], None] = lambda text: None
     ) -> None:
         self.settings = settings
-        self.folder = folder
         self.network = network
         self.say = say
-        self.lives: list[Life] = []
-        self.running: dict[int, Running] = {}
-        self._left: list[Running] = []
-        self._generations = itertools.count(1)
+        self.peers = Peers(settings, folder, network)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._rng = random.Random(0)
         self._began_s = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
-        self._data = write_text(folder)
-        self._port = network.free_port()
 
     def run(self, events: Sequence[Event]) -> None:
         """All of it; what is left of the processes is ended whatever happens."""
@@ -68,78 +63,38 @@ class Conductor:
                 delay_s = 0.0
                 for number, event in enumerate(events):
                     self._until(self._began_s + event.at_s + delay_s)
-                    if not self._anybody():
+                    if not self.peers.anybody():
                         self.say("the run is over, and not all was done to it")
                         break
                     waited_s = self._until_enough(event)
                     delay_s += waited_s
                     self._happens(number, event, waited_s)
+                if self.settings.hurries:
+                    self._await(self._all_train, self.settings.back_s)
+                    set_seconds(self.peers.pace, 0.0)
                 self._finish()
         finally:
-            for process in (*self.running.values(), *self._left):
-                process.end()
+            self.peers.end()
             self._save()
 
-    # The processes.
-
-    def start_bootstrap(self) -> None:
-        """The standing peer, always with the same key and port."""
-        listen = f"/ip4/{self.network.address(0)}/tcp/{self._port}"
-        options = ["--listen", listen, "--identity", str(self.folder / "dht.key"), "--no-map-ports"]
-        self._start(BOOTSTRAP, self.folder / "dht", python("diloco", "dht", *options))
-
-    def start_peer(self, peer: int, folder: Path | None = None) -> None:
-        """A peer in ``peer``'s place, in a folder of its own; or what goes on in a folder."""
-        joins = [self.running[BOOTSTRAP].address()] if BOOTSTRAP in self.running else []
-        others = [each for number, each in self.running.items() if number not in (BOOTSTRAP, peer) and each.is_alive]
-        if self._began_s and others:
-            joins.append(self._rng.choice(others).address())
-        where = ["--swarm.listen", f"/ip4/{self.network.address(peer + 1)}/tcp/0", "--join", *filter(None, joins)]
-        if folder is not None and (folder / "checkpoints" / "latest").exists():
-            arguments = ["train", "--resume", str(folder), *where]
-        else:
-            folder = self.folder / f"peer-{peer}-{next(self._generations)}"
-            arguments = ["train", *self.settings.arguments(), "--data", str(self._data), "--out", str(folder), *where]
-        command = python("benchmarks.chaos.paced", str(self.settings.step_s), *arguments)
-        self._start(peer, folder, command)
-
-    def _start(self, peer: int, folder: Path, command: Sequence[str]) -> None:
-        life = Life(peer, str(folder), time.time())
-        self.lives.append(life)
-        before = self.running.pop(peer, None)
-        if before is not None:
-            self._left.append(before)
-        said = folder.with_suffix(".said.txt")
-        self.running[peer] = Running(self.network.command(peer + 1, command), life, said)
-
     def _start_all(self) -> None:
-        self.start_bootstrap()
         limit_s = time.time() + _START_LIMIT_S
-        self._wait_for(lambda: bool(self.running[BOOTSTRAP].address()), limit_s, "the standing peer")
+        if self.settings.transport == "hivemind":
+            self.peers.start_bootstrap()
+            standing = self.peers.running[BOOTSTRAP]
+            self._wait_for(lambda: bool(standing.address()), limit_s, "the standing peer")
         for peer in range(self.settings.peers):
-            self.start_peer(peer)
-        self._wait_for(lambda: all(each.tail.committed_s for each in self._peers()), limit_s, "a first round")
+            self.peers.start(peer)
+        self._wait_for(lambda: all(each.tail.committed_s for each in self.peers.training()), limit_s, "a first round")
         self._began_s = time.time()
         self.say(f"all {self.settings.peers} train")
-
-    def _peers(self) -> list[Running]:
-        return [process for peer, process in self.running.items() if peer != BOOTSTRAP]
-
-    def _anybody(self) -> bool:
-        return any(process.is_alive for process in self._peers())
-
-    def _trains(self, peer: int) -> bool:
-        process = self.running[peer]
-        return process.is_alive and min(process.tail.steps_s, process.tail.committed_s) > time.time() - _TRAINS_S
 
     # Time.
 
     def _tick(self) -> None:
         while self._due and self._due[0][0] <= time.time():
             heapq.heappop(self._due)[2]()
-        for process in (*self.running.values(), *self._left):
-            if process.is_alive:
-                process.tail.read()
+        self.peers.read()
         next_s = self._due[0][0] if self._due else float("inf")
         time.sleep(max(0.0, min(_TICK_S, next_s - time.time())))
 
@@ -153,110 +108,176 @@ class Conductor:
     def _wait_for(self, holds: Callable[[], bool], limit_s: float, what: str) -> None:
         while not holds():
             self._tick()
-            if time.time() > limit_s or not all(process.is_alive for process in self.running.values()):
-                raise SystemExit(f"{what} was not there in time, or a peer ended; see {self.folder}/*.said.txt")
+            if time.time() > limit_s or not all(process.is_alive for process in self.peers.running.values()):
+                raise SystemExit(f"{what} was not there in time, or a peer ended; see {self.peers.folder}/*.said.txt")
 
     def _until_enough(self, event: Event) -> float:
-        """Wait until enough of the others train, and the one in question does; how long that took."""
+        """Wait until enough of the others train, and those that it may stall do; how long that took."""
         began_s = time.time()
-        if event.kind not in ("kill", "freeze", "leave", "slow", "cut"):
+        if event.kind in RETURNS or not event.stalls:
             return 0.0
+        self._start_again()
 
         def enough() -> bool:
-            others = sum(self._trains(peer) for peer in range(self.settings.peers) if peer != event.peer)
-            return others >= least_healthy(self.settings.peers) and self._trains(event.peer)
+            training = {peer for peer in range(self.settings.peers) if self.peers.trains(peer)}
+            others = training - set(event.stalls)
+            return len(others) >= self._needed(event) and training >= set(event.stalls)
 
-        while not enough() and time.time() < began_s + self.settings.back_s and self._anybody():
+        while not enough() and time.time() < began_s + self.settings.back_s and self.peers.anybody():
             self._tick()
         return time.time() - began_s
+
+    def _start_again(self) -> None:
+        """Start by hand who ended by itself: a fault, and the rest of the plan is to be carried out all the same."""
+        for peer, process in list(self.peers.running.items()):
+            if peer != BOOTSTRAP and not process.is_alive and not process.life.ended_by and process.life.code:
+                self.say(f"  (peer {peer} ended by itself with {process.life.code}, and is started again)")
+                self.peers.start(peer, Path(process.life.folder))
+
+    def _needed(self, event: Event) -> int:
+        """How many others are to be well; in a case made up for few peers, all of them."""
+        return min(least_healthy(self.settings.peers), self.settings.peers - len(event.stalls))
 
     # What is done to them.
 
     def _happens(self, number: int, event: Event, waited_s: float) -> None:
+        if event.kind == "thaw at the end":
+            self._until_the_end(event)
         self._note(number, event, waited_s)
-        process = self.running.get(event.peer)
+        process = self.peers.running.get(event.peer)
         if event.kind == "start bootstrap":
-            self.start_bootstrap()
+            self.peers.start_bootstrap()
             return
         assert process is not None
-        if event.kind in ("resume", "join"):
-            _ = process.is_alive
-            self.start_peer(event.peer, Path(process.life.folder) if event.kind == "resume" else None)
+        if event.kind in RETURNS:
+            self._bring_back(process, event)
         elif not process.is_alive:
             self.say("  (it has ended by itself)")
-        elif event.kind in ("kill", "kill bootstrap"):
-            process.life.ended_by = "kill"
-            process.signal(signal.SIGKILL, with_daemon=event.with_daemon)
+        elif event.kind == "thaw at the end":
+            self._thaw_at_the_end(process)
+        elif event.timetable:
+            self._begin_and_end(event)
+        else:
+            self._end(process, event)
+
+    def _end(self, process: Running, event: Event) -> None:
+        process.life.ended_by = event.kind
+        if event.kind in _SIGNALS:
+            process.signal_group(_SIGNALS[event.kind])
         elif event.kind == "leave":
-            process.life.ended_by = "leave"
             process.signal(signal.SIGINT)
         else:
-            process.life.disturbed.append((time.time(), time.time() + event.seconds))
-            self._begin_and_end(process, event)
+            process.signal(signal.SIGKILL, with_daemon=event.with_daemon)
+            return
+        self._later(self.settings.leaves_s, partial(self._make_end, process))
 
-    def _begin_and_end(self, process: Running, event: Event) -> None:
-        ends_s = time.time() + event.seconds
+    def _make_end(self, process: Running) -> None:
+        """What should have ended and has not is made to, which its exit code tells of."""
+        if process.is_alive:
+            self.say(f"  (peer {process.life.peer} has not ended within {self.settings.leaves_s:g} s)")
+            process.end()
+
+    def _bring_back(self, process: Running, event: Event) -> None:
+        """Start a peer again, or another one in its place, when the one before has ended."""
+        while process.is_alive:
+            self._tick()
+        set_seconds(self.peers.clock(event.peer), event.clock_s)
+        self.peers.start(event.peer, Path(process.life.folder) if event.kind == "resume" else None)
+
+    def _begin_and_end(self, event: Event) -> None:
+        lives = [self.peers.running[peer].life for peer in event.stalls]
+        for life in lives:
+            life.disturbed.append((time.time(), time.time() + event.seconds))
 
         def let_run() -> None:
-            process.life.disturbed[-1] = (process.life.disturbed[-1][0], time.time())
+            for life in lives:
+                life.disturbed[-1] = (life.disturbed[-1][0], time.time())
 
-        def freeze() -> None:
-            process.signal(signal.SIGSTOP, with_daemon=event.with_daemon)
-            whole = event.kind == "freeze"
-            self._later(event.seconds if whole else _SLOW_S[0], thaw)
+        process = self.peers.running[event.peer]
+        for after_s, verb in event.timetable:
+            self._later(after_s, partial(self._do, verb, process, event))
+        self._later(event.timetable[-1][0], let_run)
+        self._tick()
 
-        def thaw() -> None:
-            process.signal(signal.SIGCONT, with_daemon=event.with_daemon)
-            if event.kind == "slow" and time.time() < ends_s:
-                self._later(_SLOW_S[1], freeze)
-            else:
-                let_run()
-
-        def heal() -> None:
-            self.network.heal(event.peer + 1)
-            let_run()
-
-        if event.kind == "cut":
-            self.network.cut(event.peer + 1)
-            self._later(event.seconds, heal)
+    def _do(self, verb: str, process: Running, event: Event) -> None:
+        """One entry of a timetable."""
+        node, clock = event.peer + 1, self.peers.clock(event.peer)
+        ways = [(source + 1, target + 1) for source, target in event.silenced]
+        if verb in ("stop", "continue"):
+            number = signal.SIGSTOP if verb == "stop" else signal.SIGCONT
+            process.signal(number, with_daemon=event.with_daemon)
+        elif verb in ("off", "on"):
+            (self.network.cut if verb == "off" else self.network.heal)(node)
+        elif verb in ("silence", "hear"):
+            for source, target in ways:
+                (self.network.silence if verb == "silence" else self.network.hear)(source, target)
         else:
-            freeze()
+            set_seconds(clock, event.clock_s if verb == "shift" else 0.0)
 
     def _note(self, number: int, event: Event, waited_s: float) -> None:
         record: dict[str, Any] = {**asdict(event), "time_s": time.time(), "waited_s": round(waited_s, 1)}
-        with (self.folder / HAPPENED).open("a", encoding="utf-8") as file:
+        with (self.peers.folder / HAPPENED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         who = "the standing peer" if event.peer == BOOTSTRAP else f"peer {event.peer}"
         waited = f" (waited {waited_s:.1f} s)" if waited_s > 1 else ""
-        alive = sum(process.is_alive for process in self._peers())
-        step = max(process.tail.step for process in self._peers())
+        alive = sum(process.is_alive for process in self.peers.training())
+        step = max(process.tail.step for process in self.peers.training())
         now_s = time.time() - self._began_s
         self.say(f"{now_s:6.1f} s  {number + 1:3}  {who}: {event.text}{waited}; {alive} alive, step {step}")
 
     # The end.
 
+    def _await(self, holds: Callable[[], bool], limit_s: float) -> None:
+        until_s = time.time() + limit_s
+        while not holds() and time.time() < until_s:
+            self._tick()
+
+    def _until_the_end(self, event: Event) -> None:
+        """Until the others have few steps left."""
+        last = self.settings.steps - _BEFORE_THE_END_S / self.settings.step_s
+        while self._goes_on() and max((each.tail.step for each in self.peers.others(event.peer)), default=last) < last:
+            self._tick()
+
+    def _thaw_at_the_end(self, process: Running) -> None:
+        process.life.ended_by = "thaw at the end"
+        process.life.disturbed.append((time.time(), time.time()))
+        process.signal(signal.SIGSTOP, with_daemon=True)
+        others = self.peers.others(process.life.peer)
+        while self._goes_on() and not any(each.tail.finished for each in others):
+            self._tick()
+        process.signal(signal.SIGCONT, with_daemon=True)
+        process.life.disturbed[-1] = (process.life.disturbed[-1][0], time.time())
+        self.say("  (thawed)")
+
+    def _all_train(self) -> bool:
+        return not self._due and all(self.peers.trains(peer) for peer in range(self.settings.peers))
+
+    def _goes_on(self) -> bool:
+        """Whether anybody has finished a step for so long that all must be over otherwise."""
+        latest_s = max(process.tail.steps_s for process in self.peers.training())
+        return self.peers.anybody() and time.time() < latest_s + 2 * self.settings.back_s
+
     def _finish(self) -> None:
         """Wait for all to be through, and for those who do not get there."""
-        settled_s = time.time() + self.settings.back_s
-        while self._anybody():
+        settled_s = time.time() + 3 * self.settings.back_s
+        while self.peers.anybody():
             self._tick()
-            latest_s = max(process.tail.steps_s for process in self._peers())
-            if time.time() > max(latest_s, settled_s) + 2 * self.settings.back_s:
+            if time.time() > settled_s and self.peers.anybody() and not self._goes_on():
                 self.say("nobody finishes a step any more, and not all have ended")
-                for process in self._peers():
+                for process in self.peers.training():
                     process.signal(signal.SIGUSR1)
                 time.sleep(1.0)
                 break
-        if BOOTSTRAP in self.running and self.running[BOOTSTRAP].is_alive:
-            self.running[BOOTSTRAP].life.ended_by = "kill"
+        if BOOTSTRAP in self.peers.running and self.peers.running[BOOTSTRAP].is_alive:
+            self.peers.running[BOOTSTRAP].life.ended_by = "kill"
         self.say("over")
 
     def _save(self) -> None:
-        for process in (*self.running.values(), *self._left):
+        for process in self.peers.running.values():
             _ = process.is_alive
         records = {
             "began_s": self._began_s,
             "settings": asdict(self.settings),
-            "lives": [life.to_record() for life in self.lives],
+            "lives": [life.to_record() for life in self.peers.lives],
         }
-        (self.folder / LIVES).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        (self.peers.folder / LIVES).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")

@@ -20,17 +20,24 @@ COMMON = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the swarm is set up.
+    """How the run is set up.
 
     Attributes:
+        transport: ``hivemind`` or ``torch``.
         peers: that train.
         steps: inner steps of the run.
         step_s: an inner step takes at least so long.
         checkpoint_steps: between two checkpoints.
         heartbeat_s, silence_s, round_timeout_s, join_window_s: as ``diloco train`` knows them.
+        rendezvous_timeout_s: the longest that they wait for each other at the start.
+        straggler: whether a late peer of a swarm is waited for, as ``diloco train`` knows it.
+        leaves_s: the longest that a peer may need to end when it is told to.
+        hurries: whether steps are taken as fast as can be once all is done and all are back.
         slack_s: what a busy machine may add to anything.
+        numbered: whether replica numbers of a swarm are those of the peers' places; else their keys say.
     """
 
+    transport: str = "hivemind"
     peers: int = 5
     steps: int = 5000
     step_s: float = 0.2
@@ -39,7 +46,12 @@ class Settings:
     silence_s: float = 8.0
     round_timeout_s: float = 30.0
     join_window_s: float = 5.0
+    rendezvous_timeout_s: float = 120.0
+    straggler: str = "skip"
+    leaves_s: float = 30.0
+    hurries: bool = False
     slack_s: float = 10.0
+    numbered: bool = False
 
     @property
     def stands_still_s(self) -> float:
@@ -66,13 +78,19 @@ class Settings:
         return 2 * self.silence_s + self.round_timeout_s + self.stands_still_s
 
     def arguments(self) -> list[str]:
-        """Of every peer, beside where it listens, joins and writes."""
+        """Of every peer, beside which it is, where it listens, joins and writes."""
+        where = (
+            f"--transport torch --replicas {self.peers} --on-failure continue"
+            if self.transport == "torch"
+            else f"--transport hivemind --run chaos --start-replicas {self.peers} "
+            f"--swarm.straggler {self.straggler} --swarm.join-window-s {self.join_window_s} --swarm.no-map-ports"
+        )
         words = (
-            f"{COMMON} --steps {self.steps} --transport hivemind --run chaos --start-replicas {self.peers} "
+            f"{COMMON} --steps {self.steps} {where} "
             f"--transport.min-replicas 2 --transport.heartbeat-s {self.heartbeat_s} "
             f"--transport.silence-s {self.silence_s} --transport.round-timeout-s {self.round_timeout_s} "
-            f"--transport.rendezvous-timeout-s 120 --swarm.straggler skip --swarm.join-window-s {self.join_window_s} "
-            f"--swarm.no-map-ports --checkpoint.every-steps {self.checkpoint_steps}"
+            f"--transport.rendezvous-timeout-s {self.rendezvous_timeout_s} "
+            f"--checkpoint.every-steps {self.checkpoint_steps}"
         )
         return words.split()
 

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.chaos import checks
-from benchmarks.chaos.plan import BOOTSTRAP, Event
-from benchmarks.chaos.processes import Life
+from benchmarks.chaos import checks, ends
+from benchmarks.chaos.events import BOOTSTRAP, RETURNS, Event
 from benchmarks.chaos.records import Left
 
-__all__ = ["judge"]
+__all__ = ["FLAP_COSTS", "judge"]
 
 _SEEN_S = 45.0  # what others did within so long of an event is put down to it
+_STARTED_S = 35.0  # a process is started so long after the event at most: the one before may have to end first
 
-
+FLAP_COSTS = "a link that flaps costs the others at most its own peer"
 _LOSS = "the loss is that of an undisturbed run"
 _EVALUATED = "the loss was found at the end (and compared with nothing)"
 
@@ -34,12 +34,15 @@ def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) ->
     losses = [each["heldout_loss"] for each in left.summaries.values() if each["heldout_loss"] is not None]
     back = [seconds for log in logs for _, seconds in checks.came_back(log, settings.back_s)[0]]
     void = [record for log in logs for record in log.of("RoundVoid")]
+    put_out = checks.put_out(logs, settings.back_s, settings.silence_s)
     faults = {
         "nobody stood still for longer": still,
-        "all ended with the same parameters": checks.unequal_ends(left.summaries),
+        "all ended with the same parameters": ends.unequal_ends(left.summaries),
         "no round was half applied": [*checks.half_applied(logs), *checks.repaired(logs)],
         _LOSS if undisturbed else _EVALUATED: _loss_faults(losses, undisturbed),
-        "no process ended by itself": checks.unexpected_ends(lives),
+        "no process ended by itself": ends.unexpected_ends(lives),
+        FLAP_COSTS: _while_flapping(put_out, left),
+        "what is said is said in a few sentences": ends.tracebacks(lives),
     }
     return {
         "limits_s": limits_s,
@@ -54,11 +57,12 @@ def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) ->
         "rounds": len({(r["fragment"], r["outer_step"]) for log in logs for r in log.of("RoundCommitted")}),
         "void": len({(record["fragment"], record["outer_step"]) for record in void}),
         "views": max((record["view"] for log in logs for record in log.of("ViewChanged")), default=0),
+        "put_out": [words for _, words in put_out],
         "heldout_loss": losses[0] if losses else None,
         "undisturbed": list(undisturbed),
         "kinds": dict(sorted(Counter(record["kind"] for record in left.happened).items())),
         "planned": len(planned),
-        "happened": [_seen(record, left) for record in left.happened],
+        "happened": _seen(left),
         "faults": faults,
     }
 
@@ -66,40 +70,50 @@ def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) ->
 def _loss_faults(losses: Sequence[float], undisturbed: Sequence[float]) -> list[str]:
     if not losses:
         return ["nobody evaluated at the end"]
-    return checks.loss_differs(losses[0], undisturbed) if undisturbed else []
+    return ends.loss_differs(losses[0], undisturbed) if undisturbed else []
 
 
-def _seen(record: dict[str, Any], left: Left) -> dict[str, Any]:
-    """An event with what followed: how long the others stood still, and when its peer took part again."""
-    at_s = float(record["time_s"])
-    fields = ("kind", "peer", "seconds", "with_daemon")
-    event = Event(record["at_s"], **{name: record[name] for name in fields})
-    times = {name: [(log, each["time_s"]) for log in left.logs for each in log.of(name)] for name in ("StepFinished",)}
-    still = 0.0
-    for log in left.logs:
-        if log.life.peer == event.peer:
-            continue
-        _, busy, _ = checks.came_back(log, left.settings.back_s)
-        steps_s = [time_s for owner, time_s in times["StepFinished"] if owner is log]
-        nearby = [gap for gap, since_s in checks.gaps(steps_s, busy) if at_s - gap < since_s < at_s + _SEEN_S]
-        still = max([still, *nearby])
-    return {
-        "at_s": round(at_s - left.began_s, 1),
-        "peer": event.peer,
-        "what": event.text,
-        "others_stood_still_s": round(still, 1),
-        "back_after_s": _back(event, at_s, left),
-    }
+def _while_flapping(put_out: Sequence[tuple[float, str]], left: Left) -> list[str]:
+    flaps = [(each["time_s"], each["time_s"] + each["seconds"]) for each in left.happened if each["kind"] == "flap"]
+    return [words for time_s, words in put_out if any(since <= time_s <= until for since, until in flaps)]
 
 
-def _back(event: Event, at_s: float, left: Left) -> float | None:
-    """Seconds from when its peer could take part again until it did."""
-    lives: list[Life] = [life for life in left.lives if life.peer == event.peer]
-    for log in left.logs:
-        if log.life not in lives:
-            continue
-        times, _, _ = checks.came_back(log, left.settings.back_s)
-        for begin_s, seconds in times:
-            if event.kind in ("resume", "join", "freeze", "slow", "cut") and 0 <= begin_s - at_s < 3.0:
-                return round(seconds, 1)
-    return None
+def _seen(left: Left) -> list[dict[str, Any]]:
+    """The events with what followed: how long the others stood still, and when their peers took part again."""
+    came = [(log, *checks.came_back(log, left.settings.back_s)[:2]) for log in left.logs]
+    still = [
+        (log.life.peer, gap, since_s)
+        for log, _, busy in came
+        for gap, since_s in checks.gaps([record["time_s"] for record in log.of("StepFinished")], busy)
+    ]
+    seen = []
+    for record in left.happened:
+        event, at_s = _event(record), float(record["time_s"])
+        nearby = [
+            gap
+            for peer, gap, since_s in still
+            if peer not in event.stalls and at_s - gap < since_s < at_s + event.seconds + _SEEN_S
+        ]
+        back = [
+            seconds
+            for log, times, _ in came
+            for begin_s, seconds in times
+            if log.life.peer in event.stalls and -0.05 <= begin_s - at_s < _STARTED_S
+        ]
+        returns = event.timetable or event.kind in RETURNS
+        seen.append(
+            {
+                "at_s": round(at_s - left.began_s, 1),
+                "kind": event.kind,
+                "peer": event.peer,
+                "what": event.text,
+                "others_stood_still_s": round(max(nearby, default=0.0), 1),
+                "back_after_s": round(max(back), 1) if back and returns else None,
+            }
+        )
+    return seen
+
+
+def _event(record: dict[str, Any]) -> Event:
+    fields = ("at_s", "kind", "peer", "seconds", "with_daemon", "clock_s")
+    return Event(**{name: record[name] for name in fields}, others=tuple(record["others"]))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -104,6 +105,30 @@ def test_a_second_signal_ends_the_process_at_once(first: str, second: str) -> No
     assert done.stderr == "\x1b[?25hstopped at once; nothing more was saved\n"
 
 
+STUCK = """
+import ctypes
+from diloco.train.stopping import StopRequest
+library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+library.pthread_mutex_lock(lock)
+with StopRequest():
+    print(hex(ctypes.addressof(lock)), flush=True)
+    library.pthread_mutex_lock(lock)  # for ever: signals don't end it, and Python calls no handler before it has ended
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process waits for is looked up in Linux's /proc")
+def test_a_second_signal_ends_a_process_whose_main_thread_is_stuck_in_a_library() -> None:
+    """As it is in a collective whose other ranks don't come."""
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lock = process.stdout.readline().decode().strip()
+        while lock not in Path(f"/proc/{process.pid}/syscall").read_text().split():
+            os.sched_yield()
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+
+
 def test_a_signal_that_a_launcher_passes_on_is_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm sends SIGTERM to torchrun and to the ranks that torchrun sends it to."""
     with StopRequest() as stop:
@@ -113,6 +138,7 @@ def test_a_signal_that_a_launcher_passes_on_is_the_same_request(monkeypatch: pyt
         ended: list[int] = []
         monkeypatch.setattr("os._exit", ended.append)
         monkeypatch.setattr("diloco.train.stopping._ECHO_S", 0.0)
+        monkeypatch.setattr("diloco.train.stopping._HANDLED_S", 60.0)
         signal.raise_signal(signal.SIGTERM)
         assert ended == [130]
 

@@ -1,4 +1,4 @@
-"""How a peer of a swarm ends when its libp2p daemon does not do what it should, and how the daemon ends with the peer."""
+"""How a peer of a swarm ends when its libp2p daemon does not as it should, and the daemon with its peer."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 from diloco.errors import ConfigurationError
-from diloco.train.fleet import TorchFleet
+from diloco.train.fleet import Returning, TorchFleet
 from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.local_replica import Replica, make_gradients
 from diloco.train.session import Session
@@ -51,36 +51,44 @@ def join_run(session: Session, fleet: JoinableFleet, timeout_s: float) -> None:
 
 def come_back(
     session: Session,
-    fleet: SwarmFleet,
-    timeout_s: float,
+    fleet: Returning,
+    patience_s: float,
     looking: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """After the others went on without this replica: take over what they have, and keep the work not shared yet.
+    """After this replica lost the others: take over what they have, and keep the work not shared yet.
+
+    Where all have lost each other, one of them founds another view instead, and goes on when enough are back.
 
     Args:
         session: of the replica.
         fleet: of the session.
-        timeout_s: for becoming a member once they are found.
+        patience_s: so long they are looked for.
         looking: entered while they are looked for, when whatever it raises leaves everything as it is.
 
     Raises:
-        TransportError: if they can't be found any more, or refuse.
+        TransportError: if they aren't found, or refuse; it may be called again.
     """
     (replica,) = session.replicas
     if replica.diloco is not None:
         # what is in flight ends with the failure, and stays in the local parameters
         replica.diloco.drain(take_over=False)
     with looking():
-        fleet.rejoin()
+        fleet.rejoin(patience_s)
     replica.gradients = make_gradients(session.settings, replica.model, fleet, replica.number)
     if replica.diloco is not None:
         replica.diloco.change_transport(fleet.endpoint(replica.number))
-        if fleet.joining:
-            replica.diloco.take_over(fleet.endpoint(replica.number).view.members, keep_work=True)
+    session.open_to_joiners()
+    timeout_s = session.settings.transport.rendezvous_timeout_s
+    if not fleet.joining:
+        with looking():
+            fleet.gather(timeout_s)
+        return
+    if replica.diloco is not None:
+        replica.diloco.take_over(fleet.endpoint(replica.number).view.members, keep_work=True)
     _become_member(session, replica, fleet, timeout_s)
 
 
-def _become_member(session: Session, replica: Replica, fleet: JoinableFleet, timeout_s: float) -> None:
+def _become_member(session: Session, replica: Replica, fleet: Returning | LeaderFleet, timeout_s: float) -> None:
     totals = session.totals
     before = totals.steps
     with waiting_for(lambda: f"the other replicas to let replica {replica.number} in", timeout_s):

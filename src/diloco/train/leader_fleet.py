@@ -24,6 +24,7 @@ class LeaderFleet:
     """
 
     elastic = False
+    comes_back = False
     others_have_trained = True
     network: VirtualNetwork | None = None
 

@@ -29,7 +29,7 @@ from diloco.train.checkpoint import open_checkpoint
 from diloco.train.components import choose_device, make_transport
 from diloco.train.definition import stored_definition
 from diloco.train.environment import describe_environment
-from diloco.train.fleet import InProcessFleet
+from diloco.train.fleet import InProcessFleet, Returning
 from diloco.train.follow import follow_views
 from diloco.train.handshake import handshake_facts
 from diloco.train.joining import JoinableFleet
@@ -156,7 +156,9 @@ class _Run:
                 fleet.wait_for_start(lambda: stop.signal is not None)
             self.session.open_to_joiners()
             while self.step < last:
-                if isinstance(fleet, SwarmFleet):
+                if isinstance(fleet, SwarmFleet) and (words := fleet.threads.follow()):
+                    self._emit(Note(step=self.step, text=words))
+                if isinstance(fleet, Returning) and fleet.comes_back:
                     follow_views(fleet, self.session, stop, self._emit, self._save)
                 if agreed is None:
                     agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
@@ -177,7 +179,7 @@ class _Run:
                 self.session.drain()
             if saved_at != self.step or finished:
                 self._save()
-            if fleet.failure is not None and not fleet.elastic:
+            if fleet.failure is not None and not fleet.comes_back:
                 self._emit(Note(step=self.step, text=f"{fleet.failure} The state at step {self.step} is saved."))
                 raise fleet.failure
             interrupted = stop.signal or ("another replica" if agreed is not None and not finished else None)

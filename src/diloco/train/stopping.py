@@ -20,6 +20,7 @@ __all__ = ["StopAsked", "StopRequest"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_S = 5.0
+_HANDLED_S = 1.0
 
 
 class StopAsked(Exception):
@@ -46,9 +47,15 @@ class StopRequest:
         self._interrupts = False
         self._asked_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup_before = -1
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=self._pipe[:1], name="diloco-signals", daemon=True).start()
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._handle)
         return self
@@ -58,6 +65,10 @@ class StopRequest:
     ) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._wakeup_before)
+            os.close(self._pipe[1])  # the watch ends with it
+            self._pipe = None
 
     def ask(self, why: str) -> None:
         """Stop as if a signal named ``why`` had come, if none has."""
@@ -77,6 +88,18 @@ class StopRequest:
         if self.signal is not None:
             raise StopAsked
 
+    def _watch(self, signals: int) -> None:
+        """In a thread: Python handles signals in the main thread, and only when what it waits for in C has ended."""
+        first, first_s = "", 0.0
+        with os.fdopen(signals, "rb", buffering=0) as pipe:
+            while number := int.from_bytes(pipe.read(1)):
+                if number in SIGNALS and not first:
+                    first, first_s = signal.Signals(number).name, time.monotonic()
+                elif number in SIGNALS and not _is_echo(number, first, first_s):
+                    time.sleep(_HANDLED_S)  # in which the handler ends the process, if it can
+                    if self._pipe is not None:
+                        _end()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._asked_s = signal.Signals(number).name, time.monotonic()
@@ -84,10 +107,15 @@ class StopRequest:
             if self._interrupts:
                 raise StopAsked
             return
-        if number == signal.SIGTERM and self.signal == "SIGTERM" and time.monotonic() - self._asked_s < _ECHO_S:
-            return
-        # A live display hides the cursor; nothing else runs after this line.
-        os.write(
-            sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25hstopped at once; nothing more was saved\n"
-        )
-        os._exit(130)
+        if not _is_echo(number, self.signal, self._asked_s):
+            _end()
+
+
+def _is_echo(number: int, first: str, first_s: float) -> bool:
+    return number == signal.SIGTERM and first == "SIGTERM" and time.monotonic() - first_s < _ECHO_S
+
+
+def _end() -> None:
+    # A live display hides the cursor; nothing else runs after this line.
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"\x1b[?25hstopped at once; nothing more was saved\n")
+    os._exit(130)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,18 +14,15 @@ import xxhash
 
 from diloco.data.assignment import Assignment
 from diloco.data.shares import Shares
-from diloco.errors import RendezvousError, TransportError
 from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
+from diloco.train.fleet import Returning
 from diloco.train.held import Held
 from diloco.train.threads import PeerThreads
-from diloco.transport.base import Transport
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.links import VirtualNetwork
 from diloco.transport.peers.connected import Connected, join
-from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.waiting import waiting_for
@@ -37,7 +35,7 @@ _ROUND_MAY_TAKE_S = 4.0
 """A round in flight has so long to end when somebody asks to stop."""
 
 
-class SwarmFleet:
+class SwarmFleet(Returning):
     """Made connected; a joiner becomes a member by `join`, a founder lets others in by
     `wait_for_start`.
 
@@ -51,8 +49,8 @@ class SwarmFleet:
         threads: with which it computes beside other peers on its machine.
     """
 
-    network: VirtualNetwork | None = None
     elastic = True
+    comes_back = True
     group = ReplicaGroup()
 
     def __init__(
@@ -75,8 +73,6 @@ class SwarmFleet:
         self._start_replicas = start_replicas
         self._margin = margin
         self._batch_size = batch_size
-        self._changed = threading.Condition()
-        self._untold: list[NextView] = []
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self._seen: dict[str, Any] = {}
@@ -85,21 +81,16 @@ class SwarmFleet:
         self._leaving: threading.Timer | None = None
         self.begun = False
         self.shares = Shares.of((0,))
-        self._connect()
+        super().__init__(connect_swarm(self._place, wire, held_step=held.step))
 
-    def _connect(self) -> None:
-        self.connected: Connected = connect_swarm(self._place, self._wire, held_step=self._held.step)
-        self.transport: PeerTransport = self.connected.transport
-        self.joining = self.connected.joining
+    def _go_by(self, connected: Connected) -> None:
+        super()._go_by(connected)
         self.transport.on_change = self._follow
+        self._listened = self.addresses()
         if not self.joining:
             self.shares = Shares.of((self.transport.replica,))
             self._assignments = self.shares.of_member(self.transport.replica)
             self._note_members(1)
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        return (self.transport.replica,)
 
     @property
     def num_members(self) -> int:
@@ -109,13 +100,6 @@ class SwarmFleet:
     @property
     def leads(self) -> bool:
         return self.transport.replica == self.transport.view.members[0]
-
-    @property
-    def failure(self) -> TransportError | None:
-        return self.transport.failure
-
-    def endpoint(self, replica: int) -> Transport:
-        return self.transport
 
     # Becoming a member, and again.
 
@@ -136,27 +120,21 @@ class SwarmFleet:
         self.joining = False
         return step
 
-    def rejoin(self) -> None:
-        """After a failure: connect to the swarm anew, as one who joins.
-
-        Raises:
-            RendezvousError: if it can't be found any more.
-        """
-        known = dict.fromkeys((*self._place.node.join, *self.transport.places()))
-        node = dataclasses.replace(self._place.node, join=tuple(known))
+    def _look_again(self, last: View, patience_s: float) -> Connected:
+        known = [place for entry in self.transport.known_entries() for place in entry.places]
+        node = self._place.node
+        join = tuple(dict.fromkeys((*node.join, *known)))
         self._place = dataclasses.replace(
-            self._place, swarm=self.connected.swarm, replica=self.transport.replica, node=node, closed=""
+            self._place,
+            replica=self.transport.replica,
+            swarm=self.connected.swarm,
+            last=last,
+            patience_s=patience_s,
+            closed=_STARTING,
+            node=dataclasses.replace(node, join=join, listen=_same_port(node.listen, self._listened), insists=False),
         )
-        self._held = Held()  # it founds no other one
-        self.transport.close()
-        deadline_s = time.monotonic() + self._wire.rendezvous_timeout_s
-        while True:
-            try:
-                return self._connect()
-            except RendezvousError:
-                if time.monotonic() > deadline_s:
-                    raise
-            time.sleep(_AGAIN_S)
+        self._held = Held(self.transport.step, self.transport.replica, self.connected.swarm)
+        return connect_swarm(self._place, self._wire, held_step=self._held.step)
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         """Let others join, until enough are there for training to begin, or somebody asks to stop."""
@@ -169,9 +147,6 @@ class SwarmFleet:
         wanted, there = self._start_replicas, self.num_members
         return f"{wanted - there} more replicas to begin with ({there} of {wanted} are there; Ctrl-C leaves)"
 
-    def close_to_joiners(self, reason: str) -> None:
-        self.transport.close_to_joiners(reason)
-
     # What the session asks at every step.
 
     def take_assignments(self) -> tuple[Assignment, ...]:
@@ -180,12 +155,6 @@ class SwarmFleet:
             taken = tuple(each for each in self._assignments if each not in self._taken)
             self._taken = self._assignments
             return taken
-
-    def take_news(self) -> tuple[NextView, ...]:
-        """The views that were adopted since this was asked last."""
-        with self._changed:
-            taken, self._untold = self._untold, []
-            return tuple(taken)
 
     @property
     def view(self) -> View:
@@ -315,8 +284,7 @@ class SwarmFleet:
                 )
                 self._note_members(len(members))
                 self._assignments = self.shares.of_member(self.transport.replica)
-                self._untold.append(dataclasses.replace(following, reason=self.transport.reason))
-            self._changed.notify_all()
+            self._note_view(following)
             return {"shares": self.shares.to_message(), "begun": self.begun}
 
     def _note_members(self, members: int) -> None:
@@ -339,3 +307,13 @@ class SwarmFleet:
             "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
             **self._seen,
         }
+
+
+def _same_port(listen: tuple[str, ...], listened: tuple[str, ...]) -> tuple[str, ...]:
+    """Where to listen so that others find this peer where it was: any port becomes the one that it had.
+
+    >>> _same_port(("/ip4/0.0.0.0/tcp/0",), ("/ip4/10.0.0.7/tcp/31330/p2p/Qm", "/ip4/127.0.0.1/tcp/31330/p2p/Qm"))
+    ('/ip4/0.0.0.0/tcp/31330',)
+    """
+    own = [found[1] for each in listened if "/p2p-circuit" not in each and (found := re.search(r"/tcp/(\d+)", each))]
+    return tuple(re.sub(r"/tcp/0\b", f"/tcp/{own[-1]}", each) for each in listen) if own else listen

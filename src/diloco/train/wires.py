@@ -60,9 +60,12 @@ def connect_rank(
     together = settings.replica_size == 1 or run.train.parallelism == "fsdp"
     if not together and not group.leads:
         return LeaderFleet(group, None)
-    connected = _connect(settings, role, settings.replica_size if together else 1, facts, held_step)
+    place, wire = _place_and_wire(settings, role, settings.replica_size if together else 1, facts)
+    connected = connect(place, wire, held_step=held_step)
     choose_threads(run.train.threads, _on_this_machine(connected))
-    return TorchFleet(connected, group) if together else LeaderFleet(group, TorchFleet(connected))
+    if together:
+        return TorchFleet(connected, place, wire, group)
+    return LeaderFleet(group, TorchFleet(connected, place, wire))
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> SwarmFleet:
@@ -96,6 +99,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         streams=settings.streams or 1,
         **_exchange(settings, facts),
         go_on=True,
+        comes_back=True,
         late_s=swarm.join_window_s if swarm.straggler == "skip" else settings.round_timeout_s,
         split=swarm.split,
         state_bytes_per_s=swarm.state_bytes_per_s,
@@ -164,9 +168,9 @@ def _on_this_machine(connected: Connected) -> int:
     return sum(parse_address(entry.address).host == here for entry in entries.values())
 
 
-def _connect(
-    settings: TransportSettings, role: Role, ranks_per_replica: int, facts: Mapping[str, str], held_step: int
-) -> Connected:
+def _place_and_wire(
+    settings: TransportSettings, role: Role, ranks_per_replica: int, facts: Mapping[str, str]
+) -> tuple[Place, TcpWire]:
     place = Place(
         replica=role.replica,
         num_replicas=settings.replicas,
@@ -184,6 +188,7 @@ def _connect(
         streams=settings.streams or 0,
         **_exchange(settings, facts),
         go_on=settings.on_failure == "continue",
+        comes_back=settings.on_failure == "continue" and settings.replica_size == 1,
         link=make_links(settings)[role.replica] if emulated else None,
     )
-    return connect(place, wire, held_step=held_step)
+    return place, wire

@@ -57,6 +57,9 @@ class TransportSettings:
     """torch: replicas tell each other that they are there, this often."""
     silence_s: float = 15.0
     """torch: a replica that was not heard of for so long counts as lost."""
+    give_up_after_s: Annotated[float | None, arg(aliases=["--give-up-after"])] = None
+    """A replica that has lost the others looks for them for so long, and then saves its state and ends. Default: it
+    never gives up. torch: with on_failure "continue"."""
     rendezvous_timeout_s: float = 300.0
     """torch: the longest that replicas wait for each other at the start."""
     bandwidth_bits_per_s: tuple[float, ...] = ()
@@ -111,6 +114,11 @@ class TransportSettings:
             raise ConfigurationError(
                 f"transport.rendezvous_timeout_s={self.rendezvous_timeout_s} was given; it must be positive. "
                 "Nothing was started."
+            )
+        if self.give_up_after_s is not None and not self.give_up_after_s >= 0:
+            raise ConfigurationError(
+                f"transport.give_up_after_s={self.give_up_after_s} was given; it is a time in seconds, or left out for "
+                "never. Nothing was started."
             )
         for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s"):
             values = getattr(self, name)

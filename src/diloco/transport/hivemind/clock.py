@@ -1,7 +1,8 @@
 """The time that the DHT goes by: one for all peers, whatever the clocks of their machines say.
 
-Hivemind dates records by each machine's clock and refuses peers whose clock is more than 3 s off. Here a peer takes over
-the time of those through which it comes, so that no clock has to be right; it goes on evenly when the machine's is set.
+Hivemind dates records by each machine's clock and refuses peers whose clock is more than 3 s off. Here a peer takes
+over the time of those through which it comes, so that no clock has to be right; it goes on evenly when the machine's is
+set.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError, RunOverError
+from diloco.membership.founding import Founding, Looker, Lookers
 from diloco.membership.view import View
 from diloco.transport.hivemind.dialler import Dialler
-from diloco.transport.hivemind.founding import Founding, Lookers
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import NodePlace
@@ -49,6 +49,8 @@ class SwarmPlace:
         node: where this peer is, and whom it knows.
         replica: its number; None: one that follows from its identity.
         swarm: the swarm that it was a member of before; "": any.
+        last: the newest view of that one that it was a member of, or had agreed to be; None: it begins.
+        patience_s: so long it looks for the others; None: as long as a wire's ``rendezvous_timeout_s``.
         held_swarm: the swarm in which it came to the newest step that it could resume from; "": not known.
         join_window_s: who finds no member waits this long for others that look, too, before one of them founds it.
         status: what people that look are told of this peer, as JSON.
@@ -60,6 +62,8 @@ class SwarmPlace:
     node: NodePlace = field(default_factory=NodePlace)
     replica: int | None = None
     swarm: str = ""
+    last: View | None = None
+    patience_s: float | None = None
     held_swarm: str = ""
     join_window_s: float = 3.0
     status: Callable[[], Mapping[str, Any]] = dict
@@ -111,16 +115,16 @@ class _Arrival:
         self.held_step = held_step
         self.registry = Registry(0)
         self.number = transport.replica
-        self.patience_s = wire.rendezvous_timeout_s
+        self.patience_s = wire.rendezvous_timeout_s if place.patience_s is None else place.patience_s
         self.finished = False
         self.beat = 0
+        self.looking = 0
         self.dialler = Dialler(
             self.board,
             streams,
             self.registry,
             self.number,
             mine=lambda: self.mine,
-            swarm=place.swarm,
             silence_s=wire.silence_s,
         )
         transport.on_introduction = self.dialler.call_back
@@ -133,15 +137,18 @@ class _Arrival:
         self.board.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
-        with waiting_for(lambda: f"a member of run {self.place.gate.run!r}", self.patience_s):
-            found = call(self._find())
-        self.swarm = found.swarm if found else secrets.token_hex(8)
+        with waiting_for(self._whom, self.patience_s):
+            answer = call(self._find())
+        found, founded = (None, answer) if isinstance(answer, View) else (answer, None)
+        self.swarm = found.swarm if found else self.place.swarm or secrets.token_hex(8)
+        closed = self.place.closed
         if found:
-            self.transport.begin(View(-1, found.members), self.registry, open_link, member=False)
+            self.transport.begin(View(-1, found.members), self.registry, open_link, member=False, closed=closed)
         else:
-            self.transport.begin(View(0, (self.number,)), self.registry, open_link, member=True)
+            assert founded is not None
+            self.transport.step = max(0, self.held_step) if self.place.last else 0  # what those who join are told
+            self.transport.begin(founded, self.registry, open_link, member=True, closed=closed)
             call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))  # before anybody looks
-        self.transport.close_to_joiners(self.place.closed)
         founded_step = found.founded_step if found else max(0, self.held_step)
         SwarmDesk(
             self.board,
@@ -159,7 +166,17 @@ class _Arrival:
         entries = dict(found.entries) if found else {}
         everybody = {**entries, self.number: self.mine}
         table = Table(everybody, found is not None, found.step if found else 0, founded_step)
-        return Connected(self.transport, table, found is not None, self.swarm, self._refresh, self._finish)
+        return Connected(
+            self.transport, table, found is not None, self.swarm, self._refresh, self._finish, self.looking
+        )
+
+    def _whom(self) -> str:
+        run = self.place.gate.run
+        if self.place.last is None:
+            return f"a member of run {run!r}"
+        there = f"{self.looking} other{'' if self.looking == 1 else 's'} of them look{'s' if self.looking == 1 else ''}"
+        members = ", ".join(str(each) for each in self.place.last.members if each != self.number)
+        return f"enough of replicas {members} of run {run!r} to go on with, of which {there}"
 
     def _members(self) -> tuple[int, ...]:
         view = self.transport.view
@@ -178,25 +195,34 @@ class _Arrival:
 
     def _record(self, swarm: str) -> PeerRecord:
         peer_id = self.streams.node.peer_id
-        return PeerRecord(peer_id, self.number, swarm, self.held_step, self.mine.places, self.finished, self.beat)
+        return PeerRecord(
+            peer_id,
+            self.number,
+            swarm,
+            self.held_step,
+            self.mine.places,
+            self.finished,
+            self.beat,
+            was="" if swarm else self.place.swarm,
+            last=None if swarm else self.place.last,
+        )
 
     def _finish(self) -> None:
         self.finished = True
         self.board.call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))
 
-    async def _find(self) -> SwarmTable | None:
-        """The swarm, once all its members are connected; or None where this peer is to found it.
+    async def _find(self) -> SwarmTable | View:
+        """The swarm, once all its members are connected; or the view that this peer is to found.
 
         A member that can't be reached may be one that has just ended: the next table may be without it.
         """
         loop = asyncio.get_running_loop()
         run, node, place = self.place.gate.run, self.streams.node, self.place
         founding = Founding(
-            number=self.number,
-            held_step=self.held_step,
-            was_member=bool(place.swarm),
+            me=Looker(self.number, self.held_step, place.last),
             alone=not place.node.join,
             window_s=place.join_window_s,
+            policy=self.transport.policies.quorum,
         )
         lookers, why = Lookers(self.wire.silence_s), dict[str, str]()
         began_s, said_s = loop.time(), -math.inf
@@ -204,6 +230,8 @@ class _Arrival:
         while True:
             if loop.time() - said_s >= self.wire.silence_s / _BEATS:
                 said_s, self.beat = loop.time(), self.beat + 1
+                if not place.node.insists:
+                    await node.enter()
                 await node.announce(run, self._record(""))
                 known_s = min(known_s, loop.time())
             there = False  # somebody of a swarm, who can't be joined now
@@ -219,10 +247,14 @@ class _Arrival:
                     why[record.peer_id] = str(error)
             asked_s = loop.time()  # once more: where peers are gone, asking them takes long
             records = await self._records()
-            looking = lookers.hear(records, asked_s)
+            heard = lookers.hear({each.peer_id: each.beat for each in records if not each.swarm}, asked_s)
+            looking = [each for each in records if each.peer_id in heard]
+            self.looking = len(looking)
             there = there or any(record.swarm and record.peer_id not in why for record in records)
-            if not there and founding.founds(records, looking, asked_s - known_s):
-                return None
+            had_members = any(record.swarm for record in records)
+            others = [each.looker(place.swarm) for each in looking]
+            if not there and (view := founding.founds(others, asked_s - known_s, had_members=had_members)):
+                return view
             self._stop_if_over(records)
             if loop.time() - began_s > self.patience_s:
                 self._stop_looking(records, looking, why)
@@ -241,7 +273,7 @@ class _Arrival:
         A swarm that it was a member of itself has that work, wherever it is now.
         """
         step = max(table.step, table.founded_step)  # its founder may not have loaded what it founds it with
-        if self.place.swarm or table.swarm == self.place.held_swarm or self.held_step <= step:
+        if table.swarm in (self.place.swarm, self.place.held_swarm) or self.held_step <= step:
             return
         raise RendezvousError(
             f"the swarm of run {self.place.gate.run!r} is at step {step}, and the newest checkpoint of replica "

@@ -7,6 +7,7 @@ open where something goes wrong.
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,9 +18,30 @@ from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.peers.streams import stop_listening
 from diloco.transport.peers.within import within
 
-__all__ = ["Daemon", "Handler"]
+__all__ = ["Daemon", "Handler", "plainly"]
 
 _ENDING_S = 2.0
+_MOST_CHARACTERS = 160
+_DAEMON_SAYS = re.compile(r"^Daemon failed to start: ([\d/]+ [\d:]+ )?")
+_PLAIN_WORDS = {
+    "dial backoff": "it did not answer a moment ago",
+    "failed to find any peer": "nobody knows its address",
+    "no addresses": "nobody knows its address",
+    "failed to connect to bootstrap peers": "none of them answers",
+    "responded to a ping": "none of them answers",
+    "connection refused": "connection refused",
+    "no route to host": "no route to host",
+    "network is unreachable": "the network is unreachable",
+    "connection reset": "the connection was reset",
+    "stream reset": "the connection was reset",
+    "i/o timeout": "no answer in time",
+    "deadline exceeded": "no answer in time",
+    "not supported": "it is no diloco of this version, or is starting or ending",
+    "dial to self": "it has the identity of this peer",
+    "bytes read on a total of": "the libp2p daemon of this peer has ended",
+}
+"""What is meant by what libp2p writes."""
+
 Handler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a stream that the peer named first has opened."""
 
@@ -124,7 +146,10 @@ class Daemon:
 
     async def _ask(self, request: Any, about: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
         engine = load_engine()
-        reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
+        try:
+            reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
+        except OSError as error:  # it says nothing of whoever was to be reached
+            raise OSError("the libp2p daemon of this peer has ended") from error
         try:
             await engine.write_pbmsg(writer, request)
             answer = engine.p2pd_pb2.Response()
@@ -132,11 +157,25 @@ class Daemon:
             engine.raise_if_failed(answer)
         except (engine.P2PDaemonError, EOFError) as error:
             writer.close()
-            raise OSError(f"{about} can't be reached: {' '.join(str(error).split())}") from error
+            raise OSError(f"{about} can't be reached: {plainly(error)}") from error
         except BaseException:
             writer.close()
             raise
         return answer, reader, writer
+
+
+def plainly(error: BaseException) -> str:
+    """What libp2p or Hivemind says went wrong, in a few words: its own may fill a page, with every address it tried.
+
+    >>> plainly(OSError("Connect failed. msg=failed to dial: all dials failed * [/ip4/10.0.0.1/tcp/1] dial backoff * "
+    ...     "[/ip4/10.0.0.2/tcp/1] dial tcp4 10.0.0.2:1: connect: no route to host"))
+    'it did not answer a moment ago, no route to host'
+    >>> plainly(OSError("Daemon failed to start: 2026/11/22 06:55:33 failed to connect to bootstrap peers"))
+    'none of them answers'
+    """
+    words = _DAEMON_SAYS.sub("", " ".join(str(error).split()))
+    found = [said for meant, said in _PLAIN_WORDS.items() if meant in words]
+    return ", ".join(dict.fromkeys(found)) or words[:_MOST_CHARACTERS] or type(error).__name__
 
 
 def _bytes_of(peer_id: str) -> bytes:

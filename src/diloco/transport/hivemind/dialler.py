@@ -25,7 +25,6 @@ class Dialler:
         registry: of all that are known; gets those that tables name.
         rank: of this peer.
         mine: tells its entry.
-        swarm: the one that it was a member of before; "": any.
         silence_s: the longest that opening one may take.
     """
 
@@ -37,7 +36,6 @@ class Dialler:
         rank: int,
         *,
         mine: Callable[[], Entry],
-        swarm: str,
         silence_s: float,
     ) -> None:
         self._board = board
@@ -45,13 +43,12 @@ class Dialler:
         self._registry = registry
         self._rank = rank
         self._mine = mine
-        self._swarm = swarm
         self._silence_s = silence_s
         self._calls: set[asyncio.Future[None]] = set()
 
     async def ask(self, peer_id: str) -> SwarmTable:
         """The table of ``peer_id``'s first member, which hears of all who come."""
-        question = {"kind": "table", "entry": self._mine().to_message(), "swarm": self._swarm}
+        question = {"kind": "table", "entry": self._mine().to_message()}
         try:
             table = SwarmTable.from_message(await ask_peer(self._streams, peer_id, question))
             if table.first.address not in (peer_id, self._mine().address):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
 import warnings
 from functools import cache
@@ -57,13 +59,16 @@ def load_engine() -> Any:
         # importing Hivemind changes it for the whole process
         multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]  # as above
 
+    if "HIVEMIND_LOGLEVEL" not in os.environ:  # what matters of what libp2p says is in the errors of this package
+        for name in ("hivemind.p2p", "hivemind.dht"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     clock = NetworkClock()
     for module in (hivemind.utils, hivemind.utils.timed_storage, hivemind.utils.auth, node, protocol, routing):
         module.get_dht_time = clock.now_s
     protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # what is far off is moved, not refused
 
     class P2PInASession(P2P):  # type: ignore[misc]  # its base has no types
-        """Its daemon has a session of its own: a signal to all of this process's group, such as Ctrl-C, is not for it."""
+        """Its daemon has a session of its own: a signal to this process's group, such as Ctrl-C, is not for it."""
 
         @staticmethod
         def _make_process_args(*words: Any, **options: Any) -> list[str]:

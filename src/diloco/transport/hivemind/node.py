@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.transport.hivemind.daemon import Daemon, Handler
+from diloco.transport.hivemind.daemon import Daemon, Handler, plainly
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
@@ -38,6 +38,7 @@ class NodePlace:
         announce: multiaddresses that others are told instead.
         map_ports: ask the router to let others in (UPnP).
         relay: be reached through others where nothing else works, and carry the streams of others.
+        insists: whether one of ``join`` must answer at the start; else `Node.enter` tries again later.
     """
 
     join: tuple[str, ...] = ()
@@ -45,16 +46,18 @@ class NodePlace:
     announce: tuple[str, ...] = ()
     map_ports: bool = True
     relay: bool = True
+    insists: bool = True
 
 
 class Node:
     """A running peer. Made by `start`."""
 
-    def __init__(self, identity: Identity, daemon: Daemon, dht: Any) -> None:
+    def __init__(self, identity: Identity, daemon: Daemon, dht: Any, place: NodePlace) -> None:
         self.peer_id = identity.peer_id
         self._daemon = daemon
         self._dht = dht
         self._subkey = make_subkey(identity)
+        self._place = place
         self._keeping_up = asyncio.ensure_future(self._keep_up())
 
     @classmethod
@@ -66,9 +69,10 @@ class Node:
             TransportError: if the daemon can't be started, or not listen where it should.
         """
         engine = load_engine()
+        entrance = list(place.join) if place.insists else []
         try:
             p2p = await engine.P2P.create(
-                initial_peers=list(place.join) or None,
+                initial_peers=entrance or None,
                 announce_maddrs=list(place.announce) or None,
                 host_maddrs=list(place.listen) or None,
                 no_listen=not place.listen,
@@ -81,8 +85,8 @@ class Node:
             )
         except (engine.P2PDaemonError, OSError, ValueError) as error:
             await asyncio.sleep(_GONE_S)
-            why = str(error).splitlines()[0]
-            if place.join:
+            why = plainly(error)
+            if entrance:
                 raise RendezvousError(
                     f"the network can't be entered through {', '.join(place.join)}: {why}. A peer of the run that can "
                     "be reached, as it printed its address, would work. Nothing was started."
@@ -93,10 +97,10 @@ class Node:
             ) from error
         daemon = Daemon(p2p, _PROTOCOL)
         try:
-            engine.clock.enter(await _clocks_ahead_s(p2p, [address.rpartition("/p2p/")[2] for address in place.join]))
+            engine.clock.enter(await _clocks_ahead_s(p2p, [_peer_of(address) for address in entrance]))
             dht = await engine.DHTNode.create(
                 p2p=p2p,
-                initial_peers=list(place.join) or None,
+                initial_peers=entrance or None,
                 client_mode=not place.listen,
                 cache_size=10_000,
                 record_validator=make_validator(identity.private_key),
@@ -104,10 +108,24 @@ class Node:
         except Exception as error:  # it raises plain RuntimeErrors, and those of libp2p
             await daemon.close()
             raise RendezvousError(
-                f"nobody at {', '.join(place.join)} answers as a peer: {str(error).splitlines()[0]} A peer of the run "
+                f"nobody at {', '.join(place.join)} answers as a peer: {plainly(error)}. A peer of the run "
                 "that can be reached, as it printed its address, would work. Nothing was started."
             ) from error
-        return cls(identity, daemon, dht)
+        return cls(identity, daemon, dht, place)
+
+    async def enter(self) -> None:
+        """Try to reach those of `NodePlace.join` that the DHT does not know, for a network that was gone to be back."""
+        protocol = self._dht.protocol
+        known = {str(peer) for peer in protocol.routing_table.uid_to_peer_id.values()}
+
+        async def reach(address: str) -> None:
+            peer_id = _peer_of(address)
+            with contextlib.suppress(OSError, TimeoutError, load_engine().P2PDaemonError):
+                await within(_PING_S, self._daemon.connect(peer_id, [_bare(address)]))
+                await within(_PING_S, protocol.call_ping(load_engine().PeerID.from_base58(peer_id), validate=False))
+
+        asked = [address for address in self._place.join if _peer_of(address) not in known | {self.peer_id}]
+        await asyncio.gather(*map(reach, asked))
 
     async def addresses(self) -> tuple[str, ...]:
         """Multiaddresses at which this peer can be reached, ``/p2p/`` and its identity included; maybe none."""
@@ -181,7 +199,8 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
         asked_s = engine.clock.now_s()
         stub = mere_asker.get_stub(engine.PeerID.from_base58(peer))
         answer = await stub.rpc_ping(engine.dht_pb2.PingRequest(), timeout=_PING_S)
-        return float(answer.dht_time) - (asked_s + engine.clock.now_s()) / 2
+        ahead_s: float = answer.dht_time - (asked_s + engine.clock.now_s()) / 2
+        return ahead_s
 
     found = await asyncio.gather(*map(ask, peers), return_exceptions=True)
     return [each for each in found if isinstance(each, float)]
@@ -191,6 +210,10 @@ def make_subkey(identity: Identity) -> bytes:
     """The subkey under which only this identity can store."""
     key: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
     return key
+
+
+def _peer_of(address: str) -> str:
+    return address.rpartition("/p2p/")[2]
 
 
 def _bare(address: str) -> str:

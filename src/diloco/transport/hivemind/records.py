@@ -10,6 +10,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.errors import ConfigurationError
+from diloco.membership.founding import Looker
+from diloco.membership.view import View
 from diloco.transport.hivemind.engine import load_engine
 
 __all__ = ["MAX_RECORD_BYTES", "PeerRecord", "make_validator", "owner_of", "run_key"]
@@ -31,6 +34,8 @@ class PeerRecord:
         addresses: multiaddresses, ``/p2p/`` and its identity left out.
         finished: whether it has done all steps of the run, and is leaving.
         beat: grows each time that the record is stored by one that looks.
+        was: of one that looks, the swarm that it was a member of.
+        last: the newest view of that one that it was a member of, or had agreed to be.
     """
 
     peer_id: str
@@ -40,12 +45,21 @@ class PeerRecord:
     addresses: tuple[str, ...] = field(default=())
     finished: bool = False
     beat: int = 0
+    was: str = ""
+    last: View | None = None
+
+    def looker(self, swarm: str) -> Looker:
+        """What it says to members of ``swarm`` as one that looks, too."""
+        return Looker(self.number, self.held_step, self.last if swarm and swarm == self.was else None)
 
     def to_bytes(self) -> bytes:
         """As it is stored."""
         addresses = list(self.addresses)[:_MAX_ADDRESSES]
         fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
-        return json.dumps(fields | {"finished": self.finished, "beat": self.beat}).encode()
+        last = [] if self.last is None else [self.last.id, *self.last.members]
+        return json.dumps(
+            fields | {"finished": self.finished, "beat": self.beat, "was": self.was, "last": last}
+        ).encode()
 
     @classmethod
     def from_bytes(cls, peer_id: str, data: bytes) -> PeerRecord:
@@ -54,7 +68,13 @@ class PeerRecord:
         addresses = tuple(str(each) for each in list(fields["addresses"])[:_MAX_ADDRESSES])
         number, held_step = int(fields["number"]), int(fields["held_step"])
         finished, beat = fields["finished"] is True, int(fields.get("beat", 0))
-        return cls(peer_id, number, str(fields["swarm"])[:64], held_step, addresses, finished, beat)
+        last = [int(each) for each in fields.get("last", ())]
+        try:
+            view = View(last[0], tuple(last[1:])) if last else None
+        except ConfigurationError as error:
+            raise ValueError("its view is none") from error
+        swarm, was = (str(fields.get(name, ""))[:64] for name in ("swarm", "was"))
+        return cls(peer_id, number, swarm, held_step, addresses, finished, beat, was, view)
 
 
 def run_key(run: str) -> str:

@@ -120,11 +120,9 @@ class SwarmDesk:
         entries = {rank: self._registry.entries[rank] for rank in sorted(ranks) if rank in self._registry.entries}
         return SwarmTable(self._swarm, entries, members, self._step(), self._founded_step)
 
-    def admits(self, entry: Entry, swarm: str) -> str:
+    def admits(self, entry: Entry) -> str:
         """Why a peer can't take part; "" where it can."""
         known = self._registry.entries.get(entry.rank)
-        if swarm not in ("", self._swarm):
-            return f"it was a member of another swarm of this run ({swarm}, and this one is {self._swarm})"
         if known is not None and known.address != entry.address and entry.rank in self._members():
             return f"replica {entry.rank} is {known.address} already; another number would work"
         return difference(self._mine, entry)
@@ -137,7 +135,7 @@ class SwarmDesk:
             return
         if closed := self._closed() or ("" if self._members() else "it is joining itself"):
             answer: dict[str, Any] = {"kind": "refused", "reason": closed, "for_good": False}
-        elif why := self.admits(entry, str(message["swarm"])):
+        elif why := self.admits(entry):
             answer = {"kind": "refused", "reason": why, "for_good": True}
         else:
             self._registry.entries[entry.rank] = entry

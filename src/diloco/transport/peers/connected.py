@@ -44,6 +44,7 @@ class Connected:
         swarm: name of the swarm, where it has one.
         refresh: for a joiner: look who the members are by now, and connect to all of them.
         finish: tell those who come later, where the network keeps it, that the run is over.
+        awaited: others that looked for a view when this one was founded, and will join it.
     """
 
     transport: PeerTransport
@@ -52,6 +53,7 @@ class Connected:
     swarm: str = ""
     refresh: Callable[[], None] = lambda: None
     finish: Callable[[], None] = lambda: None
+    awaited: int = 0
 
     def already_running(self) -> RendezvousError:
         """For who came to begin a run, and finds one that is going on."""

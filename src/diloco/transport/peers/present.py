@@ -19,10 +19,12 @@ class Present:
         view: the present one; for a joiner, without itself.
         book: its rounds; None: this rank is no member yet.
         failure: why no round takes place any more, or None.
+        agreed: the last view that this rank was ready for, which others may have adopted; None: there was none.
         reason: why the view followed the one before, with what happened as this rank heard it.
     """
 
     view: View
     book: RoundBook | None = None
     failure: TransportError | None = None
+    agreed: View | None = None
     reason: str = ""

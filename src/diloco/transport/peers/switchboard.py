@@ -73,6 +73,7 @@ class Switchboard:
         self._closing = False
         self._pulse = Pulse(timing)
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self._note_failure)
         self._thread = threading.Thread(target=self._run, name="diloco-control", daemon=True)
         self._thread.start()
 
@@ -188,6 +189,14 @@ class Switchboard:
             if line.task is not None:
                 line.task.cancel()
             line.writer.close()
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A task that nobody waits for has failed, such as a library's: a line and no page, and nothing at the end."""
+        error = context.get("exception")
+        said = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        level = logging.DEBUG if self._closing else logging.WARNING
+        logging.getLogger(__name__).log(level, "diloco: a task of the connections failed: %s", said)
+        logging.getLogger(__name__).debug("where it did", exc_info=error)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

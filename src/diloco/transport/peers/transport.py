@@ -168,14 +168,18 @@ class PeerTransport(Transport):
         )
 
     @property
+    def last_view(self) -> View | None:
+        """The newest view that this rank was a member of, or has agreed to be; None: none yet."""
+        return self._keeper.last_view if self._keeper else None
+
+    @property
     def reason(self) -> str:
         """Why the present view is not the one before."""
         return self._keeper.reason if self._keeper else ""
 
-    def places(self) -> tuple[str, ...]:
-        """Where the other members may be found, in the network's own words."""
-        entries = [self._registry.entries.get(member) for member in self.view.members if member != self.replica]
-        return tuple(place for entry in entries if entry is not None for place in entry.places)
+    def known_entries(self) -> tuple[Entry, ...]:
+        """Of all others that are members, or have been or wanted to be."""
+        return tuple(entry for rank, entry in self._registry.entries.items() if rank != self.rules.rank)
 
     @property
     def closed_to_joiners(self) -> str:
@@ -239,7 +243,7 @@ class PeerTransport(Transport):
             self.board.post(self._tell_leaving, self._keeper)
 
     def close(self) -> None:
-        """Leave: all connections end, in some seconds. The others notice, so `meet` them first where they shall not mind."""
+        """Leave: all connections end, in seconds. The others notice, so `meet` them first where they shall not mind."""
         if self._closed:
             return
         self._closed = True
@@ -265,7 +269,7 @@ class PeerTransport(Transport):
 
     # Called by `connect`.
 
-    def begin(self, view: View, registry: Registry, open_link: OpenLink, *, member: bool) -> None:
+    def begin(self, view: View, registry: Registry, open_link: OpenLink, *, member: bool, closed: str = "") -> None:
         """The control connections stand: open ``view``, or, for one who is no member yet, only look at it.
 
         Args:
@@ -273,10 +277,11 @@ class PeerTransport(Transport):
             registry: of all ranks; kept up to date from now on.
             open_link: makes payload connections.
             member: whether this rank is in the view.
+            closed: why nobody can join at first; "": all can.
         """
         self.view = view
         self._registry = registry
-        self.board.call(_called(self._begin, view, open_link, member))
+        self.board.call(_called(self._begin, view, open_link, member, closed))
 
     def enter(self, answer: Mapping[str, Any]) -> None:
         """Take part in the view that a welcome names: an answer of `joining`."""
@@ -284,7 +289,7 @@ class PeerTransport(Transport):
 
     # In the control thread.
 
-    def _begin(self, view: View, open_link: OpenLink, member: bool) -> None:
+    def _begin(self, view: View, open_link: OpenLink, member: bool, closed: str) -> None:
         keeper = ViewKeeper(
             view,
             self.rules,
@@ -298,6 +303,7 @@ class PeerTransport(Transport):
             self._changed,
         )
         self._keeper = keeper
+        keeper.attendance.closed_to_joiners = closed
         if member:
             keeper.open(view, 0)
         for sender, message, blob in self._dispatch.begin(keeper, self._registry):

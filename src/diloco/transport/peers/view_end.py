@@ -125,6 +125,8 @@ class ViewEnd:
         return True, self.change
 
     def _announce(self, change: Change) -> None:
+        if change.mine.agreed is not None:
+            self._present.agreed = change.mine.agreed.following.view
         message = change_message(change.mine, change.why)
         for rank in change.audience:
             self._board.send(rank, message)

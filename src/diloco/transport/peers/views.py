@@ -92,6 +92,14 @@ class ViewKeeper:
         return self._present.view
 
     @property
+    def last_view(self) -> View | None:
+        """The newest view that this rank was a member of, or has agreed to be; None: none yet."""
+        now = self._present
+        if now.book is None:
+            return None
+        return max((view for view in (now.view, now.agreed) if view is not None), key=lambda view: view.id)
+
+    @property
     def book(self) -> RoundBook | None:
         """The rounds of the present view; None: this rank is no member yet."""
         return self._present.book

@@ -29,6 +29,7 @@ class Wire:
         min_contributors: a round with fewer is void; None: all.
         min_replicas: fewer never go on.
         go_on: whether survivors form a smaller view.
+        comes_back: whether a replica that has lost its view looks for the others; else it stops, and all with it.
         late_s: a replica whose contribution is so much later than this rank's own is left behind; None: never.
         split: whether the smaller side of a network that fell apart goes on.
         raise_on_loss: see `Policies`.
@@ -46,6 +47,7 @@ class Wire:
     min_contributors: int | None = None
     min_replicas: int = 1
     go_on: bool = False
+    comes_back: bool = False
     late_s: float | None = None
     split: Literal["stop", "go-on"] = "stop"
     raise_on_loss: bool = True

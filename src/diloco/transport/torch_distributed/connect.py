@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.membership.founding import Looker
 from diloco.membership.view import View
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.peers.connected import Connected, Table
@@ -17,13 +18,14 @@ from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.peers.within import within
+from diloco.transport.torch_distributed.again import LookAgain, serve_lookers
 from diloco.transport.torch_distributed.data_link import link_opener, make_device
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from diloco.waiting import waiting_for
 
-__all__ = ["Place", "TcpWire", "connect"]
+__all__ = ["Place", "TcpWire", "connect", "connect_again"]
 
 _PORT_S = 5.0  # for who has the rendezvous' port to answer as a diloco, or to give it up
 _LISTEN_AGAIN_S = 0.2
@@ -84,16 +86,54 @@ def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
         RendezvousError: if that does not succeed in time, or the ranks do not fit together; nothing stays open.
         TransportError: if this machine can't listen where it should.
     """
-    rules, policies = wire.rules_and_policies(
-        place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
-    )
-    transport = PeerTransport(rules, policies, Timing(wire.heartbeat_s, wire.silence_s), TcpStreams(), wire.link)
-    serve_probes(transport.board)
+    transport = _open(place, wire)
     try:
         return _connect(transport, place, wire, held_step)
     except BaseException:
         transport.close()
         raise
+
+
+def connect_again(place: Place, wire: TcpWire, lost: Connected, last: View, patience_s: float) -> Connected:
+    """For one that has lost its view, and closed its transport: find the others, or found another view with them.
+
+    Args:
+        place: which rank this is.
+        wire: how.
+        lost: what it was connected by.
+        last: the newest view that it was a member of, or had agreed to be.
+        patience_s: so long it looks.
+
+    Raises:
+        TransportError: if that does not succeed in time; nothing stays open.
+    """
+    before, transport = lost.transport, _open(place, wire)
+    try:
+        host = before.address.host
+        transport.board.listen(wire.host or host, range(before.address.port, before.address.port + 1), host)
+        entry = Entry(place.rank, str(transport.address), wire.facts, before.step)
+        look = LookAgain(
+            transport=transport,
+            entry=entry,
+            looker=Looker(place.replica, before.step, last),
+            known=before.known_entries(),
+            elsewhere=place.rendezvous,
+            patience_s=patience_s,
+        )
+        return look.connect(link_opener(make_device(host, wire.interface), transport.mailbox))
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _open(place: Place, wire: TcpWire) -> PeerTransport:
+    rules, policies = wire.rules_and_policies(
+        place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
+    )
+    timing = Timing(wire.heartbeat_s, wire.silence_s)
+    transport = PeerTransport(rules, policies, timing, TcpStreams(), wire.link, together=not wire.comes_back)
+    serve_probes(transport.board)
+    return transport
 
 
 def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: int) -> Connected:
@@ -131,11 +171,13 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
             )
         members = tuple(sorted({rank // size for rank in reached}))
         serve(board, registry)
+        serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
         transport.begin(View(-1, members), registry, open_link, member=False)
     else:
         with waiting_for(lambda: _named(table, _unreached(board, table, place)), wire.rendezvous_timeout_s):
             board.call(_arrived(board, place, wire.rendezvous_timeout_s, table))
         serve(board, registry)
+        serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
         transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
     return Connected(transport, table, table.running)
 
