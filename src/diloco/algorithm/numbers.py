@@ -12,8 +12,8 @@ from diloco.errors import ConfigurationError
 __all__ = ["check_number", "check_whole"]
 
 
-def check_whole(name: str, value: Any, least: int = 0) -> int:
-    """``value`` as an int, if it is a whole number of at least ``least``.
+def check_whole(name: str, value: Any, least: int | None = None) -> int:
+    """``value`` as an int, if it is a whole number of at least ``least``; None: any.
 
     Raises:
         ConfigurationError: if it is not.
@@ -23,13 +23,12 @@ def check_whole(name: str, value: Any, least: int = 0) -> int:
     diloco.errors.ConfigurationError: inner_steps=2.5 was given; a whole number from 1 on would work. Nothing was ...
     """
     try:
-        whole = least - 1 if isinstance(value, bool) else operator.index(value)
+        whole = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        whole = least - 1
-    if whole < least:
-        raise ConfigurationError(
-            f"{name}={value!r} was given; a whole number from {least} on would work. Nothing was started."
-        )
+        whole = None
+    if whole is None or (least is not None and whole < least):
+        works = "a whole number" if least is None else f"a whole number from {least} on"
+        raise ConfigurationError(f"{name}={value!r} was given; {works} would work. Nothing was started.")
     return whole
 
 

@@ -59,15 +59,17 @@ class SyncSchedule:
 
     def __post_init__(self) -> None:
         # object.__setattr__ is the frozen dataclass's own way to derive a field.
-        for name, least in (("inner_steps", 1), ("num_fragments", 1), ("overlap_steps", 0)):
-            object.__setattr__(self, name, check_whole(name, getattr(self, name), least))
+        for name in ("inner_steps", "num_fragments", "overlap_steps"):
+            object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         inner_steps, num_fragments = self.inner_steps, self.num_fragments
-        if num_fragments > inner_steps:
+        if inner_steps < 1:
+            raise ConfigurationError(f"inner_steps={inner_steps} was given; at least 1 is needed. Nothing was started.")
+        if not 1 <= num_fragments <= inner_steps:
             raise ConfigurationError(
                 f"num_fragments={num_fragments} with inner_steps={inner_steps} was given; 1 to {inner_steps} would "
                 "work, so that no two fragments need the same step. Nothing was started."
             )
-        if self.overlap_steps >= inner_steps:
+        if not 0 <= self.overlap_steps < inner_steps:
             raise ConfigurationError(
                 f"overlap_steps={self.overlap_steps} with inner_steps={inner_steps} was given; 0 to {inner_steps - 1} "
                 "would work: a fragment must have been merged before it is sent again. Nothing was started."

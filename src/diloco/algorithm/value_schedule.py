@@ -49,7 +49,7 @@ class ValueSchedule:
         check_number("peak", self.peak, -math.inf)
         check_number("final_ratio", self.final_ratio, 0, 1)
         for name in ("total_steps", "warmup_steps", "decay_steps"):
-            check_whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name), 0)
         if self.kind not in get_args(_Kind):
             raise ConfigurationError(
                 f"kind={self.kind!r} was given; {nearest(str(self.kind), get_args(_Kind))} Nothing was started."

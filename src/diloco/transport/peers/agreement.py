@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.transport.peers.registry import Entry, difference
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.switchboard import Switchboard
+from diloco.waiting import waiting_for
 
 __all__ = ["Agreement"]
 
@@ -41,22 +42,24 @@ class Agreement:
 
     def agree(self, facts: Mapping[str, str], timeout_s: float) -> None:
         """Tell ``facts`` to the others and wait for theirs; see `Transport.agree`."""
-        with self._changed:
+        with waiting_for(lambda: f"{_named(self._missing())} to make its DiLoCo", timeout_s), self._changed:
             self._mine = Entry(self._rules.rank, str(self._board.address), facts)
             self._board.post(self._tell_all)
             self._changed.wait_for(lambda: self._refusal() or not self._awaited(), timeout_s)
-            refusal, awaited = self._refusal(), self._awaited()
+            refusal, missing = self._refusal(), self._missing()
         if refusal:
             raise ConfigurationError(f"{refusal}. All replicas need the same arguments of DiLoCo. Nothing was started.")
-        if awaited:
-            missing = sorted({rank // self._rules.ranks_per_replica for rank in awaited})
-            names = ", ".join(map(str, missing))
+        if missing:
             raise RendezvousError(
-                f"replica {self._rules.replica} has waited {timeout_s:g} s for replica {names}, which "
+                f"replica {self._rules.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
                 f"{'are' if len(missing) > 1 else 'is'} connected and not ready to train: no DiLoCo was made there. "
                 "Nothing was started.",
                 replicas=missing,
             )
+
+    def _missing(self) -> list[int]:
+        """Replicas that are waited for."""
+        return sorted({rank // self._rules.ranks_per_replica for rank in self._awaited()})
 
     # In the control thread.
 
@@ -94,3 +97,7 @@ class Agreement:
 
     def _awaited(self) -> set[int]:
         return self._present() - self._theirs.keys() - {self._rules.rank}
+
+
+def _named(replicas: Sequence[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
