@@ -5,7 +5,7 @@ Runs in the control thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from diloco.errors import ReplicaLostError, TransportError
@@ -264,10 +264,13 @@ class ViewKeeper:
             self.exclude(following.reason)
             return
         change = self._ending.take()
-        survivors = members if following.view is None else following.view.members
-        hears = {m for m in survivors if all(map(self._lineup.is_connected, self._lineup.ranks((m,))))}
-        lost = [m for m in members if m != me and m not in hears] if following.view is None else []
-        lost = lost or [m for m in members if m not in survivors]
+        if following.view is not None:
+            staying: Collection[int] = following.view.members
+        elif change.is_left_out:
+            staying = [m for m in members if m == me or all(map(self._lineup.is_connected, self._lineup.ranks((m,))))]
+        else:
+            staying = change.staying
+        lost = [m for m in members if m not in staying]
         self._present.failure = stopped(following, lost, change.why, self._policies)
         stops = self.failure is not None
         self._last = following
@@ -278,7 +281,7 @@ class ViewKeeper:
         self._mailbox.forget(f"{following.previous.id}/")
         if following.view is not None:
             self._present.view = following.view
-            for rank in self._lineup.ranks([m for m in survivors if m not in change.staying]):
+            for rank in self._lineup.ranks([m for m in staying if m not in change.staying]):
                 self._board.send(rank, adopted(following))  # it was agreed on before it was lost, and may not know
         note = self._on_change(following)  # before `_open`, which may adopt the view after this one
         self.attendance.welcome(following, note)
