@@ -9,6 +9,7 @@ import pytest
 
 from diloco.membership.view import View
 from diloco.transport.address import Address
+from diloco.transport.peers.agreement import Agreement
 from diloco.transport.peers.dispatch import Dispatch
 from diloco.transport.peers.joining import Joining
 from diloco.transport.peers.mailbox import Mailbox
@@ -35,13 +36,21 @@ class Desk:
         self.meetings = mock.Mock(spec=Meetings)
         self.joining = Joining(self.board)
         self.speeds = Speeds()
+        self.agreement = mock.Mock(spec=Agreement)
         self.introduced: list[Entry] = []
         self.registry = Registry(4, 2)
         self.keeper = mock.Mock(spec=ViewKeeper)
         self.keeper.view = VIEW
         self.keeper.attendance = mock.Mock()
         self.dispatch = Dispatch(
-            2, self.board, self.mailbox, self.meetings, self.joining, self.speeds, self.introduced.append
+            2,
+            self.board,
+            self.mailbox,
+            self.meetings,
+            self.joining,
+            self.speeds,
+            self.agreement,
+            self.introduced.append,
         )
 
     def deliver(self, sender: int, message: dict[str, Any], blob: bytes = b"") -> None:

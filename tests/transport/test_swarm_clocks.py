@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from diloco.transport.hivemind import node
+from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.peers.connected import join
 from tests.processes import Processes, report, told
 from tests.transport.swarms import LIMIT_S, Swarms, wait_for_members
@@ -30,6 +33,29 @@ def member(rank: int, keys: Path, number: int, at: Sequence[str], off_s: float, 
         report(connected.transport.view.members)
     connected.transport.leave()
     connected.transport.close()
+
+
+def moved(rank: int, keys: Path, number: int, at: Sequence[str], by_s: float) -> None:
+    """In a process: a member that comes to another time of the network, as one does that has met others."""
+    node._KEEP_UP_EVERY_S = 0.2
+    swarms, clock = Swarms(keys), load_engine().clock
+    report(swarms.addresses_of(swarms.peer(number, at=at).transport))
+    clock.enter([told(LIMIT_S)])
+    while abs(clock.off_s() - by_s) > 2.0:
+        threading.Event().wait(0.1)
+    report("there")
+    told(LIMIT_S)
+
+
+def test_two_times_of_one_network_become_the_later_one(tmp_path: Path) -> None:
+    with Processes() as processes:
+        processes.start(1, moved, tmp_path, 0, (), -HOUR_S)
+        processes.start(1, moved, tmp_path, 1, processes.heard(0), -HOUR_S)
+        processes.heard(1)
+        processes.tell(1, HOUR_S)
+        assert processes.heard(1) == "there"
+        processes.tell(0, 0.0)
+        assert processes.heard(0) == "there"
 
 
 @pytest.mark.parametrize("off_s", [HOUR_S, -HOUR_S, 10.0])

@@ -144,10 +144,11 @@ def test_a_number_that_is_taken_is_refused(swarms: Swarms, keys: Path) -> None:
         other.close()
 
 
-def test_a_member_of_another_swarm_of_the_run_does_not_merge_into_this_one(swarms: Swarms) -> None:
+def test_a_member_of_another_swarm_of_the_run_joins_this_one_unless_it_is_further(swarms: Swarms) -> None:
     first = swarms.peer(0).transport
-    with pytest.raises(RendezvousError, match="it was a member of another swarm of this run"):
-        swarms.peer(1, [first], swarm="0123456789abcdef", **PATIENCE)
+    with pytest.raises(RendezvousError, match="of step 30, which the others do not have"):
+        swarms.peer(1, [first], swarm="0123456789abcdef", held_step=30, **PATIENCE)
+    assert swarms.peer(2, [first], swarm="0123456789abcdef", **PATIENCE).joining
 
 
 def test_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(swarms: Swarms) -> None:

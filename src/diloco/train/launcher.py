@@ -17,6 +17,7 @@ from typing import Any
 
 from diloco.cores import choose_share
 from diloco.errors import ConfigurationError
+from diloco.train.stopping import is_echo
 from diloco.transport.address import Address
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Registry
@@ -25,7 +26,10 @@ from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve
 from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
-__all__ = ["Ended", "exit_code", "launch"]
+__all__ = ["Ended", "exit_code", "insisted", "launch"]
+
+_KILL_S = 10.0
+"""Processes that a second signal should have ended have so long before they are killed."""
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -81,10 +85,10 @@ def _watch(
     running: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
     left = dict.fromkeys(range(settings.replicas), settings.restarts)
     ended: list[Ended] = []
-    asked: list[int] = []
+    asked: list[tuple[int, float]] = []
 
     def forward(number: int, frame: object) -> None:
-        asked.append(number)
+        asked.append((number, time.monotonic()))
         for process in running.values():
             if process.poll() is None:
                 process.send_signal(number)
@@ -97,6 +101,9 @@ def _watch(
         finished_s: float | None = None
         while running:
             time.sleep(0.05)
+            if insisted(asked) and time.monotonic() - asked[-1][1] > _KILL_S:
+                for process in running.values():
+                    process.kill()
             if finished_s is not None and time.monotonic() - finished_s > _patience_s(settings):
                 for replica, _ in running:
                     say(f"replica {replica} did not end with the others and is killed.")
@@ -128,6 +135,16 @@ def _watch(
             process.kill()
             process.wait()
     return exit_code(ended, go_on=settings.on_failure == "continue", asked=bool(asked))
+
+
+def insisted(asked: Sequence[tuple[int, float]]) -> bool:
+    """Whether somebody asked to end more than once: signals, each with its time in seconds.
+
+    >>> echoed = [(signal.SIGTERM, 10.0), (signal.SIGTERM, 10.1)]
+    >>> insisted(echoed), insisted([(signal.SIGINT, 10.0), (signal.SIGINT, 11.0)])
+    (False, True)
+    """
+    return any(not is_echo(number, signal.Signals(asked[0][0]).name, at_s - asked[0][1]) for number, at_s in asked[1:])
 
 
 def exit_code(ended: Sequence[Ended], *, go_on: bool, asked: bool) -> int:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["StopAsked", "StopRequest"]
+__all__ = ["StopAsked", "StopRequest", "is_echo"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_S = 5.0
@@ -95,7 +95,7 @@ class StopRequest:
             while number := int.from_bytes(pipe.read(1)):
                 if number in SIGNALS and not first:
                     first, first_s = signal.Signals(number).name, time.monotonic()
-                elif number in SIGNALS and not _is_echo(number, first, first_s):
+                elif number in SIGNALS and not is_echo(number, first, time.monotonic() - first_s):
                     time.sleep(_HANDLED_S)  # in which the handler ends the process, if it can
                     if self._pipe is not None:
                         _end()
@@ -107,12 +107,13 @@ class StopRequest:
             if self._interrupts:
                 raise StopAsked
             return
-        if not _is_echo(number, self.signal, self._asked_s):
+        if not is_echo(number, self.signal, time.monotonic() - self._asked_s):
             _end()
 
 
-def _is_echo(number: int, first: str, first_s: float) -> bool:
-    return number == signal.SIGTERM and first == "SIGTERM" and time.monotonic() - first_s < _ECHO_S
+def is_echo(number: int, first: str, later_s: float) -> bool:
+    """Whether a signal that came so much later than the ``first`` is the same request."""
+    return number == signal.SIGTERM and first == "SIGTERM" and later_s < _ECHO_S
 
 
 def _end() -> None:

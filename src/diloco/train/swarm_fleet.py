@@ -31,6 +31,7 @@ __all__ = ["SwarmFleet"]
 
 _STARTING = "it is starting"
 _AGAIN_S = 1.0
+_CLOCK_OFF_S = 3.0  # worth telling
 _ROUND_MAY_TAKE_S = 4.0
 """A round in flight has so long to end when somebody asks to stop."""
 
@@ -241,11 +242,21 @@ class SwarmFleet(Returning):
             "swarm": f"{self.connected.swarm} of run {run!r}, {len(transport.view.members)} replicas",
             "others join by": line,
             "listens at": ", ".join(addresses) or "nowhere: it opens all connections itself",
+            **self._clock_facts(),
             "lost replicas": (
                 f"noticed when their connection ends, or after {timing.silence_s:g} s of silence; "
                 f"{consequences(transport.policies.quorum, max(self._start_replicas, len(transport.view.members)))}"
             ),
         }
+
+    def _clock_facts(self) -> dict[str, str]:
+        streams = self.transport.board.streams
+        assert isinstance(streams, PeerStreams)
+        off_s = streams.node.clock_off_s
+        if abs(off_s) < _CLOCK_OFF_S:
+            return {}
+        side = "ahead of" if off_s > 0 else "behind"
+        return {"clock": f"this machine's is {abs(off_s):,.0f} s {side} that of the others, which harms nothing here"}
 
     def addresses(self) -> tuple[str, ...]:
         """Multiaddresses that others can join at; those of this machine alone come last."""

@@ -36,6 +36,7 @@ __all__ = ["SwarmPlace", "connect_swarm"]
 
 _LOOK_AGAIN_S = 0.5
 _ANNOUNCE_S = 60.0
+_LAST_WORD_S = 10.0  # to tell that the run is over, by a peer that ends
 _BEATS = 4  # of one that looks, within the time after which it would count as gone
 
 
@@ -209,7 +210,7 @@ class _Arrival:
 
     def _finish(self) -> None:
         self.finished = True
-        self.board.call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))
+        self.board.call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)), _LAST_WORD_S)
 
     async def _find(self) -> SwarmTable | View:
         """The swarm, once all its members are connected; or the view that this peer is to found.

@@ -21,6 +21,7 @@ from diloco.transport.peers.within import within
 __all__ = ["Daemon", "Handler", "plainly"]
 
 _ENDING_S = 2.0
+_ANSWER_S = 60.0  # more than libp2p takes to find that nobody answers
 _MOST_CHARACTERS = 160
 _DAEMON_SAYS = re.compile(r"^Daemon failed to start: ([\d/]+ [\d:]+ )?")
 _PLAIN_WORDS = {
@@ -145,6 +146,12 @@ class Daemon:
         return answer
 
     async def _ask(self, request: Any, about: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            return await within(_ANSWER_S, self._answer(request, about))
+        except TimeoutError as error:
+            raise OSError(f"{about} can't be reached: the libp2p daemon of this peer does not answer") from error
+
+    async def _answer(self, request: Any, about: str) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
         engine = load_engine()
         try:
             reader, writer = await self.p2p._client.control.daemon_connector.open_connection()

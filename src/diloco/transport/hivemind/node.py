@@ -131,6 +131,12 @@ class Node:
         """Multiaddresses at which this peer can be reached, ``/p2p/`` and its identity included; maybe none."""
         return await self._daemon.addresses()
 
+    @property
+    def clock_off_s(self) -> float:
+        """How far the clock of this machine is ahead of the time of the network; negative: behind."""
+        ahead_s: float = load_engine().clock.off_s()
+        return ahead_s
+
     async def handle(self, handler: Handler) -> None:
         """Hand over every stream that is opened to this peer."""
         await self._daemon.handle(handler)
