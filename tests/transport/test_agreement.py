@@ -44,8 +44,9 @@ def make_endpoints(request: pytest.FixtureRequest) -> MakeEndpoints:
 
 
 def made(transport: Transport, width: int = 2, **arguments: Any) -> DiLoCo:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
+    for parameter in model.parameters():  # not drawn: replicas in threads share torch's generator
+        parameter.data.fill_(0.5)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"schedule": SyncSchedule(inner_steps=2), **arguments}
     return DiLoCo(model, inner, transport=transport, **given)
