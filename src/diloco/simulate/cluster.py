@@ -131,17 +131,17 @@ class Cluster:
             rates = tcp.carried_bits_per_s(rates, 2 * self.latency_s)
         return LinkArrays(self.overheads.goodput * rates, self.latency_s, self.half_duplex)
 
-    def beside_s(self, parcel: Parcel, latency_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    def beside_s(self, parcel: Parcel, links: LinkArrays) -> NDArray[np.float64]:
         """How much longer a round takes than its payload and a vote are on their way, ``(..., 1)``.
 
         Args:
             parcel: what is sent.
-            latency_s: of those that take part, ``(..., M)``; nobody waits for anything where it is one.
+            links: of those that take part, as payload sees them; nobody waits for anything where it is one.
         """
-        if latency_s.shape[-1] == 1:
+        if links.latency_s.shape[-1] == 1:
             return np.zeros(1)
-        round_trip_s, tcp = 2 * latency_s.max(-1, keepdims=True), self.overheads.tcp
-        rates = self.links.bandwidth_bits_per_s
+        round_trip_s, tcp = 2 * links.latency_s.max(-1, keepdims=True), self.overheads.tcp
+        rates = links.bandwidth_bits_per_s
         # as long as its payload takes, and not longer: what does not fill the way makes no queue
         filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max(-1, keepdims=True)
         beside_s: NDArray[np.float64] = self.overheads.round_trips * round_trip_s

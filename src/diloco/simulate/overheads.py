@@ -58,8 +58,8 @@ class Fitted:
 
 
 FITTED: dict[Wire, Fitted] = {
-    "torch": Fitted(typical=(0.7, 0.5, 0.0), careful=(0.7, 0.5, 5.0)),
-    "hivemind": Fitted(typical=(0.6, 0.5, 1.0), careful=(0.4, 0.75, 3.0)),
+    "torch": Fitted(typical=(0.7, 0.5, 0.0), careful=(0.7, 0.5, 4.0)),
+    "hivemind": Fitted(typical=(0.6, 0.0, 0.0), careful=(0.6, 0.0, 5.0)),
 }
 """Emulated WANs of 30, 100 and 300 ms; see benchmarks/simulator."""
 

@@ -198,8 +198,7 @@ class _Run:
         self.measured_from: int | None = None
         self.in_flight: dict[int, Round] = {}
         self.history: list[Round] = []
-        latency_s = np.broadcast_to(cluster.latency_s, self.shape)
-        self.beside_s = [cluster.beside_s(parcel, latency_s) for parcel in traffic.parcels]
+        self.beside_s = [cluster.beside_s(parcel, self.links) for parcel in traffic.parcels]
 
     def totals(self) -> dict[str, Floats]:
         return {
