@@ -80,7 +80,7 @@ def run_one(
     network: Network, link: Link, method: Method, work: Work, bare_s: float, given: argparse.Namespace
 ) -> dict[str, Any]:
     """Network up, run, network down; returns the row. ``bare_s``: an inner step without communication."""
-    promise = {}
+    promise: dict[str, Any] = {}
     if "target" in method.options:
         method, work, promise = planned(link, method, work, bare_s)
     addresses = tuple(network.address(node) for node in range(link.replicas))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def _of_rounds(row: Row) -> bool:
     return str(row["method"]).startswith("rounds")
 
 
-def round_times(row: Row) -> dict[int, list[float]]:
+def round_times(row: Mapping[str, Any]) -> dict[int, list[float]]:
     """Values in a round -> how long each such round took, in seconds, the mean over replicas."""
     sizes: list[int] = next(method for method in METHODS if method.name == row["method"]).options["values"]
     every_s = [statistics.mean(each) for each in zip(*(rep["transfers_s"] for rep in row["replicas"]), strict=True)]
