@@ -77,7 +77,7 @@ def test_what_happens_on_one_link(capsys: pytest.CaptureFixture[str]) -> None:
     """1e9 bfloat16 values at 1 Gbit/s take 16 s after every 10 s of compute."""
     (record,) = [
         row
-        for row in read(f"simulate {BY_NUMBERS} --assume trainer --bandwidth 1Tbit", capsys)
+        for row in read(f"simulate {BY_NUMBERS} --assume trainer --device cuda --bandwidth 1Tbit", capsys)
         if row["method"] == "streaming"
     ]
     assert record["compute_utilization"] > 0.99

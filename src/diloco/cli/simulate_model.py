@@ -98,7 +98,8 @@ def _cluster(options: Options) -> Cluster:
 def _overheads(options: Options) -> Overheads:
     if options.assume == "paper":
         return IDEAL
-    conditions = make_conditions(options.transport, options.congestion_control, options.loss)
+    on_cpu = options.device == "cpu"
+    conditions = make_conditions(options.transport, options.congestion_control, options.loss, on_cpu=on_cpu)
     return conditions.overheads(options.replicas - 1)
 
 

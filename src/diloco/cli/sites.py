@@ -45,7 +45,9 @@ def make_conditions(wire: Wire, congestion_control: CongestionControl, loss: str
     """How replicas exchange their contributions; the work of it as it was measured on a CPU, or none."""
     conditions = Conditions(wire=wire, congestion_control=congestion_control, loss=parse_share(loss, "--loss"))
     conditions.overheads(1)  # which looks at the loss
-    return conditions if on_cpu else replace(conditions, send_s_per_value=0.0, merge_s_per_value=0.0)
+    if on_cpu:
+        return conditions
+    return replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
 
 
 def make_workload(preset: str | None, parameters: str | None, layers: int | None, step_time_s: float) -> Workload:

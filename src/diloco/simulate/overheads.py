@@ -28,7 +28,7 @@ SEND_S_PER_VALUE, MERGE_S_PER_VALUE = 1.07e-8, 0.95e-8
 """Of the training loop of a replica that trains on a CPU, in one thread, fp4. On a GPU nothing was measured."""
 
 AVERAGE_S_PER_VALUE = 0.9e-8
-"""Of what a round takes beside the training loop, on a CPU whatever trains."""
+"""Of what a round takes beside the training loop, on a CPU."""
 
 
 Constants = tuple[float, float, float]
@@ -91,6 +91,7 @@ class Conditions:
         congestion_control: of the senders' TCP.
         loss: share of packets that get lost.
         streams: connections to each other replica; None: the wire's own choice.
+        average_s_per_value: time of a round beside the training loop.
         send_s_per_value, merge_s_per_value: time that the training loop stands still.
     """
 
@@ -98,6 +99,7 @@ class Conditions:
     congestion_control: CongestionControl = "cubic"
     loss: float = 0.0
     streams: int | None = None
+    average_s_per_value: float = AVERAGE_S_PER_VALUE
     send_s_per_value: float = SEND_S_PER_VALUE
     merge_s_per_value: float = MERGE_S_PER_VALUE
 
@@ -121,7 +123,7 @@ class Conditions:
                 loss=self.loss,
                 connections=max(1, others) * (self.streams or own),
             ),
-            average_s_per_value=slower * AVERAGE_S_PER_VALUE,
+            average_s_per_value=slower * self.average_s_per_value,
             send_s_per_value=slower * self.send_s_per_value,
             merge_s_per_value=slower * self.merge_s_per_value,
         )
