@@ -6,60 +6,70 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 
-from benchmarks.wan.plan import LINKS, Link, Work
+from benchmarks.simulator.rounds import Rounds, link_named, rounds
+from benchmarks.wan.plan import METHODS, Work
+from benchmarks.wan.planned import congestion_control, ways
 from benchmarks.wan.work import Layers
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster, Overheads
+from diloco.simulate.cluster import Cluster
 from diloco.simulate.measure import synchronisation_s
-from diloco.simulate.traffic import outer_traffic
+from diloco.simulate.overheads import MERGE_S_PER_VALUE, SEND_S_PER_VALUE, Conditions, Wire
 from diloco.simulate.utilization import simulate_cycles
-from diloco.transport.links import Link as EmulatedLink
+from diloco.simulate.workload import Workload
 
-__all__ = ["compare", "costs_per_value", "fit"]
+__all__ = ["bare_step_s", "compare", "costs_per_value", "measured_rounds", "missed"]
 
 RESULTS = Path(__file__).parents[1] / "wan" / "results.json"
-
-FITTED = "100 Mbit/s, 100 ms, 2 replicas"
-"""The link whose rows the overheads are fitted to; the others were not looked at for that."""
 
 CORES = 2
 """Of the machine that the rows are from; replicas in excess share them."""
 
 MOST_BY_OTHERS = 0.2
-"""Rows during which others used more than this share of the CPU are left out."""
+"""Rows during which others used more than this share of the CPU are left out, but for plans: one keeps its word or
+does not. Of the rows of rounds alone, which hardly compute, all are taken."""
 
-Costs = Mapping[str, tuple[float, float]]
+MISSED_BY = 0.03
+"""A plan whose run falls short of its target by more has not kept its word."""
 
 
 def rows() -> list[dict[str, Any]]:
-    """What can be compared: runs of this package that ended, on links that lose nothing, undisturbed."""
-    every = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return [row for row in every if _comparable(row)]
+    """Runs of this package that can be compared: those that ended, undisturbed."""
+    return [row for row in _every() if _comparable(row)]
+
+
+def measured_rounds(wire: Wire) -> list[Rounds]:
+    """Rounds alone, and those of the runs that can be compared."""
+    alone = [row for row in _every() if row["method"].startswith("rounds") and row["outcome"] == "finished"]
+    whole = [
+        row for row in rows() if row["method"].startswith(("DiLoCo", "Streaming")) and "paced" not in row["method"]
+    ]
+    return [each for each in rounds([*alone, *whole]) if each.wire == wire]
+
+
+def _every() -> list[dict[str, Any]]:
+    every: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return every
 
 
 def _comparable(row: Mapping[str, Any]) -> bool:
-    link = _link(row)
-    ours = row["method"].startswith(("DiLoCo", "Streaming")) and row["outcome"] == "finished"
-    plain = row["work"]["compute"] == "pause" and not link.loss_percent and not link.real_packets
-    return ours and plain and row["cpu_busy"] - (row["cpu_workers"] or 0) <= MOST_BY_OTHERS
-
-
-def _link(row: Mapping[str, Any]) -> Link:
-    return next(link for link in LINKS if link.name == row["link"])
+    link = link_named(row["link"])
+    ours = row["method"].startswith(("DiLoCo", "Streaming", "planned")) and row["outcome"] == "finished"
+    plain = row["work"]["compute"] == "pause" and not link.real_packets
+    if not ours or not plain:
+        return False
+    return "planned" in row or row["cpu_busy"] - (row["cpu_workers"] or 0) <= MOST_BY_OTHERS
 
 
 def bare_step_s() -> float:
     """An inner step without communication, measured in the same series."""
-    every = json.loads(RESULTS.read_text(encoding="utf-8"))
     walls: list[float] = [
         max(replica["wall_s"] / replica["steps"] for replica in row["replicas"])
-        for row in every
+        for row in _every()
         if row["method"] == "no communication" and row["work"]["compute"] == "pause"
     ]
     return min(walls)
@@ -76,57 +86,55 @@ def costs_per_value(codecs: Sequence[str]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def predict_step_s(row: Mapping[str, Any], step_s: float, overheads: Overheads, costs: Costs) -> float:
-    """Wall time of an inner step."""
-    link, work = _link(row), Work(**row["work"])
-    name, *options = row["method"].split(", ")
-    kind, codec = name.split()
-    fragments = work.num_fragments if kind == "Streaming" else 1
+def predict_step_s(row: Mapping[str, Any], step_s: float) -> float:
+    """Wall time of an inner step, as `diloco plan` predicts it."""
+    link, work = link_named(row["link"]), Work(**row["work"])
+    method = next(method for method in METHODS if method.name == row["method"])
+    planned = row.get("planned", {})
+    streaming = method.options.get("streaming") or bool(planned)
     schedule = SyncSchedule(
         inner_steps=work.inner_steps,
-        num_fragments=fragments,
-        overlap_steps=work.overlap_steps if kind == "Streaming" else 0,
+        num_fragments=work.num_fragments if streaming else 1,
+        overlap_steps=work.overlap_steps if streaming else 0,
     )
-    sizes = [work.values // fragments] * fragments
-    traffic = outer_traffic(schedule, sizes, [make_codec(codec)], link.replicas)
-    rate = link.rate_bits_per_s * (0.97 if "paced" in options else 1.0)
-    send_s, merge_s = costs[codec]
+    workload = Workload(parameters=work.values, layers=work.layers, step_time_s=step_s)
+    codec = make_codec(planned.get("codec") or method.options["codec"])
+    traffic = workload.traffic(schedule, [codec], link.replicas)
     sharing = max(1.0, link.replicas / CORES)
-    spending = replace(overheads, send_s_per_value=sharing * send_s, merge_s_per_value=sharing * merge_s)
-    cluster = Cluster.of([EmulatedLink(rate, link.rtt_s / 2)] * link.replicas, step_s, overheads=spending)
+    conditions = Conditions(
+        congestion_control=congestion_control(link),
+        loss=link.loss_percent / 100,
+        streams=method.options.get("streams"),
+        send_s_per_value=sharing * SEND_S_PER_VALUE,
+        merge_s_per_value=sharing * MERGE_S_PER_VALUE,
+    )
+    pace = method.options.get("pace", 1.0)
+    links = [replace(way, bandwidth_bits_per_s=pace * way.bandwidth_bits_per_s) for way in ways(link)]
+    cluster = Cluster.of(links, step_s, overheads=conditions.overheads(link.replicas - 1))
     result = simulate_cycles(traffic, cluster, cycles=work.cycles)
     return float(result.wall_s) / result.steps
 
 
-def compare(overheads: Overheads, costs: Costs) -> Iterator[dict[str, Any]]:
+def compare() -> Iterator[dict[str, Any]]:
     """One row for each run that can be compared."""
     step_s = bare_step_s()
     for row in rows():
         measured_s = max(replica["wall_s"] / replica["steps"] for replica in row["replicas"])
-        predicted_s = predict_step_s(row, step_s, overheads, costs)
+        predicted_s = predict_step_s(row, step_s)
         yield {
             "link": row["link"],
             "method": row["method"],
-            "fitted": row["link"] == FITTED,
+            "work": {name: row["work"][name] for name in ("inner_steps", "num_fragments", "overlap_steps")},
+            "planned": row.get("planned"),
             "measured": {"step_s": measured_s, "compute_utilization": step_s / measured_s},
             "predicted": {"step_s": predicted_s, "compute_utilization": step_s / predicted_s},
         }
 
 
-def fit(costs: Costs) -> Overheads:
-    """Goodput and round trips that make the mean error of the fitted link's rows least; too fast counts twice."""
-
-    def error(overheads: Overheads) -> float:
-        errors: list[float] = [
-            row["predicted"]["step_s"] / row["measured"]["step_s"] - 1
-            for row in compare(overheads, costs)
-            if row["fitted"]
-        ]
-        return mean(error if error > 0 else -2 * error for error in errors)
-
-    grid = [
-        Overheads(goodput=goodput / 100, round_trips=trips / 4)
-        for goodput in range(70, 101, 2)
-        for trips in range(0, 33, 2)
+def missed(compared: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The plans whose runs fell short of their targets by more than `MISSED_BY`."""
+    return [
+        row
+        for row in compared
+        if row["planned"] and row["measured"]["compute_utilization"] < row["planned"]["target"] - MISSED_BY
     ]
-    return min(grid, key=error)

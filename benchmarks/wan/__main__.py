@@ -21,7 +21,8 @@ from typing import Any
 from benchmarks.wan.counters import wait_for_quiet
 from benchmarks.wan.network import Network
 from benchmarks.wan.plan import LINKS, METHODS, Job, Link, Method, Work
-from benchmarks.wan.report import write_report
+from benchmarks.wan.planned import planned
+from benchmarks.wan.report import baseline_s, write_report
 from benchmarks.wan.run import run_job
 from diloco.errors import ConfigurationError
 
@@ -75,8 +76,13 @@ def chosen(links: Sequence[str], methods: Sequence[str]) -> list[tuple[Link, Met
     ]
 
 
-def run_one(network: Network, link: Link, method: Method, work: Work, given: argparse.Namespace) -> dict[str, Any]:
-    """Network up, run, network down; returns the row."""
+def run_one(
+    network: Network, link: Link, method: Method, work: Work, bare_s: float, given: argparse.Namespace
+) -> dict[str, Any]:
+    """Network up, run, network down; returns the row. ``bare_s``: an inner step without communication."""
+    promise: dict[str, Any] = {}
+    if "target" in method.options:
+        method, work, promise = planned(link, method, work, bare_s)
     addresses = tuple(network.address(node) for node in range(link.replicas))
     job = Job(method, work, link.replicas, addresses, timeout_s=2 * given.limit_s, rate_bits_per_s=link.rate_bits_per_s)
     python = given.rivals_python if method.rival else Path(sys.executable)
@@ -88,7 +94,9 @@ def run_one(network: Network, link: Link, method: Method, work: Work, given: arg
         measured = run_job(network, job, python, folder, given.limit_s)
         run_s = time.monotonic() - started_s
     print(f"{link.name} | {method.name} | {measured['outcome']} {measured.get('reason', '')} {run_s:.0f} s", flush=True)
-    return {"link": link.name, "method": method.name, "work": asdict(work), "run_s": run_s, **measured}
+    return {"link": link.name, "method": method.name, "work": asdict(work), "run_s": run_s, **measured} | (
+        {"planned": promise} if promise else {}
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if method.rival and not given.rivals_python:
                 print(f"left out for want of --rivals-python: {method.name}")
             elif given.again or not same or max(map(_disturbance, same)) > given.again_above:
-                made = run_one(network, link, method, work, given)
+                made = run_one(network, link, method, work, baseline_s(results), given)
                 # of several runs of one kind, the one that others disturbed least says most
                 kept = made if given.again else min([*same, made], key=_worth)
                 results = [row for row in results if row not in same] + [kept]

@@ -18,8 +18,9 @@ __all__ = ["Network"]
 class Network:
     """Network namespaces joined by emulated links; node i has the address 10.77.0.(i+1) on wan0.
 
-    The script must know ``up N rate=..mbit rtt=..ms [loss=..%] [cc=..] [segs=mtu]``, ``exec I COMMAND...`` (in the
-    place of the script's own process), and ``down``, and keep networks of different ``WAN_PREFIX`` apart.
+    The script must know ``up N rate=..mbit rtt=..ms [loss=..%] [cc=..] [segs=mtu]``, ``set all up=..mbit``, ``exec I
+    COMMAND...`` (in the place of the script's own process), and ``down``, and keep networks of different ``WAN_PREFIX``
+    apart.
 
     Args:
         script: the script.
@@ -50,6 +51,8 @@ class Network:
         """
         try:
             self._do("up", *link.arguments())
+            if link.up_bits_per_s:
+                self._do("set", "all", f"up={link.up_bits_per_s / 1e6:g}mbit")
             self._check_congestion_control(link)
             yield
         finally:

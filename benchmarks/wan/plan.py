@@ -20,6 +20,7 @@ class Link:
         loss_percent: of packets, one way.
         congestion_control: of the senders' TCP; empty: the kernel's default.
         real_packets: 1500-byte packets where TCP would hand over larger ones; a lossy link always has them.
+        up_bits_per_s: on the way up, where that is another rate.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Link:
     loss_percent: float = 0.0
     congestion_control: str = ""
     real_packets: bool = False
+    up_bits_per_s: float | None = None
 
     def arguments(self) -> list[str]:
         """For ``wan.sh up``.
@@ -57,6 +59,15 @@ LINKS = (
     Link("100 Mbit/s, 100 ms, 1 % loss, cubic", 2, 100e6, 0.1, 1, "cubic"),
     Link("100 Mbit/s, 100 ms, 10 % loss, cubic", 2, 100e6, 0.1, 10, "cubic"),
     Link("100 Mbit/s, 100 ms, real packets", 2, 100e6, 0.1, real_packets=True),
+    Link("200 Mbit/s, 30 ms, 2 replicas", 2, 200e6, 0.03),
+    Link("200 Mbit/s, 30 ms, cubic", 2, 200e6, 0.03, congestion_control="cubic"),
+    Link("50 Mbit/s, 300 ms, 2 replicas", 2, 50e6, 0.3),
+    Link("50 Mbit/s, 300 ms, cubic", 2, 50e6, 0.3, congestion_control="cubic"),
+    Link("200 Mbit/s, 500 ms, 2 replicas", 2, 200e6, 0.5),
+    Link("200 Mbit/s, 500 ms, cubic", 2, 200e6, 0.5, congestion_control="cubic"),
+    Link("100 down / 20 up, 150 ms, 3 replicas", 3, 100e6, 0.15, up_bits_per_s=20e6),
+    Link("300 Mbit/s, 80 ms, 0.5 % loss, cubic, 3 replicas", 3, 300e6, 0.08, 0.5, "cubic"),
+    Link("300 Mbit/s, 80 ms, 0.5 % loss, bbr, 3 replicas", 3, 300e6, 0.08, 0.5, "bbr"),
 )
 
 
@@ -114,6 +125,8 @@ class Method:
     rival: bool = False
 
 
+_ROUNDS = {"values": [262_144, 2_097_152, 8_388_608], "repeats": 4, "pause_s": 1.5}
+
 METHODS = (
     Method("no communication", "nothing"),
     Method("data-parallel (torch DDP)", "data_parallel"),
@@ -126,6 +139,16 @@ METHODS = (
     Method("Streaming fp4, paced", "ours", {"codec": "fp4", "streaming": True, "pace": 0.97}),
     Method("Streaming float32, 1 stream", "ours", {"codec": "float32", "streaming": True, "streams": 1}),
     Method("Streaming float32, 2 streams", "ours", {"codec": "float32", "streaming": True, "streams": 2}),
+    Method("Streaming fp4, 2 streams", "ours", {"codec": "fp4", "streaming": True, "streams": 2}),
+    Method("Streaming fp4, 16 streams", "ours", {"codec": "fp4", "streaming": True, "streams": 16}),
+    Method("rounds fp4", "rounds", {"codec": "fp4", **_ROUNDS}),
+    Method("rounds fp4, 2 streams", "rounds", {"codec": "fp4", **_ROUNDS, "streams": 2}),
+    Method("rounds fp4, 4 streams", "rounds", {"codec": "fp4", **_ROUNDS, "streams": 4}),
+    Method("rounds fp4, 16 streams", "rounds", {"codec": "fp4", **_ROUNDS, "streams": 16}),
+    Method("rounds float32", "rounds", {"codec": "float32", **_ROUNDS}),
+    Method("rounds fp4, swarm", "rounds", {"codec": "fp4", **_ROUNDS, "swarm": True}),
+    Method("rounds float32, swarm", "rounds", {"codec": "float32", **_ROUNDS, "swarm": True}),
+    Method("planned for 95 %", "ours", {"target": 0.95}),
     Method("torchft DiLoCo", "torchft", rival=True),
     Method("torchft Streaming", "torchft", {"streaming": True}, rival=True),
     Method("hivemind float32", "hivemind", {"compression": "NoCompression", "bytes_per_value": 4}, rival=True),

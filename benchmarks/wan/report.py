@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.wan.plan import LINKS, METHODS, Link, Method, Work
 
-__all__ = ["baseline_s", "write_report"]
+__all__ = ["baseline_s", "round_times", "write_report"]
 
 Row = dict[str, Any]
 MARK = "<!-- what follows is written by python -m benchmarks.wan -->"
@@ -27,16 +27,17 @@ def write_report(results: Sequence[Row], path: Path) -> None:
 
 
 def tables(results: Sequence[Row]) -> str:
-    """One table per link, then the cost of overlap."""
+    """One table per link, then rounds alone, then the cost of overlap."""
     lines = []
+    runs = [row for row in results if not _of_rounds(row) and row["work"]["compute"] == "pause"]
     for link in LINKS:
-        rows = {row["method"]: row for row in results if row["link"] == link.name and row["work"]["compute"] == "pause"}
+        rows = {row["method"]: row for row in runs if row["link"] == link.name}
         if rows:
             lines += [f"## {link.name}", "", HEAD, "|---" * (HEAD.count("|") - 1) + "|"]
             base_s = baseline_s(results)
             lines += [describe(rows[method.name], method, link, base_s) for method in METHODS if method.name in rows]
             lines.append("")
-    return "\n".join(lines + overlap_table(results))
+    return "\n".join(lines + rounds_table(results) + overlap_table(results))
 
 
 def baseline_s(results: Sequence[Row]) -> float:
@@ -95,6 +96,41 @@ def _agreement(replicas: Sequence[Row]) -> str:
     if digests == {""}:
         return ""
     return ("yes" if len(digests) == 1 else "no") + (f", {failures} failed" if failures else "")
+
+
+def _of_rounds(row: Row) -> bool:
+    return str(row["method"]).startswith("rounds")
+
+
+def round_times(row: Mapping[str, Any]) -> dict[int, list[float]]:
+    """Values in a round -> how long each such round took, in seconds, the mean over replicas."""
+    sizes: list[int] = next(method for method in METHODS if method.name == row["method"]).options["values"]
+    every_s = [statistics.mean(each) for each in zip(*(rep["transfers_s"] for rep in row["replicas"]), strict=True)]
+    return {size: every_s[index :: len(sizes)] for index, size in enumerate(sizes)}
+
+
+def rounds_table(results: Sequence[Row]) -> list[str]:
+    """How long rounds alone take, from handing in to having the average, by the values in them."""
+    finished = [row for row in results if _of_rounds(row) and row["outcome"] == "finished"]
+    if not finished:
+        return []
+    lines = [
+        "## Rounds alone",
+        "",
+        "| link | rounds | values: median, most (s) | CPU: workers, all |",
+        "|---" * 4 + "|",
+    ]
+    order = [link.name for link in LINKS]
+    for row in sorted(finished, key=lambda row: (order.index(row["link"]), row["method"])):
+        cells = [
+            f"{size / 1e6:.1f}M: {statistics.median(times_s):.2f}, {max(times_s):.2f}"
+            for size, times_s in round_times(row).items()
+        ]
+        lines.append(
+            f"| {row['link']} | {row['method'].removeprefix('rounds ')} | {'; '.join(cells)} | "
+            f"{row['cpu_workers']:.0%}, {row['cpu_busy']:.0%} |"
+        )
+    return [*lines, ""]
 
 
 def overlap_table(results: Sequence[Row]) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from diloco.cli.plan_files import planned_values
 from diloco.model.settings import ModelSettings
 from diloco.simulate.cluster import IDEAL, Cluster
 from diloco.simulate.loss_cost import CODECS, loss_cost
+from diloco.simulate.overheads import Conditions
 from diloco.simulate.planner import Candidate, Plan, Site, candidates, plan, predict
 from diloco.simulate.targets import bandwidth_needed
 from diloco.simulate.utilization import simulate_cycles
@@ -25,8 +27,13 @@ MODEL = Workload(parameters=10**9, layers=24, outside=10**8, step_time_s=1.0)
 FEW = (10, 50, 200)
 
 
-def site(bandwidth: float, *, latency: float = 0.05, replicas: int = 4) -> Site:
-    return Site(workload=MODEL, links=(Link(bandwidth, latency),) * replicas, step_time_s=(1.0,) * replicas)
+NO_WORK = Conditions(send_s_per_value=0.0, merge_s_per_value=0.0)
+
+
+def site(bandwidth: float, *, latency: float = 0.05, replicas: int = 4, conditions: Conditions = NO_WORK) -> Site:
+    """A billion parameters would need long steps for what sends and merges cost on a CPU."""
+    links = (Link(bandwidth, latency),) * replicas
+    return Site(workload=MODEL, links=links, step_time_s=(1.0,) * replicas, conditions=conditions)
 
 
 def planned(bandwidth: float, target: float) -> tuple[Plan, tuple[Candidate, ...]]:
@@ -39,10 +46,10 @@ def planned(bandwidth: float, target: float) -> tuple[Plan, tuple[Candidate, ...
 @given(st.floats(1e7, 1e11), st.floats(0.3, 0.97))
 def test_nothing_that_reaches_the_target_harms_less(bandwidth: float, target: float) -> None:
     made, found = planned(bandwidth, target)
-    reaching = [candidate for candidate in found if candidate.compute_utilization >= target]
+    reaching = [candidate for candidate in found if candidate.sure_utilization >= target]
     assert (made.choice is None) == (not reaching)
     if made.choice is not None:
-        assert made.choice.compute_utilization >= target
+        assert made.choice.compute_utilization >= made.choice.sure_utilization >= target
         assert made.choice.loss_cost <= min(candidate.loss_cost for candidate in reaching) + 1e-5
         assert all(why for _, why in made.others)
         assert made.choice not in [candidate for candidate, _ in made.others]
@@ -51,7 +58,7 @@ def test_nothing_that_reaches_the_target_harms_less(bandwidth: float, target: fl
 def test_a_fast_link_needs_no_diloco_and_a_slow_one_does() -> None:
     here = site(1e13, latency=0.0)
     assert plan(here, 0.9, candidates(here, inner_steps=FEW)).choice == candidates(here, inner_steps=FEW)[0]
-    choice = planned(2e8, 0.8)[0].choice
+    choice = planned(4e8, 0.8)[0].choice
     assert choice is not None
     assert (choice.algorithm, choice.codec) == ("streaming", "fp4")
 
@@ -59,7 +66,7 @@ def test_a_fast_link_needs_no_diloco_and_a_slow_one_does() -> None:
 def test_where_nothing_reaches_it_says_what_would() -> None:
     made, found = planned(1e6, 0.95)
     assert made.choice is None
-    assert made.nearest.compute_utilization == max(candidate.compute_utilization for candidate in found)
+    assert made.nearest.sure_utilization == max(candidate.sure_utilization for candidate in found)
     assert made.bandwidth_needed_bits_per_s is not None
     enough = candidates(site(made.bandwidth_needed_bits_per_s), inner_steps=FEW, overlaps=(0, 1, 5))
     assert plan(site(made.bandwidth_needed_bits_per_s), 0.95, enough).choice is not None
@@ -70,6 +77,37 @@ def test_a_latency_that_no_bandwidth_mends_is_told() -> None:
     here = site(1e6, latency=30.0)
     made = plan(here, 0.95, candidates(here, inner_steps=(10,), overlaps=(0, 1)))
     assert (made.choice, made.bandwidth_needed_bits_per_s) == (None, None)
+
+
+LONG = Link(2e8, 0.25)
+SMALL = Workload(parameters=25_174_016, layers=8, step_time_s=0.254)
+
+
+def test_a_plan_for_a_long_link_counts_round_trips_and_the_work_of_sends_and_merges() -> None:
+    """H = 5 and tau = 3, with which 100 % was promised at 500 ms, was measured at 67.1 %."""
+    here = Site(
+        workload=SMALL, links=(LONG,) * 2, step_time_s=(0.254,) * 2, conditions=Conditions(congestion_control="bbr")
+    )
+    (promised,) = [
+        candidate
+        for candidate in candidates(here, inner_steps=(5,), overlaps=(3,), codecs=("fp4",))
+        if candidate.algorithm == "streaming"
+    ]
+    assert promised.compute_utilization == pytest.approx(0.671, abs=0.05)
+    choice = plan(here, 0.95, candidates(here)).choice
+    assert choice is not None
+    assert choice.overlap_steps * 0.254 > 3 * LONG.latency_s, "there and back, and half of it: room, payload, vote"
+
+
+def test_loss_and_slow_starts_ask_for_more_overlap_and_more_streams_for_less() -> None:
+    def best(**how: Any) -> float:
+        found = candidates(site(3e8, latency=0.04, replicas=3, conditions=replace(NO_WORK, **how)), inner_steps=(50,))
+        return max(c.sure_utilization for c in found if (c.overlap_steps, c.codec) == (5, "fp4"))
+
+    keeping, cubic = best(congestion_control="bbr"), best(congestion_control="cubic")
+    losing = {streams: best(congestion_control="cubic", loss=0.005, streams=streams) for streams in (1, 2, 8)}
+    assert best(congestion_control="bbr", loss=0.005) <= keeping
+    assert losing[1] < losing[2] < losing[8] < cubic <= keeping
 
 
 def test_equal_replicas_are_two_of_them() -> None:
@@ -88,7 +126,7 @@ def test_equal_replicas_are_two_of_them() -> None:
 
 
 def test_unequal_replicas_are_all_looked_at() -> None:
-    slow = dataclasses.replace(site(1e9), links=(Link(1e9), Link(1e9), Link(1e7), Link(1e9)))
+    slow = replace(site(1e9), links=(Link(1e9), Link(1e9), Link(1e7), Link(1e9)))
     assert len(slow.positions) == 4 > len(site(1e9).positions)
     of_slow, of_fast = (
         candidates(each, inner_steps=(50,), overlaps=(1,), codecs=("fp4",))[-1] for each in (slow, site(1e9))
@@ -96,7 +134,7 @@ def test_unequal_replicas_are_all_looked_at() -> None:
     assert of_slow.compute_utilization < of_fast.compute_utilization
 
 
-@pytest.mark.parametrize("bandwidth", [4e4, 4e5])
+@pytest.mark.parametrize("bandwidth", [8e4, 4e5])
 def test_the_choice_trained_on_the_virtual_link_keeps_the_promise(bandwidth: float, tmp_path: Path) -> None:
     model = ModelSettings(layers=2, width=16, ffn_width=32, heads=2)
     workload = Workload.of_model(model, 257, 0.2)

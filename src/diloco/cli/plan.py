@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
@@ -16,9 +16,9 @@ __all__ = ["Options", "run"]
 DESCRIPTION = """Which method, H, P, tau and codec, for a model on links: what reaches the target with the least loss.
 
 Examples:
-  diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s --target-utilization 95%
+  diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s --device cuda
   diloco plan --preset 35m --measure --peers 10.0.0.2:29400 --config run.toml
-  diloco plan --preset 1b --bandwidth 1Gbit --step-time 0.8s --price-per-hour 24 --json
+  diloco plan --preset 1b --bandwidth 1Gbit --step-time 0.8s --device cuda --price-per-hour 24 --json
 
 The loss that a setting costs is what papers measured, each cited; it is no promise for your data.
 Exit code 1: nothing reaches the target; what would is printed."""
@@ -47,7 +47,14 @@ class Options:
     peers: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
     """With --measure: replicas, or listening doctors (`diloco doctor --listen`); planned for is the slowest way."""
     device: str = "auto"
-    """With --measure: cpu, cuda, cuda:N or auto."""
+    """What trains. With --measure: cpu, cuda, cuda:N or auto, to time. Without, the work of sends and merges is counted
+    as it was measured on a CPU; with cuda none is, since it was not measured there."""
+    transport: Literal["torch", "hivemind"] = "torch"
+    """What will carry the payloads."""
+    congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"
+    """Of TCP on the machines that send: `sysctl net.ipv4.tcp_congestion_control` there."""
+    loss: str = "0%"
+    """Packets that the links lose, in per cent."""
     target_utilization: str = "95%"
     """Compute utilisation to reach, in per cent."""
     steps: Annotated[int | None, arg(help_behavior_hint="")] = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from diloco.cli.plan_files import write_config
-from diloco.cli.sites import each, make_links, make_workload
+from diloco.cli.sites import each, make_conditions, make_links, make_workload
 from diloco.cli.tables import columns
 from diloco.config.configuration import Configuration
 from diloco.config.keys import build
@@ -16,7 +16,7 @@ from diloco.config.presets import preset_values
 from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset
 from diloco.simulate.cluster import IDEAL
-from diloco.simulate.overheads import MEASURED, accuracy
+from diloco.simulate.overheads import CAREFULLY, accuracy
 from diloco.simulate.planner import Candidate, Plan, Site, candidates, clipped_bytes, plan, predict
 from diloco.train.resolve import resolve
 from diloco.transport.links import Link
@@ -101,7 +101,8 @@ def _preset(options: Options) -> Configuration:
 def _site(options: Options) -> tuple[Site, dict[str, Any]]:
     """Where the run takes place, and what was measured of it."""
     measured: dict[str, Any] = {}
-    overheads = MEASURED
+    on_cpu = options.measure or not options.device.startswith("cuda")
+    conditions = make_conditions(options.transport, options.congestion_control, options.loss, on_cpu=on_cpu)
     if options.step_time:
         times = [parse_duration_s(text, "--step-time") for text in options.step_time]
     else:
@@ -113,8 +114,8 @@ def _site(options: Options) -> tuple[Site, dict[str, Any]]:
         step = measure_step(settings, device)
         measured["step"] = dataclasses.asdict(step)
         times = [step.median_s]
-        overheads = dataclasses.replace(
-            MEASURED, send_s_per_value=step.send_s_per_value, merge_s_per_value=step.merge_s_per_value
+        conditions = dataclasses.replace(
+            conditions, send_s_per_value=step.send_s_per_value, merge_s_per_value=step.merge_s_per_value
         )
     times = each(times, options.replicas, "--step-time")
     if options.bandwidth:
@@ -127,7 +128,7 @@ def _site(options: Options) -> tuple[Site, dict[str, Any]]:
         slowest = Link(min(link.bandwidth_bits_per_s for link in found), max(link.latency_s for link in found))
         links = [slowest] * options.replicas
     workload = make_workload(options.preset, options.parameters, options.layers, max(times))
-    return Site(workload=workload, links=tuple(links), step_time_s=tuple(times), overheads=overheads), measured
+    return Site(workload=workload, links=tuple(links), step_time_s=tuple(times), conditions=conditions), measured
 
 
 def _record(made: Plan, site: Site, steps: int, options: Options) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def _record(made: Plan, site: Site, steps: int, options: Options) -> dict[str, A
         "bandwidth_needed_bits_per_s": made.bandwidth_needed_bits_per_s,
         "others": [_settings(candidate) | {"why_not": why} for candidate, why in made.others],
         "searched": made.searched,
-        "accuracy": accuracy(),
+        "accuracy": accuracy(options.transport),
         "left_out": _left_out(made, site),
     }
 
@@ -147,6 +148,10 @@ def _record(made: Plan, site: Site, steps: int, options: Options) -> dict[str, A
 def _left_out(made: Plan, site: Site) -> list[str]:
     """Settings of a run that would make these figures others, a sentence each."""
     words = []
+    if not site.conditions.send_s_per_value:
+        words.append(
+            "The work of sends and merges is not counted: on a GPU it was not measured. --measure times it there."
+        )
     if len(set(site.step_time_s)) > 1:
         words.append(
             "Every replica takes every step, and the fast ones wait for the slow ones; with --swarm.dynamic-steps slow "
@@ -170,6 +175,7 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
         "overlap_steps": candidate.overlap_steps,
         "codec": candidate.codec,
         "compute_utilization": candidate.compute_utilization,
+        "sure_utilization": candidate.sure_utilization,
         "loss_cost": candidate.loss_cost,
     }
 
@@ -197,7 +203,11 @@ def _print(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping[
     facts = {
         "model": f"{format_count(site.workload.parameters)} parameters, {site.workload.layers} layers",
         "replicas": f"{len(site.links)}, steps of {', '.join(map(format_duration, times))}",
-        "links": f"{', '.join(map(format_rate, rates))}, {', '.join(map(format_duration, latencies))} one way",
+        "links": (
+            f"{', '.join(map(format_rate, rates))}, {', '.join(map(format_duration, latencies))} one way, "
+            f"{100 * site.conditions.loss:.3g}% of the packets lost, {site.conditions.congestion_control}, over "
+            f"{site.conditions.wire}"
+        ),
         "target": f"{made.target:.4g} of the time computing; {made.searched} settings looked at",
     }
     _facts(facts | _measured_in_words(measured))
@@ -215,8 +225,13 @@ def _print(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping[
             "algorithm": made.choice.algorithm,
             "settings": _in_words(made.choice),
             "utilisation": (
-                f"{chosen['compute_utilization']:.1%} ({accuracy()}); "
+                f"{chosen['compute_utilization']:.1%}, and {chosen['sure_utilization']:.1%} {CAREFULLY}; "
                 f"{chosen['ideal_compute_utilization']:.1%} if payload got all of the link"
+            ),
+            "accuracy": record["accuracy"],
+            "work": (
+                f"sends {1e9 * site.conditions.send_s_per_value:.2g} ns, merges "
+                f"{1e9 * site.conditions.merge_s_per_value:.2g} ns per value"
             ),
             "run": f"{chosen['steps']:,} steps in {format_duration(3600 * chosen['hours'])}",
             "sent": f"{format_bytes(chosen['sent_bytes_per_replica'])} per replica",
@@ -228,10 +243,10 @@ def _print(made: Plan, site: Site, record: Mapping[str, Any], measured: Mapping[
         print(f"    +{part.cost:.2%}  {part.what}  ({part.source})")
     print("\nwhy not")
     rows = [
-        [f"{c.algorithm} {_in_words(c)}", f"{c.compute_utilization:.1%}", f"+{c.loss_cost:.2%}", why]
+        [f"{c.algorithm} {_in_words(c)}", f"{c.sure_utilization:.1%}", f"+{c.loss_cost:.2%}", why]
         for c, why in made.others
     ]
-    print(columns(["settings", "utilisation", "loss", ""], rows))
+    print(columns(["settings", "at least", "loss", ""], rows))
 
 
 def _measured_in_words(measured: Mapping[str, Any]) -> dict[str, str]:
@@ -264,8 +279,9 @@ def _nothing(made: Plan) -> str:
     )
     return (
         f"Nothing reaches {made.target:.1%}. Nearest: {best.algorithm} {_in_words(best)}, with "
-        f"{best.compute_utilization:.1%} and +{best.loss_cost:.2%} loss.\n{would[0].upper()}{would[1:]}. So would a "
-        f"target of {100 * best.compute_utilization - 0.05:.1f}%, or steps that take longer."
+        f"{best.sure_utilization:.1%} {CAREFULLY} and +{best.loss_cost:.2%} loss.\n"
+        f"{would[0].upper()}{would[1:]}. So would a target of {100 * best.sure_utilization - 0.05:.1f}%, or steps that "
+        "take longer."
     )
 
 

@@ -72,6 +72,15 @@ class Options:
     assume: Literal["paper", "trainer"] = "paper"
     """paper: no costs but the payload, and each layer may leave while the backward pass goes on; trainer: what
     `diloco train` does, with what its runs were measured to spend beside it."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """With --assume trainer: what trains. The work of sends and merges is counted as it was measured on a CPU; with
+    cuda none is, since it was not measured there."""
+    transport: Literal["torch", "hivemind"] = "torch"
+    """With --assume trainer: what carries the payloads."""
+    congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"
+    """With --assume trainer: of TCP on the machines that send."""
+    loss: str = "0%"
+    """With --assume trainer: packets that the links lose, in per cent."""
     targets: str = "50,80,90,95,99"
     """Compute utilisations in per cent."""
     json: bool = False

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diloco.algorithm.codec import make_codec
-from diloco.cli.sites import each, make_links, make_workload
+from diloco.cli.sites import each, make_conditions, make_links, make_workload
 from diloco.cli.tables import columns
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import IDEAL, Cluster
-from diloco.simulate.overheads import MEASURED, accuracy
+from diloco.simulate.cluster import IDEAL, Cluster, Overheads
+from diloco.simulate.overheads import accuracy
 from diloco.simulate.picture_files import check_picture_path
 from diloco.simulate.pictures import draw_timeline, draw_utilization
 from diloco.simulate.targets import Needed, bandwidth_needed, utilization_curve
@@ -91,8 +91,16 @@ def _cluster(options: Options) -> Cluster:
         each([parse_duration_s(text, "--step-time") for text in options.step_time], options.replicas, "--step-time"),
         jitter=options.jitter,
         seed=options.seed,
-        overheads=IDEAL if options.assume == "paper" else MEASURED,
+        overheads=_overheads(options),
     )
+
+
+def _overheads(options: Options) -> Overheads:
+    if options.assume == "paper":
+        return IDEAL
+    on_cpu = options.device == "cpu"
+    conditions = make_conditions(options.transport, options.congestion_control, options.loss, on_cpu=on_cpu)
+    return conditions.overheads(options.replicas - 1)
 
 
 def _traffic(options: Options, method: Method, workload: Workload) -> Traffic:
@@ -130,7 +138,7 @@ def _facts(options: Options, workload: Workload, cluster: Cluster) -> dict[str, 
     assumed = {
         "paper": "as the paper: nothing costs but payload; layers leave during the backward pass (--assume trainer "
         "says what `diloco train` does)",
-        "trainer": f"as `diloco train` was measured: {accuracy()}",
+        "trainer": f"as `diloco train` was measured: {accuracy(options.transport)}",
     }
     return {
         "model": f"{format_count(workload.parameters)} parameters, {workload.layers} layers",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset
+from diloco.simulate.overheads import Conditions, Wire
+from diloco.simulate.tcp import CongestionControl
 from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
-from diloco.units import parse_count, parse_duration_s, parse_rate_bits_per_s
+from diloco.units import parse_count, parse_duration_s, parse_rate_bits_per_s, parse_share
 
-__all__ = ["each", "make_links", "make_workload"]
+__all__ = ["each", "make_conditions", "make_links", "make_workload"]
 
 
 def each(values: Sequence[float], replicas: int, name: str) -> list[float]:
@@ -36,6 +39,15 @@ def make_links(
     rates = each([parse_rate_bits_per_s(text, "--bandwidth") for text in bandwidth], replicas, "--bandwidth")
     latencies = each([parse_duration_s(text, "--latency") for text in latency], replicas, "--latency")
     return [Link(rate, latency_s, half_duplex) for rate, latency_s in zip(rates, latencies, strict=True)]
+
+
+def make_conditions(wire: Wire, congestion_control: CongestionControl, loss: str, *, on_cpu: bool = True) -> Conditions:
+    """How replicas exchange their contributions; the work of it as it was measured on a CPU, or none."""
+    conditions = Conditions(wire=wire, congestion_control=congestion_control, loss=parse_share(loss, "--loss"))
+    conditions.overheads(1)  # which looks at the loss
+    if on_cpu:
+        return conditions
+    return replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
 
 
 def make_workload(preset: str | None, parameters: str | None, layers: int | None, step_time_s: float) -> Workload:

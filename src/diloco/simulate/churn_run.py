@@ -69,8 +69,6 @@ class ChurnRun:
         self.counts = dict.fromkeys(("rounds", "void_rounds", "losses", "joins"), 0)
         self.sums = dict.fromkeys(("kept", "carried", "stale", "round_s", "committed", "handed_in"), 0.0)
         self._traffic: dict[int, Traffic] = {}
-        trips = cluster.overheads.round_trips if number > 1 else 0.0
-        self.trips_s = 2 * trips * float(self.latency.max())
         self.computed_s = cluster.computed_s(steps)
 
     def now_s(self, step: int) -> Floats:
@@ -112,7 +110,8 @@ class ChurnRun:
         links = LinkArrays((left * self.bandwidth)[members], self.latency[members], self.half[members])
         up_s, down_s = self.up_free_s[members], self.down_free_s[members]
         times = round_times(links, ready_s, parcel.sent_bytes, parcel.received_bytes, up_s, down_s)
-        until_s = float(times.committed_s.max()) + self.trips_s
+        beside_s = float(self.cluster.beside_s(parcel, links).max())
+        until_s = float(times.committed_s.max()) + beside_s
         void_s = self._void_at_s(float(times.committed_s.max()))
         void = math.isfinite(void_s)
         # what a void round has not moved by then is dropped with its connections

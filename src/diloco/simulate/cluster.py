@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from diloco.algorithm.pace import steps_to_train, trains_at
 from diloco.errors import ConfigurationError
+from diloco.simulate.tcp import Tcp
+from diloco.simulate.traffic import Parcel
 from diloco.transport.links import Link, LinkArrays
 
 __all__ = ["IDEAL", "Cluster", "Overheads"]
@@ -21,9 +23,13 @@ class Overheads:
     """What a run spends that is neither computing nor bits at the link's rate; all neutral: the ideal of the papers.
 
     Attributes:
-        goodput: share of a link's rate that payload gets; the rest are headers and what is sent again.
-        round_trips: trips there and back that a round takes beside its payload and one vote: connections that get up
-            to speed, headers that go ahead.
+        goodput: share of what connections get of a link that is payload; the rest are headers and what is sent again.
+        round_trips: trips there and back that a round takes beside its payload's way and one vote, such as for the word
+            that there is room for it.
+        queue_trips: and those it takes for what is lost in queues, where its payload fills the way; of them the part
+            that it fills.
+        tcp: what its connections make of a link; None: payload has it from the first moment on.
+        average_s_per_value: time that a round takes for decoding, summing and hashing, per value; training goes on.
         send_s_per_value: time that the training loop stands still at a send, per value: pseudo-gradient, encoding.
         merge_s_per_value: and at a merge: outer step, merge.
         pause_s: and at each of them whatever the size.
@@ -31,12 +37,16 @@ class Overheads:
 
     goodput: float = 1.0
     round_trips: float = 0.0
+    queue_trips: float = 0.0
+    tcp: Tcp | None = None
+    average_s_per_value: float = 0.0
     send_s_per_value: float = 0.0
     merge_s_per_value: float = 0.0
     pause_s: float = 0.0
 
     def __post_init__(self) -> None:
-        others = (self.round_trips, self.send_s_per_value, self.merge_s_per_value, self.pause_s)
+        work = (self.average_s_per_value, self.send_s_per_value, self.merge_s_per_value)
+        others = (self.round_trips, self.queue_trips, *work, self.pause_s)
         if not 0 < self.goodput <= 1 or not all(0 <= value < math.inf for value in others):
             raise ConfigurationError(
                 f"{self} was given; a goodput above 0 and up to 1, and all else 0 or more, would work. "
@@ -116,7 +126,31 @@ class Cluster:
     @property
     def links(self) -> LinkArrays:
         """The links as payload sees them."""
-        return LinkArrays(self.overheads.goodput * self.bandwidth_bits_per_s, self.latency_s, self.half_duplex)
+        rates, tcp = self.bandwidth_bits_per_s, self.overheads.tcp
+        if tcp is not None:
+            rates = tcp.carried_bits_per_s(rates, 2 * self.latency_s)
+        return LinkArrays(self.overheads.goodput * rates, self.latency_s, self.half_duplex)
+
+    def beside_s(self, parcel: Parcel, links: LinkArrays) -> NDArray[np.float64]:
+        """How much longer a round takes than its payload and a vote are on their way, ``(..., 1)``.
+
+        Args:
+            parcel: what is sent.
+            links: of those that take part, as payload sees them; nobody waits for anything where it is one.
+        """
+        if links.latency_s.shape[-1] == 1:
+            return np.zeros(1)
+        round_trip_s, tcp = 2 * links.latency_s.max(-1, keepdims=True), self.overheads.tcp
+        rates = links.bandwidth_bits_per_s
+        # as long as its payload takes, and not longer: what does not fill the way makes no queue
+        filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max(-1, keepdims=True)
+        beside_s: NDArray[np.float64] = self.overheads.round_trips * round_trip_s
+        beside_s = beside_s + self.overheads.queue_trips * filling_s
+        beside_s = beside_s + self.overheads.average_s_per_value * parcel.numel
+        if tcp is not None:
+            start_s = tcp.start_s(parcel.sent_bytes, rates, round_trip_s)
+            beside_s = beside_s + start_s.max(-1, keepdims=True)
+        return beside_s
 
     @property
     def trained_steps(self) -> tuple[int, ...]:

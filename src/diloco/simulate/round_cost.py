@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import plan_exchange
+from diloco.transport.stream_choice import streams_to_each
 
 __all__ = ["RoundCost"]
 
@@ -36,7 +37,7 @@ class RoundCost:
 
     @classmethod
     def of(cls, codec: Codec, numel: int, num_replicas: int, *, streams: int | None = None) -> RoundCost:
-        """By the trainer's own plan; ``streams`` to each other replica are about four in all by default.
+        """By the trainer's own plan; ``streams`` to each other replica are by default what they are with BBR.
 
         >>> from diloco.algorithm.codec import make_codec
         >>> cost = RoundCost.of(make_codec("fp4"), 1 << 20, 2)
@@ -44,7 +45,7 @@ class RoundCost:
         ('all-gather', 528384, 5)
         """
         plan, others = plan_exchange(codec, numel, num_replicas), num_replicas - 1
-        each = streams or max(1, round(4 / max(1, others)))
+        each = streams or streams_to_each(others, "bbr")
         start, stop = max(plan.shards, key=lambda shard: shard[1] - shard[0])
         incoming = codec.payload_bytes(numel if plan.pattern == "all-gather" else stop - start)
         return cls(

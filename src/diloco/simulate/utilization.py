@@ -198,8 +198,7 @@ class _Run:
         self.measured_from: int | None = None
         self.in_flight: dict[int, Round] = {}
         self.history: list[Round] = []
-        trips = cluster.overheads.round_trips if self.shape[-1] > 1 else 0.0
-        self.trips_s = 2 * trips * cluster.latency_s.max(-1, keepdims=True)
+        self.beside_s = [cluster.beside_s(parcel, self.links) for parcel in traffic.parcels]
 
     def totals(self) -> dict[str, Floats]:
         return {
@@ -249,7 +248,7 @@ class _Run:
         parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
         sent = self.in_flight.pop(fragment)
         now_s = self.computed_s[step] + self.waited_s + self.spent_s
-        waits_s = np.maximum(0.0, sent.times.committed_s + self.trips_s - now_s)
+        waits_s = np.maximum(0.0, sent.times.committed_s + self.beside_s[fragment] - now_s)
         self.waited_s = self.waited_s + waits_s
         self.longest_wait_s = np.maximum(self.longest_wait_s, waits_s)
         merges_s = overheads.pause_s + overheads.merge_s_per_value * parcel.numel

@@ -50,9 +50,10 @@ class TransportSettings:
     interface: str | None = None
     """torch: network interface of the payload connections. Default: the one that has `host`."""
     streams: int | None = None
-    """torch: payload connections to each other replica. Default: about four in all."""
+    """torch: payload connections to each other replica. Default: about four in all where TCP keeps its rate (bbr), else
+    sixteen (cubic and others, which loss and pauses slow down); of what two replicas choose, the larger counts."""
     piece_bytes: int = 524_288
-    """torch: payloads travel in pieces of about this size."""
+    """torch: payloads travel in pieces of about this size, or smaller, so that there are sixteen."""
     heartbeat_s: float = 2.0
     """torch: replicas tell each other that they are there, this often."""
     silence_s: float = 15.0

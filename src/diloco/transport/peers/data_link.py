@@ -51,7 +51,7 @@ class LinkRequest:
         key: names this link and this attempt, alike on both sides.
         rank: the other one.
         first: whether I am the one of the lower rank.
-        streams: connections to open.
+        streams: connections that this end would open.
         timeout_s: the longest to wait for the other one.
         tell: sends a key and a value to the other one's mailbox.
     """

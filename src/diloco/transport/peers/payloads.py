@@ -8,6 +8,7 @@ first.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from diloco.transport.peers.data_link import DataLink, Work
 from diloco.transport.peers.postman import Postman
 
 __all__ = ["Part", "PayloadExchange"]
+
+_LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 14
+"""A payload is cut into so many pieces at least, so that each of many streams has a part of it, unless they would be
+smaller than what a connection sends at once after a pause."""
 
 _EXTRAS = (1 << 16) - 1  # the piece number under which model buffers travel
 
@@ -46,7 +51,7 @@ class PayloadExchange:
         members: replicas of the view, ascending.
         links: replica -> the way to it, for all members but me.
         postman: sends in order.
-        piece_bytes: about how large a piece is.
+        piece_bytes: about how large a piece is at most.
     """
 
     def __init__(
@@ -256,14 +261,24 @@ def _extras_of(contribution: Contribution) -> Tensor:
 
 
 def _stretches(start: int, stop: int, codec: Codec, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Stretches of values whose payloads have about ``piece_bytes``, cut at blocks."""
-    step = max(1, piece_bytes // codec.payload_bytes(codec.block_size)) * codec.block_size
+    """Stretches of values whose payloads are pieces, cut at blocks."""
+    size = _piece_size(codec.payload_bytes(stop - start), piece_bytes)
+    step = max(1, size // codec.payload_bytes(codec.block_size)) * codec.block_size
     return ((low, min(low + step, stop)) for low in range(start, stop, step))
 
 
 def _floats(start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    step = max(1, piece_bytes // 4)
+    step = max(1, _piece_size(4 * (stop - start), piece_bytes) // 4)
     return ((low, min(low + step, stop)) for low in range(start, stop, step))
+
+
+def _piece_size(payload_bytes: int, piece_bytes: int) -> int:
+    """The same on every replica, however many streams it has to each of the others.
+
+    >>> _piece_size(50_000_000, 524_288), _piece_size(3_200_000, 524_288), _piece_size(50_000, 524_288)
+    (524288, 200000, 16384)
+    """
+    return min(piece_bytes, max(_LEAST_PIECE_BYTES, math.ceil(payload_bytes / _LEAST_PIECES)))
 
 
 def _tag(round_id: RoundId, piece: int, second: bool) -> int:

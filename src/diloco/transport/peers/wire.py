@@ -12,6 +12,7 @@ from diloco.membership.quorum import Policy
 from diloco.transport.links import Link
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.view_policies import Policies
+from diloco.transport.stream_choice import congestion_control, streams_to_each
 
 __all__ = ["Wire"]
 
@@ -21,7 +22,7 @@ class Wire:
     """How ranks exchange contributions, whatever carries them.
 
     Attributes:
-        streams: payload connections to each peer; 0: about four in all.
+        streams: payload connections to each peer; 0: as many as suit this machine's congestion control.
         piece_bytes: about how large a piece of a payload is.
         heartbeat_s, silence_s: see `Timing`.
         round_timeout_s: from a rank's contribution to its vote.
@@ -85,7 +86,7 @@ class Wire:
             quorum=Policy(self.min_replicas, self.split),
             go_on=self.go_on,
             raise_on_loss=self.raise_on_loss,
-            streams=self.streams or max(1, round(4 / max(1, others))),
+            streams=self.streams or streams_to_each(others, congestion_control()),
             connect_timeout_s=min(self.rendezvous_timeout_s, max(10.0, 4 * self.silence_s)),
         )
         return rules, policies

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,8 @@ _NEVER = timedelta(days=30)
 """For ``Work.wait``: our own watch ends a wait, by closing the link."""
 
 _ABORT_TAG = (1 << 31) - 1
+
+_MOST_STREAMS = 64
 
 
 class _PairStore(Store):
@@ -161,18 +164,38 @@ def link_opener(device: object, mailbox: Mailbox) -> OpenLink:
 
 
 def _open_link(request: LinkRequest, device: object, mailbox: Mailbox) -> GlooLink:
-    groups: list[dist.ProcessGroup] = []
+    """All streams at once: each takes some trips, one after the other."""
     place = 0 if request.first else 1
-    try:
-        for stream in range(request.streams):
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
-            options._threads = 1
-            options._timeout = timedelta(seconds=request.timeout_s)  # of connecting; waits have their own
-            options._devices = [device]
-            store = _PairStore(f"{request.key}/{stream}/", mailbox, request.tell, request.timeout_s)
-            groups.append(_as_group(ProcessGroupGloo(store, place, 2, options)))
-    except (RuntimeError, TransportError) as error:
-        GlooLink(groups, 1 - place).close()
-        why = str(error).splitlines()[0]
-        raise TransportError(f"the payload connection {request.key} could not be made: {why}") from error
-    return GlooLink(groups, 1 - place)
+
+    def open_stream(stream: int) -> dist.ProcessGroup:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
+        options._threads = 1
+        options._timeout = timedelta(seconds=request.timeout_s)  # of connecting; waits have their own
+        options._devices = [device]
+        store = _PairStore(f"{request.key}/{stream}/", mailbox, request.tell, request.timeout_s)
+        return _as_group(ProcessGroupGloo(store, place, 2, options))
+
+    number = _agreed_streams(request, mailbox)
+    with ThreadPoolExecutor(number, "diloco-connect") as pool:
+        opening = [pool.submit(open_stream, stream) for stream in range(number)]
+    failures = [each.exception() for each in opening if each.exception() is not None]
+    link = GlooLink([each.result() for each in opening if each.exception() is None], 1 - place)
+    if failures:
+        link.close()
+        why = str(failures[0]).splitlines()[0]
+        raise TransportError(f"the payload connection {request.key} could not be made: {why}") from failures[0]
+    return link
+
+
+def _agreed_streams(request: LinkRequest, mailbox: Mailbox) -> int:
+    """The larger number of what both ends would open: one that loss slows down needs them for what it sends.
+
+    Raises:
+        TransportError: if the other end's does not come in time, or is no number of streams.
+    """
+    mine, theirs = (f"{request.key}/streams-of-{end}" for end in ((0, 1) if request.first else (1, 0)))
+    request.tell(mine, b"%d" % request.streams)
+    said = mailbox.take(theirs, request.timeout_s)
+    if not said.isdigit() or not 1 <= int(said) <= _MOST_STREAMS:
+        raise TransportError(f"the other end of {request.key} asks for {said[:20]!r} streams")
+    return max(request.streams, int(said))

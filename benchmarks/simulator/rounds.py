@@ -1,0 +1,130 @@
+"""Rounds alone, as `benchmarks.wan` measured them, what the simulator says of them, and the constants that fit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any
+
+from benchmarks.wan.plan import LINKS, METHODS, Link, Work
+from benchmarks.wan.planned import congestion_control, ways
+from benchmarks.wan.report import round_times
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.simulate.cluster import Cluster
+from diloco.simulate.overheads import Conditions, Constants, Fitted, Wire
+from diloco.simulate.traffic import outer_traffic
+from diloco.simulate.utilization import simulate
+
+__all__ = ["Rounds", "fit", "link_named", "rounds"]
+
+TESTED_FROM_S = 0.4
+"""Round trips of links whose rounds are predicted and not fitted to."""
+
+
+def link_named(name: str) -> Link:
+    return next(link for link in LINKS if link.name == name)
+
+
+CAREFUL = 0.9
+"""Share of the rounds that take no longer than a careful prediction."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of one size on one link.
+
+    Attributes:
+        link, method: as `benchmarks.wan` calls them.
+        values: in a round.
+        times_s: of each, from handing in to having the average.
+    """
+
+    link: Link
+    method: str
+    values: int
+    times_s: Sequence[float]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return next(method for method in METHODS if method.name == self.method).options
+
+    @property
+    def wire(self) -> Wire:
+        return "hivemind" if self.options.get("swarm") else "torch"
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the constants were fitted to it: not on the longest links, on those that lose packets or on those
+        whose ways differ, and not with other numbers of streams than the default."""
+        plain = not self.link.loss_percent and not self.link.up_bits_per_s and "streams" not in self.options
+        return plain and self.link.rtt_s < TESTED_FROM_S
+
+    def predicted_s(self, *, careful: bool = False, constants: Constants | None = None) -> float:
+        """With the package's constants, or with others."""
+        conditions = Conditions(
+            wire=self.wire,
+            congestion_control=congestion_control(self.link),
+            loss=self.link.loss_percent / 100,
+            streams=self.options.get("streams"),
+            send_s_per_value=0.0,
+            merge_s_per_value=0.0,
+        )
+        overheads = conditions.overheads(self.link.replicas - 1, careful=careful)
+        if constants is not None:
+            goodput, round_trips, queue_trips = constants
+            overheads = replace(overheads, goodput=goodput, round_trips=round_trips, queue_trips=queue_trips)
+        schedule = SyncSchedule(inner_steps=1)
+        traffic = outer_traffic(schedule, [self.values], [make_codec(self.options["codec"])], self.link.replicas)
+        result = simulate(traffic, Cluster.of(ways(self.link), 1.0, overheads=overheads), steps=2, measure_from=1)
+        return float(result.longest_wait_s.max())
+
+
+def rounds(rows: Sequence[Mapping[str, Any]]) -> Iterator[Rounds]:
+    """What was measured: rounds alone, and those of whole runs of this package."""
+    for row in rows:
+        link = link_named(row["link"])
+        if row["method"].startswith("rounds"):
+            for values, times_s in round_times(row).items():
+                yield Rounds(link, row["method"], values, times_s)
+        else:
+            work = Work(**row["work"])
+            values = work.values // (work.num_fragments if row["method"].startswith("Streaming") else 1)
+            every_s = zip(*(replica["transfers_s"] for replica in row["replicas"]), strict=True)
+            yield Rounds(link, row["method"], values, [mean(each) for each in every_s])
+
+
+def fit(measured: Sequence[Rounds]) -> Fitted:
+    """Typical constants, and careful ones: the same goodput, which is a mean over a whole run, and more round trips."""
+    goodputs, trips, queue_trips = (
+        [step / 20 for step in range(6, 20)],
+        [0.25 * n for n in range(9)],
+        [0.5 * n for n in range(13)],
+    )
+    typical = _least(measured, itertools.product(goodputs, trips[:5], queue_trips[:5]), 0.5)
+    return Fitted(
+        typical=typical,
+        careful=_least(
+            measured, itertools.product(typical[:1], [n for n in trips if n >= typical[1]], queue_trips), CAREFUL
+        ),
+    )
+
+
+def _least(measured: Sequence[Rounds], grid: Iterable[Constants], share: float) -> Constants:
+    """With which ``share`` of rounds take no longer than predicted.
+
+    As near as can be: the least quantile loss of the logarithms; every size on every link weighs the same.
+    """
+
+    def loss(constants: Constants) -> float:
+        total = 0.0
+        for each in measured:
+            predicted_s = each.predicted_s(constants=constants)
+            errors = [math.log(time_s / predicted_s) for time_s in each.times_s]
+            total += sum(share * error if error > 0 else (share - 1) * error for error in errors) / len(errors)
+        return total
+
+    return min(grid, key=loss)
