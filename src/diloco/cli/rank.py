@@ -16,8 +16,8 @@ from diloco.train.settings import TrainSettings
 from diloco.transport.address import Address
 
 if TYPE_CHECKING:
-    from diloco.train.fleet import TorchFleet
     from diloco.train.leader_fleet import LeaderFleet
+    from diloco.train.torch_fleet import TorchFleet
 
 __all__ = ["launch_ranks", "train_rank"]
 

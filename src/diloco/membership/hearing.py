@@ -44,7 +44,7 @@ def largest_set(
         member: one_more + (0 if member in lacking else ahead) + (1 << (size - 1 - index))
         for index, member in enumerate(order)
     }
-    return tuple(sorted(_heaviest(frozenset(order), apart, weight)))
+    return tuple(sorted(_heaviest(frozenset(order), apart, weight, {})))
 
 
 def within_reach(member: int, members: Collection[int], unheard: Iterable[tuple[int, int]]) -> frozenset[int]:
@@ -63,17 +63,21 @@ def within_reach(member: int, members: Collection[int], unheard: Iterable[tuple[
     return frozenset(reached)
 
 
-def _heaviest(members: frozenset[int], apart: Mapping[int, set[int]], weight: Mapping[int, int]) -> frozenset[int]:
-    """The heaviest subset of ``members`` of whom no two are ``apart``."""
+def _heaviest(
+    members: frozenset[int],
+    apart: Mapping[int, set[int]],
+    weight: Mapping[int, int],
+    known: dict[frozenset[int], frozenset[int]],
+) -> frozenset[int]:
+    """The heaviest subset of ``members`` of whom no two are ``apart``; ``known``: those of other sets, to be added to."""
     chosen: frozenset[int] = frozenset()
     for group in _groups(members, apart):
-        if len(group) == 1:
-            chosen |= group
-            continue
-        pivot = max(group, key=lambda each: (len(apart[each] & group), -each))
-        without = _heaviest(group - {pivot}, apart, weight)
-        with_it = _heaviest(group - {pivot} - apart[pivot], apart, weight) | {pivot}
-        chosen |= max(without, with_it, key=lambda each: sum(weight[member] for member in each))
+        if len(group) > 1 and group not in known:
+            pivot = max(group, key=lambda each: (len(apart[each] & group), -each))
+            without = _heaviest(group - {pivot}, apart, weight, known)
+            with_it = _heaviest(group - {pivot} - apart[pivot], apart, weight, known) | {pivot}
+            known[group] = max(without, with_it, key=lambda each: sum(weight[member] for member in each))
+        chosen |= known.get(group, group)
     return chosen
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,10 +16,11 @@ from diloco.data.shares import Shares
 from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
-from diloco.train.fleet import Returning
 from diloco.train.held import Held
+from diloco.train.returning import Returning
 from diloco.train.threads import PeerThreads
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
+from diloco.transport.hivemind.node import same_port
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.wire import Wire
@@ -132,9 +132,10 @@ class SwarmFleet(Returning):
             last=last,
             patience_s=patience_s,
             closed=_STARTING,
-            node=dataclasses.replace(node, join=join, listen=_same_port(node.listen, self._listened), insists=False),
+            node=dataclasses.replace(node, join=join, listen=same_port(node.listen, self._listened), insists=False),
         )
         self._held = Held(self.transport.step, self.transport.replica, self.connected.swarm)
+        self.transport.close()
         return connect_swarm(self._place, self._wire, held_step=self._held.step)
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
@@ -321,13 +322,3 @@ class SwarmFleet(Returning):
             "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
             **self._seen,
         }
-
-
-def _same_port(listen: tuple[str, ...], listened: tuple[str, ...]) -> tuple[str, ...]:
-    """Where to listen so that others find this peer where it was: any port becomes the one that it had.
-
-    >>> _same_port(("/ip4/0.0.0.0/tcp/0",), ("/ip4/10.0.0.7/tcp/31330/p2p/Qm", "/ip4/127.0.0.1/tcp/31330/p2p/Qm"))
-    ('/ip4/0.0.0.0/tcp/31330',)
-    """
-    own = [found[1] for each in listened if "/p2p-circuit" not in each and (found := re.search(r"/tcp/(\d+)", each))]
-    return tuple(re.sub(r"/tcp/0\b", f"/tcp/{own[-1]}", each) for each in listen) if own else listen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
 from diloco.transport.peers.within import within
 
-__all__ = ["Node", "NodePlace"]
+__all__ = ["Node", "NodePlace", "same_port"]
 
 _PROTOCOL = "diloco/1"
 _RECORD_S = 1800.0
@@ -226,3 +227,13 @@ def _bare(address: str) -> str:
     """Without the identity at its end, which the daemon is told apart."""
     head, marker, tail = address.rpartition("/p2p/")
     return head if marker and "/" not in tail else address
+
+
+def same_port(listen: tuple[str, ...], listened: tuple[str, ...]) -> tuple[str, ...]:
+    """Where to listen so that others find this peer where it was: any port becomes the one that it had.
+
+    >>> same_port(("/ip4/0.0.0.0/tcp/0",), ("/ip4/10.0.0.7/tcp/31330/p2p/Qm", "/ip4/127.0.0.1/tcp/31330/p2p/Qm"))
+    ('/ip4/0.0.0.0/tcp/31330',)
+    """
+    own = [found[1] for each in listened if "/p2p-circuit" not in each and (found := re.search(r"/tcp/(\d+)", each))]
+    return tuple(re.sub(r"/tcp/0\b", f"/tcp/{own[-1]}", each) for each in listen) if own else listen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -94,23 +95,26 @@ def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
         raise
 
 
-def connect_again(place: Place, wire: TcpWire, lost: Connected, last: View, patience_s: float) -> Connected:
+def connect_again(
+    place: Place, wire: TcpWire, lost: Connected, listening: socket.socket, last: View, patience_s: float
+) -> Connected:
     """For one that has lost its view, and closed its transport: find the others, or found another view with them.
 
     Args:
         place: which rank this is.
         wire: how.
         lost: what it was connected by.
+        listening: the socket that it listened at, as `TcpStreams.keep` gave it.
         last: the newest view that it was a member of, or had agreed to be.
         patience_s: so long it looks.
 
     Raises:
         TransportError: if that does not succeed in time; nothing stays open.
     """
-    before, transport = lost.transport, _open(place, wire)
+    before, transport = lost.transport, _open(place, wire, listening)
     try:
         host = before.address.host
-        transport.board.listen(wire.host or host, range(before.address.port, before.address.port + 1), host)
+        transport.board.listen(host, range(0), host)
         entry = Entry(place.rank, str(transport.address), wire.facts, before.step)
         look = LookAgain(
             transport=transport,
@@ -126,12 +130,13 @@ def connect_again(place: Place, wire: TcpWire, lost: Connected, last: View, pati
         raise
 
 
-def _open(place: Place, wire: TcpWire) -> PeerTransport:
+def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -> PeerTransport:
     rules, policies = wire.rules_and_policies(
         place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
     )
     timing = Timing(wire.heartbeat_s, wire.silence_s)
-    transport = PeerTransport(rules, policies, timing, TcpStreams(), wire.link, together=not wire.comes_back)
+    streams = TcpStreams(listening)
+    transport = PeerTransport(rules, policies, timing, streams, wire.link, together=not wire.comes_back)
     serve_probes(transport.board)
     return transport
 

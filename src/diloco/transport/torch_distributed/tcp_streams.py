@@ -15,10 +15,23 @@ _LOW_DELAY = 0x10  # of the type-of-service byte: routers that know it let these
 
 
 class TcpStreams:
-    """One listening port, and connections to those of others."""
+    """One listening port, and connections to those of others.
 
-    def __init__(self) -> None:
+    Args:
+        kept: a socket that listens already, as `keep` gave it; it is closed with these streams.
+    """
+
+    def __init__(self, kept: socket.socket | None = None) -> None:
         self._server: asyncio.Server | None = None
+        self._kept = kept
+
+    def keep(self) -> socket.socket:
+        """The listening socket, for streams that take the place of these ones: its port refuses nobody meanwhile.
+
+        Who is refused takes this process for one that has ended.
+        """
+        assert self._server is not None, "listen comes first"
+        return self._server.sockets[0].dup()
 
     async def listen(self, accept: Accept, host: str, ports: range, advertised: str) -> Address:
         """Accept connections on the first free port of ``ports``.
@@ -32,6 +45,9 @@ class TcpStreams:
         Raises:
             TransportError: if none is free, or the host is not one of this machine's.
         """
+        if self._kept is not None:
+            self._server = await asyncio.start_server(accept, sock=self._kept)
+            return Address(advertised, self._server.sockets[0].getsockname()[1])
         for port in ports:
             try:
                 self._server = await asyncio.start_server(accept, host or None, port)

@@ -1,0 +1,58 @@
+"""A largest set of those who hear each other, against trying all sets."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.membership.hearing import largest_set, within_reach
+
+PAIRS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sets(st.integers(0, 7)), PAIRS, st.sets(st.integers(0, 7)))
+def test_it_is_the_first_of_all_sets_by_size_then_contributions_then_numbers(
+    members: set[int], unheard: set[tuple[int, int]], lacking: set[int]
+) -> None:
+    apart = {frozenset(pair) for pair in unheard}
+    order = sorted(members)
+    sets = [
+        chosen
+        for size in range(len(order) + 1)
+        for chosen in combinations(order, size)
+        if not any(frozenset(pair) in apart for pair in combinations(chosen, 2))
+    ]
+    # of two sets of one size, tuples compare by the lowest number in which they differ
+    best = min(sets, key=lambda chosen: (-len(chosen), len(lacking & set(chosen)), chosen))
+    assert largest_set(members, unheard, lacking) == best
+
+
+@given(st.sets(st.integers(0, 7), min_size=3), st.data())
+def test_a_single_bad_pair_costs_one_of_the_two(members: set[int], data: st.DataObject) -> None:
+    one, other = data.draw(st.permutations(sorted(members)))[:2]
+    assert largest_set(members, [(one, other)]) == tuple(sorted(members - {max(one, other)}))
+
+
+@given(st.sets(st.integers(0, 7), min_size=4), st.data())
+def test_one_that_accuses_two_is_the_one_to_go(members: set[int], data: st.DataObject) -> None:
+    one, *others = data.draw(st.permutations(sorted(members)))
+    assert largest_set(members, [(one, other) for other in others[:2]]) == tuple(sorted(members - {one}))
+
+
+def test_many_bad_pairs_of_many_members_take_no_time() -> None:
+    """Whether each member has one bad pair, all of two halves can't hear each other, or all of a ring."""
+    pairs = [(m, m + 1) for m in range(0, 64, 2)]
+    assert largest_set(range(64), pairs) == tuple(range(0, 64, 2))
+    halves = [(one, other) for one in range(32) for other in range(32, 64)]
+    assert largest_set(range(64), halves) == tuple(range(32))
+    ring = [(m, (m + 1) % 64) for m in range(64)]
+    assert largest_set(range(64), ring) == tuple(range(0, 64, 2))
+
+
+@given(st.sets(st.integers(0, 7), min_size=1), PAIRS)
+def test_whoever_is_within_reach_reaches_back(members: set[int], unheard: set[tuple[int, int]]) -> None:
+    reach = {member: within_reach(member, members, unheard) for member in members}
+    assert all(member in reach[other] for member in members for other in reach[member])
