@@ -34,10 +34,11 @@ MARK = "<!-- python -m benchmarks.chaos.cases writes what follows -->"
 _BEGIN_S = 10.0
 _OBSERVED_S = 60.0  # after the last event is over
 _STEP_S = 0.2
-_LEAST_PACE = 0.5  # of the others, while a link flaps
-_HEARTBEAT_S = (
-    0.25  # often: of a link that is mute one way, the deaf end notices first, as its TCP still sends a little
-)
+_LEAST_PACE = 1 / 3
+"""Of the others, while a link flaps. Rounds are synchronous and the link is off half of the time; after each time TCP
+waits for its retransmission timer, which has doubled meanwhile."""
+_HEARTBEAT_S = 0.25
+"""Often: of a link that is mute one way, the deaf end notices first, as its TCP still sends a little."""
 
 
 @dataclass(frozen=True)
