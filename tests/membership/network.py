@@ -173,6 +173,12 @@ class Network:
             if number % 6 == 0:
                 self._end(a)
 
+    def return_whole(self, rank: int) -> None:
+        """``rank`` looks again, and its ways to all who live carry everything, in both directions."""
+        self._return(rank)
+        for other in self.alive:
+            self._deaf -= {(rank, other), (other, rank)}
+
     def _is_silent(self, a: int, b: int) -> bool:
         """Whether nothing of ``b`` reaches ``a`` any more."""
         return frozenset((a, b)) in self._silent or (a, b) in self._deaf

@@ -26,9 +26,7 @@ def lookers(draw: st.DrawFn) -> list[Looker]:
         staying = tuple(sorted(draw(st.sets(st.sampled_from(views[-1].members), min_size=1))))
         views.append(View(views[-1].id + 1, staying))
     known = {number: [view for view in views if number in view.members] for number in numbers}
-    return [
-        Looker(number, draw(st.integers(0, 3)), draw(st.sampled_from(known[number]))) for number in numbers
-    ]
+    return [Looker(number, draw(st.integers(0, 3)), draw(st.sampled_from(known[number]))) for number in numbers]
 
 
 @given(lookers())

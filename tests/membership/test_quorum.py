@@ -79,7 +79,8 @@ def test_of_two_halves_the_one_with_the_lowest_number_goes_on(members: set[int],
 def test_fewer_than_min_replicas_never_go_on(split: Split, least: int) -> None:
     for side, members in enumerate(split.sides):
         decision, free = split.decision(side, Policy(min_replicas=least)), split.decision(side)
-        assert decision.members == (free.members if len(members) >= least else None)
+        enough = len(members) >= least or len(members) == len(split.view.members)
+        assert decision.members == (free.members if enough else None)
         if free.members is not None and decision.members is None:
             assert decision.reason == f"{len(members)} of at least {least} replicas are left"
 
@@ -135,6 +136,7 @@ def test_of_sides_that_go_on_by_themselves_one_does_where_more_than_half_are_ask
             split.view, lost=lost, gone=split.known_gone[side], joining=joining if side else (), policy=policy
         )
         enough = len(members) >= least or (not silent and len(members | (joining if side else set())) >= least)
+        enough = enough or not lost
         assert (decision.members is not None) == enough
         if decision.members is not None and silent:
             going_on.append(members)

@@ -45,6 +45,8 @@ class Rank:
         joining: whether it comes to a run that is going on.
         gradients: whether one of the three kinds of rounds is that of gradients.
         garbage: messages that it may hear from anybody.
+        founded: the view of its own that it founds; None: it is one of ``replicas`` that begin, or joins.
+        step: inner steps that it has begun before.
 
     Attributes:
         left: why it stopped by itself; "" where it did not.
@@ -68,10 +70,11 @@ class Rank:
         joining: bool = False,
         gradients: bool = False,
         garbage: Sequence[Mapping[str, Any]] = (),
+        founded: View | None = None,
+        step: int = 0,
     ) -> None:
         self.network, self.rank = network, rank
         self.left = ""
-        self.first_step = 1
         self.changes: list[NextView] = []
         self._gradients, self._garbage = gradients, garbage
         self._todo: deque[Callable[[], object]] = deque()
@@ -85,7 +88,8 @@ class Rank:
         self.transport.on_change = self._changed
         entries = {other: Entry(other, f"simulated:{other}") for other in range(replicas * size)}
         registry = Registry(len(entries), size, list(entries.values()))
-        view = View.of(replicas)
+        view = founded or View.of(replicas)
+        self.transport.step, self.first_step = step, step + 1
         self._joins: Entry | None = None
         self._asked = 1
         if joining:

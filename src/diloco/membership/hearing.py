@@ -69,7 +69,7 @@ def _heaviest(
     weight: Mapping[int, int],
     known: dict[frozenset[int], frozenset[int]],
 ) -> frozenset[int]:
-    """The heaviest subset of ``members`` of whom no two are ``apart``; ``known``: those of other sets, to be added to."""
+    """The heaviest subset of ``members`` of whom no two are ``apart``; ``known``: what was found so far, by group."""
     chosen: frozenset[int] = frozenset()
     for group in _groups(members, apart):
         if len(group) > 1 and group not in known:

@@ -16,7 +16,7 @@ class Policy:
     """When survivors may form a smaller view.
 
     Attributes:
-        min_replicas: fewer than this never go on.
+        min_replicas: where some are lost, fewer than this never go on; a view that grows may have fewer.
         split: what a side does that merely lost sight of others, which may be going on without it. ``stop``: only the
             larger side goes on, or of two halves the one with the lowest-numbered member. ``go-on``: any side does that
             has ``min_replicas`` of the old members: above half of all replicas there are, that is one side at most.
@@ -79,7 +79,7 @@ def decide(
         )
     # Joiners may be on one side only of a network that fell apart, so there they make up for nobody.
     counted = survivors if silent and policy.split == "go-on" else members
-    if len(counted) < policy.min_replicas:
+    if lost and len(counted) < policy.min_replicas:
         return Decision(None, f"{len(counted)} of at least {policy.min_replicas} replicas are left")
     missed = [member for member in lost if member not in left]
     words = [f"{_named(missed)} {'is' if len(missed) == 1 else 'are'} lost"] if missed else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -89,6 +90,13 @@ class Returning(abc.ABC):
             self._changed.wait_for(lambda: enough() or self.failure is not None, timeout_s)
         if not enough():
             raise RendezvousError(f"replica {self.transport.replica} founded another view, and too few came to it.")
+
+    def tell_finished(self) -> None:
+        """All steps are done: whoever comes back later hears of it. If that fails, it does not."""
+        try:
+            self.connected.finish()
+        except Exception:  # of the DHT, whose errors have no common root
+            logging.getLogger(__name__).debug("telling that the run is over failed", exc_info=True)
 
     def take_news(self) -> tuple[NextView, ...]:
         """The views that were adopted since this was asked last."""

@@ -191,7 +191,7 @@ class _Run:
                 sample_session(self.session, self._emit, final=True)
         totals.wall_s = wall_before_s + time.perf_counter() - started_s
         summary = run_summary(self.session, self.folder, evaluation, interrupted)
-        if finished and isinstance(fleet, SwarmFleet):
+        if finished and isinstance(fleet, Returning):
             fleet.tell_finished()
         fleet.finish()
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")

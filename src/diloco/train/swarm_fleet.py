@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -189,13 +188,6 @@ class SwarmFleet(Returning):
         self._leaving = threading.Timer(_ROUND_MAY_TAKE_S, lambda: self.transport.leave_at_once())
         self._leaving.daemon = True
         self._leaving.start()
-
-    def tell_finished(self) -> None:
-        """All steps are done: whoever comes back later hears of it from the network. If that fails, it does not."""
-        try:
-            self.connected.finish()
-        except Exception:  # of the DHT, whose errors have no common root
-            logging.getLogger(__name__).debug("telling that the run is over failed", exc_info=True)
 
     def finish(self) -> None:
         """The run is over, for all; or for this replica, which leaves."""

@@ -167,9 +167,7 @@ class _Arrival:
         entries = dict(found.entries) if found else {}
         everybody = {**entries, self.number: self.mine}
         table = Table(everybody, found is not None, found.step if found else 0, founded_step)
-        return Connected(
-            self.transport, table, found is not None, self.swarm, self._refresh, self._finish, self.looking
-        )
+        return Connected(self.transport, table, found is not None, self.swarm, self._refresh, self._finish)
 
     def _whom(self) -> str:
         run = self.place.gate.run

@@ -111,7 +111,9 @@ class Attendance:
             self._stop(f"{words}.")
         else:
             lost = frozenset({replica})
-            self._ending.extend(words, unheard=lost, gone=lost if gone else frozenset())
+            # all that are lost in this moment are told of at once: half of it may look like another one's fault
+            unheard = lost | self._lineup.unreached(now.view)
+            self._ending.extend(words, unheard=unheard, gone=lost if gone else frozenset())
 
     def leaves(self, replica: int, said: Leaving) -> None:
         """Another replica says that it goes of its own accord."""

@@ -43,8 +43,7 @@ class Connected:
         joining: whether the run was going on already.
         swarm: name of the swarm, where it has one.
         refresh: for a joiner: look who the members are by now, and connect to all of them.
-        finish: tell those who come later, where the network keeps it, that the run is over.
-        awaited: others that looked for a view when this one was founded, and will join it.
+        finish: tell those who come later, or are not members now, that the run is over.
     """
 
     transport: PeerTransport
@@ -53,7 +52,6 @@ class Connected:
     swarm: str = ""
     refresh: Callable[[], None] = lambda: None
     finish: Callable[[], None] = lambda: None
-    awaited: int = 0
 
     def already_running(self) -> RendezvousError:
         """For who came to begin a run, and finds one that is going on."""

@@ -280,8 +280,11 @@ class RoundBook:
     def _expire(self, state: RoundState) -> None:
         if state.committed is not None or self._frozen or self.rules.rank in state.votes:
             return
-        reason = expired_words(state.missing(self.ranks, self.rules), self.rules)
+        missing = state.missing(self.ranks, self.rules)
+        reason = expired_words(missing, self.rules)
         self._cast(RoundVote(state.id, Vote(False, reason=reason)), state)
+        if not missing and state.exchanging:  # TCP may wait for minutes before it tries again; a new one begins at once
+            self._broken(f"a payload connection of replica {self.rules.replica} stands still: {reason}")
 
     def _look(self, state: RoundState, late_s: float) -> None:
         """Give up who is late, and look again until the round is decided."""

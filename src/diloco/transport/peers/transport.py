@@ -65,6 +65,7 @@ class PeerTransport(Transport):
         digests: by fragment, of the state that this rank contributed from last.
         joining: asks those who are members to let this rank be one; see `enter`.
         on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
+        run_is_over: whether others have said that they have finished the run, while this rank was no member.
         welcome_note: what the others' `on_change` gave when this rank joined.
     """
 
@@ -85,6 +86,7 @@ class PeerTransport(Transport):
         self.replica = rules.replica
         self.step = 0
         self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
+        self.run_is_over = False
         self.welcome_note: Mapping[str, Any] = {}
         self.on_introduction: Callable[[Entry], None] = lambda entry: None
         self.last_transfer: tuple[int, float] | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.errors import ConfigurationError, RendezvousError, TransportError
+from diloco.errors import ConfigurationError, RendezvousError, RunOverError, TransportError
 from diloco.membership.founding import Founding, Looker
 from diloco.membership.view import View
 from diloco.transport.address import Address, parse_address
@@ -19,9 +20,10 @@ from diloco.transport.peers.within import within
 from diloco.transport.torch_distributed.rendezvous import serve
 from diloco.waiting import waiting_for
 
-__all__ = ["LookAgain", "serve_lookers"]
+__all__ = ["LookAgain", "serve_lookers", "tell_that_it_is_over"]
 
 _ANSWER_S = 5.0
+_OVER_S = 2.0
 _LOOK_AGAIN_S = 0.5
 _WINDOW_S = 3.0
 
@@ -55,7 +57,31 @@ def serve_lookers(transport: PeerTransport, registry: Registry, looker: Callable
         writer.write(pack(said))
         await writer.drain()
 
+    async def hear_that_it_is_over(
+        message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        transport.run_is_over = True
+
     transport.board.services["look"] = answer
+    transport.board.services["over"] = hear_that_it_is_over
+
+
+def tell_that_it_is_over(transport: PeerTransport) -> None:
+    """All steps are done: tell those who have been members and are none now, wherever they listen."""
+    size, members = transport.rules.ranks_per_replica, transport.view.members
+    absent = [entry for entry in transport.known_entries() if entry.rank // size not in members]
+
+    async def tell(address: Address) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            _, writer = await within(_OVER_S, asyncio.open_connection(address.host, address.port))
+            writer.write(pack({"kind": "over"}))
+            await within(_OVER_S, writer.drain())
+            writer.close()
+
+    async def tell_all() -> None:
+        await asyncio.gather(*(tell(parse_address(entry.address)) for entry in absent))
+
+    transport.board.call(tell_all())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +124,17 @@ class LookAgain:
         if isinstance(found, View):
             transport.step = self.looker.held_step  # what those who join are told
             transport.begin(found, registry, open_link, member=True, closed="it is coming back itself")
-            return Connected(transport, Table(dict(registry.entries), False), joining=False, awaited=len(there))
+            return Connected(
+                transport, Table(dict(registry.entries), False), False, finish=lambda: tell_that_it_is_over(transport)
+            )
         members, step = found
         transport.begin(View(-1, members), registry, open_link, member=False, closed="it is coming back itself")
 
         def refresh() -> None:
             board.call(self._members(registry))
 
-        return Connected(transport, Table(dict(registry.entries), True, step), joining=True, refresh=refresh)
+        table = Table(dict(registry.entries), True, step)
+        return Connected(transport, table, True, refresh=refresh, finish=lambda: tell_that_it_is_over(transport))
 
     def _whom(self, there: set[int]) -> str:
         members = () if self.looker.last is None else self.looker.last.members
@@ -127,6 +156,8 @@ class LookAgain:
                 if members := await self._dialled(answer, registry):
                     return members, int(answer["step"])
             running = any(each["kind"] == "members" for each in answers)
+            if self.transport.run_is_over and not running:
+                raise RunOverError("the others have finished the run, and nobody of it is left to join.")
             if not running and (view := founding.founds(lookers, asked_s - began_s)):
                 return view
             if refused := next((each["reason"] for each in answers if each["kind"] == "refused"), ""):

@@ -19,7 +19,7 @@ from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.peers.within import within
-from diloco.transport.torch_distributed.again import LookAgain, serve_lookers
+from diloco.transport.torch_distributed.again import LookAgain, serve_lookers, tell_that_it_is_over
 from diloco.transport.torch_distributed.data_link import link_opener, make_device
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
@@ -113,7 +113,7 @@ def connect_again(
     """
     before, transport = lost.transport, _open(place, wire, listening)
     try:
-        host = before.address.host
+        host, transport.run_is_over = before.address.host, before.run_is_over
         transport.board.listen(host, range(0), host)
         entry = Entry(place.rank, str(transport.address), wire.facts, before.step)
         look = LookAgain(
@@ -184,7 +184,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
         serve(board, registry)
         serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
         transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
-    return Connected(transport, table, table.running)
+    return Connected(transport, table, table.running, finish=lambda: tell_that_it_is_over(transport))
 
 
 async def _dial(board: Switchboard, table: Table, place: Place, timeout_s: float) -> set[int]:

@@ -1,0 +1,112 @@
+"""What a bad link costs, and that all who live are together again once the network is whole; on simulated networks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.membership.founding import Founding, Looker
+from diloco.membership.quorum import Policy
+from diloco.membership.view import View
+from diloco.transport.peers.view_policies import Policies
+from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
+from tests.transport.simulated import check_agreement, rank, simulated
+from tests.transport.simulated_rank import Rank
+
+pytestmark = pytest.mark.usefixtures("threadless")
+
+
+def members(network: Network) -> list[tuple[int, ...]]:
+    """Of the views of those who take part."""
+    return [rank(network, number).view.members for number in sorted(network.alive) if not rank(network, number).left]
+
+
+@settings(max_examples=60, deadline=None)
+@given(NUMBERS, st.integers(3, 5), st.data())
+def test_a_bad_pair_costs_one_of_the_two(numbers: list[int], replicas: int, data: st.DataObject) -> None:
+    """Property: whether nothing gets through in one direction or in both, and whoever notices first."""
+    one, other = data.draw(st.permutations(range(replicas)))[:2]
+    kind = data.draw(st.sampled_from(["cuts", "deaf"]))
+    network = simulated(replicas, Limits(cuts=1) if kind == "cuts" else Limits(deaf=1))
+    network.happen(kind, one, other, 0)
+    explore(network, numbers)
+    stays = [number for number in range(replicas) if not rank(network, number).left]
+    assert len(stays) == replicas - 1
+    assert {one, other} - set(stays)
+    assert members(network) == [tuple(stays)] * len(stays)
+
+
+@settings(max_examples=60, deadline=None)
+@given(NUMBERS, st.integers(4, 5), st.data())
+def test_one_that_does_not_hear_two_others_is_the_one_to_go(
+    numbers: list[int], replicas: int, data: st.DataObject
+) -> None:
+    """Property: with whatever number, where the others hear each other. It gives up both with one beat of its heart."""
+    deaf, one, other = data.draw(st.permutations(range(replicas)))[:3]
+    network = simulated(replicas, Limits(deaf=2))
+    for number in (one, other):
+        network.happen("deaf", deaf, number, 0)
+    for number in (one, other):
+        network.hang_up(deaf, number)
+    for number in (one, other):
+        rank(network, deaf).lose(number, gone=False)
+    explore(network, numbers)
+    stays = tuple(number for number in range(replicas) if number != deaf)
+    assert members(network) == [stays] * len(stays)
+    check_agreement([rank(network, number) for number in stays], whole=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(0, 3), st.sampled_from(["stop", "go-on"]))
+def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
+    numbers: list[int], replicas: int, limits: Limits, timers: int, split: str
+) -> None:
+    """Property: those who have lost the others join those who go on, or one founds another view; in as many turns.
+
+    Who has ended for good may be needed, under ``split="stop"``: then nobody goes on, as it may be going on itself.
+    """
+    least = replicas // 2 + 1 if split == "go-on" else 1
+    quorum = Policy(least, split)  # type: ignore[arg-type]  # one of the two
+    network = simulated(replicas, replace(limits, own={"timers": timers}), quorum=quorum)
+    explore(network, numbers)
+    lookers = {number for number in network.alive if rank(network, number).left}
+    last = {number: rank(network, number).transport.last_view for number in lookers}
+    network.alive -= lookers  # their transports are closed
+    explore(network, [])
+    steps = {number: rank(network, number).transport.step for number in lookers}
+    policies = Policies(quorum, go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+
+    def come_back(number: int, founded: View | None) -> None:
+        network.make = lambda each: Rank(
+            network, each, replicas, 1, policies, joining=founded is None, founded=founded, step=steps[each]
+        )
+        network.return_whole(number)
+        explore(network, [])
+
+    for _ in range(len(lookers)):
+        going_on = [number for number in network.alive if not rank(network, number).left]
+        waiting = sorted(lookers - network.alive)
+        if going_on:
+            come_back(waiting[0], None)
+            continue
+        said = [Looker(number, steps[number], last[number]) for number in waiting]
+        founded = {
+            me.number: Founding(me=me, alone=False, window_s=1.0, policy=quorum).founds(
+                [other for other in said if other is not me], 2.0
+            )
+            for me in said
+        }
+        founders = [number for number, view in founded.items() if view is not None]
+        if not founders:  # those who ended may be going on, as far as anybody knows
+            assert len(lookers) < replicas
+            return
+        (founder,) = founders
+        come_back(founder, founded[founder])
+    there = sorted(network.alive)
+    assert set(there) >= lookers
+    views = {rank(network, number).view for number in there}
+    assert len(views) <= 1
+    assert all(view.members == tuple(there) for view in views)
