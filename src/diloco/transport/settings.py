@@ -29,7 +29,7 @@ class TransportSettings:
     """torch: processes (ranks) of one replica."""
     on_failure: Annotated[Literal["stop", "continue"], arg(aliases=["--on-failure"])] = "stop"
     """torch: when a replica is lost: stop: all save and stop; continue: the others go on in a smaller view, and the
-    lost one may be started again and joins them."""
+    lost one comes back by itself, or may be started again."""
     min_replicas: int = 1
     """torch: fewer replicas than this never go on."""
     restarts: int = 0
