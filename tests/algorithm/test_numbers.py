@@ -78,7 +78,7 @@ def layers() -> nn.Module:
         (lambda **given: partition(layers(), **given), {"num_fragments": 0}),
         (lambda **given: partition(layers(), **given), {"num_fragments": 1, "strategy": "even"}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_can_not_work_is_refused_at_once(make: Callable[..., object], given: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"(was|were) given.*; .*Nothing was started\.") as caught:

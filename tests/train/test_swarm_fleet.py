@@ -24,6 +24,7 @@ from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.peers.wire import Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
+from tests.transport.wires import at_once
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
@@ -77,6 +78,31 @@ def test_who_comes_back_lets_others_in_whatever_it_did_when_it_started(make: Mak
     third = make(2, second)
     third.join(10.0)
     assert third.transport.view.members == (0, 1, 2)
+
+
+def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_another_view(make: Make) -> None:
+    """Over the ports that they had; nobody stands by."""
+    fleets = [make(0)]
+    fleets[0].close_to_joiners("")
+    fleets.append(make(1, fleets[0]))
+    fleets[1].join(LIMIT_S)
+    swarm, before = fleets[0].connected.swarm, fleets[0].transport.view.id
+    for fleet, step in zip(fleets, (20, 30), strict=True):
+        fleet.transport.step = step
+    at_once([fleet.transport.close for fleet in fleets])
+
+    def come_back(fleet: SwarmFleet) -> int:
+        fleet.rejoin(LIMIT_S)
+        fleet.close_to_joiners("")
+        if fleet.joining:
+            return fleet.join(LIMIT_S)
+        fleet.gather(LIMIT_S)
+        return -1
+
+    assert at_once([lambda fleet=fleet: come_back(fleet) for fleet in fleets]) == [30, -1]
+    assert [fleet.connected.swarm for fleet in fleets] == [swarm] * 2
+    assert [fleet.transport.view.members for fleet in fleets] == [(0, 1)] * 2
+    assert fleets[1].transport.view.id > before
 
 
 def test_a_founder_that_waits_for_others_says_so(

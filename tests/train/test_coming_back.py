@@ -1,0 +1,101 @@
+"""Replicas over torch that have lost each other find one another again: to join, to found, or to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from diloco.errors import RendezvousError, RunOverError
+from diloco.train.torch_fleet import TorchFleet
+from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from tests.transport.wires import QUICK, at_once, rendezvous
+
+LIMIT_S = 30.0
+Meet = Callable[..., list[TorchFleet]]
+
+
+@pytest.fixture
+def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
+    """Fleets of one replica each, that begin together."""
+    monkeypatch.setattr("diloco.transport.torch_distributed.again._WINDOW_S", 0.5)
+    fleets: list[TorchFleet] = []
+
+    def made(count: int, **wire: Any) -> list[TorchFleet]:
+        exchange = TcpWire(**QUICK | {"go_on": True, "comes_back": True, "raise_on_loss": False} | wire)
+        with rendezvous(count) as address:
+            places = [Place(replica=m, num_replicas=count, rendezvous=address) for m in range(count)]
+            begin = [lambda place=place: TorchFleet(connect(place, exchange), place, exchange) for place in places]
+            found = at_once(begin)
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
+        fleets.extend(found)
+        return found
+
+    yield made
+    at_once([fleet.close for fleet in fleets])
+
+
+def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet) -> None:
+    """Without the rendezvous, which is gone."""
+    fleets = meet(3)
+    for fleet in fleets[:2]:
+        fleet.transport.step = 40
+    fleets[2].rejoin(LIMIT_S)
+    assert fleets[2].joining
+    assert fleets[2].join(LIMIT_S) == 40
+    assert fleets[2].transport.view.members == (0, 1, 2)
+    assert not fleets[2].joining
+
+
+@pytest.mark.parametrize("steps", [(30, 30, 20), (10, 20, 30)])
+def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_another_view(
+    meet: Meet, steps: tuple[int, ...]
+) -> None:
+    fleets = meet(3)
+    for fleet, step in zip(fleets, steps, strict=True):
+        fleet.transport.step = step
+    founder = steps.index(max(steps))
+    others = [m for m in range(3) if m != founder]
+
+    def come_back(m: int) -> None:
+        fleets[m].rejoin(LIMIT_S)
+        fleets[m].close_to_joiners("")
+        if m == founder:
+            fleets[m].gather(LIMIT_S)
+        else:
+            assert fleets[m].join(LIMIT_S) == max(steps)
+
+    assert at_once([lambda m=m: come_back(m) for m in range(3)]) == [None] * 3
+    assert fleets[founder].transport.view.id > 0
+    assert [fleets[m].transport.view.members for m in [founder, *others]] == [(0, 1, 2)] * 3
+
+
+def test_a_minority_founds_nothing_and_ends_when_its_owner_said_so(meet: Meet) -> None:
+    """Two others may be going on, as far as it knows; its ports refuse nobody meanwhile."""
+    fleets = meet(3)
+    address = fleets[0].transport.address
+    for fleet in fleets[1:]:
+        fleet.transport.leave_at_once()  # they are there, and members of nothing
+    with pytest.raises(RendezvousError, match=r"replica 0 has looked for the others for 1\.5 s, as long as it was to"):
+        fleets[0].rejoin(1.5)
+    answers = at_once([lambda: fleets[0].rejoin(LIMIT_S), lambda: fleets[1].rejoin(LIMIT_S)])
+    assert answers == [None, None], "two are enough; and it is found where it was"
+    assert fleets[0].transport.address == address
+
+
+def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet: Meet) -> None:
+    """They told it while it was no member, and it may have been asleep."""
+    first, second = meet(2)
+    second.transport.leave()
+    first.tell_finished()
+    first.close()
+    for _ in range(1000):
+        if second.transport.run_is_over:
+            break
+        second.transport.board.call(asyncio.sleep(0.01))
+    with pytest.raises(RunOverError, match="the others have finished the run, and nobody of it is left to join"):
+        second.rejoin(LIMIT_S)
