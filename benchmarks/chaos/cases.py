@@ -24,7 +24,7 @@ from benchmarks.chaos.records import Left
 from benchmarks.chaos.report import table, write_between
 from benchmarks.chaos.run import Conductor
 from benchmarks.chaos.settings import Settings
-from benchmarks.chaos.verdict import FLAP_COSTS, judge
+from benchmarks.chaos.verdict import judge
 
 __all__ = ["CASES", "Case", "found"]
 
@@ -34,9 +34,6 @@ MARK = "<!-- python -m benchmarks.chaos.cases writes what follows -->"
 _BEGIN_S = 10.0
 _OBSERVED_S = 60.0  # after the last event is over
 _STEP_S = 0.2
-_LEAST_PACE = 1 / 3
-"""Of the others, while a link flaps. Rounds are synchronous and the link is off half of the time; after each time TCP
-waits for its retransmission timer, which has doubled meanwhile."""
 _HEARTBEAT_S = 0.25
 """Often: of a link that is mute one way, the deaf end notices first, as its TCP still sends a little."""
 
@@ -113,8 +110,6 @@ def found(case: Case, left: Left) -> dict[str, Any]:
         if event.timetable:
             until_s = record["time_s"] + event.seconds
             paces[event.kind] = checks.pace(left.logs, event.stalls, record["time_s"], until_s, left.settings.step_s)
-    if paces.get("flap", 1.0) < _LEAST_PACE:
-        checked[FLAP_COSTS] = [*checked[FLAP_COSTS], f"the others took {paces['flap']:.0%} of their steps meanwhile"]
     lives = [life for life in left.lives if life.peer != BOOTSTRAP]
     codes = {
         str(life.peer): life.code if life.code is not None and life.code >= 0 else None
