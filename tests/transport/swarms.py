@@ -61,6 +61,7 @@ class Swarms:
         allowed: frozenset[str] = frozenset(),
         at: Sequence[str] = (),
         hidden: bool = False,
+        listen: Sequence[str] = LOOPBACK,
         held_step: int = -1,
         swarm: str = "",
         held_swarm: str = "",
@@ -72,13 +73,14 @@ class Swarms:
         Args:
             at: more addresses that it knows.
             hidden: whether nobody can open a connection to it.
+            listen: multiaddresses to listen at.
         """
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
             gate=Gate(run, secret, allowed),
             node=NodePlace(
                 join=(*at, *(address for each in known for address in self.addresses_of(each))),
-                listen=() if hidden else LOOPBACK,
+                listen=() if hidden else tuple(listen),
                 map_ports=False,
             ),
             replica=number,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import stat
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from diloco.transport.hivemind.dialler import Dialler
 from diloco.transport.hivemind.gate import Gate
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.peer_streams import PeerStreams
-from diloco.transport.peers.connected import join
+from diloco.transport.peers.connected import Connected, join
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
 from tests.transport.wires import at_once
@@ -223,6 +225,28 @@ def test_nobody_at_the_address_is_an_error_that_names_it(swarms: Swarms) -> None
     first.close()
     with pytest.raises(RendezvousError, match=r"the network can't be entered through|nobody at .* answers as a peer"):
         swarms.peer_at(1, known, **PATIENCE)
+
+
+def test_a_peer_waits_for_the_one_that_it_is_to_enter_through(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one may be starting itself, or be cut off for a moment."""
+    first = swarms.peer(0).transport
+    known = swarms.addresses_of(first)
+    first.close()
+    where = [address.rpartition("/p2p/")[0] for address in known]
+
+    def later() -> Connected:
+        asked.wait(LIMIT_S)
+        return swarms.peer(0, held_step=10, listen=where)
+
+    def sleep(pause_s: float) -> None:
+        asked.set()
+        time.sleep(pause_s)
+
+    asked = threading.Event()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr("diloco.transport.hivemind.connect.time", clock)
+    found = at_once([later, lambda: swarms.peer_at(1, known)])
+    assert [each.joining for each in found] == [False, True]
 
 
 def test_a_proof_is_of_no_use_to_somebody_else() -> None:

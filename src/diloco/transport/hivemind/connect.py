@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,12 +95,25 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Conn
         rules, policies, timing, streams, wire.link, together=False, state_bytes_per_s=wire.state_bytes_per_s
     )
     try:
-        with waiting_for(lambda: f"an answer of a peer at {', '.join(place.node.join) or 'this machine'}"):
-            transport.board.listen()
+        _enter(transport, place, wire.rendezvous_timeout_s)
         return _Arrival(place, wire, transport, streams, held_step).connect()
     except BaseException:
         transport.close()
         raise
+
+
+def _enter(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> None:
+    """Start the peer; those that it was told to enter the network through may be starting themselves, or cut off."""
+    deadline_s = time.monotonic() + timeout_s
+    with waiting_for(lambda: f"an answer of a peer at {', '.join(place.node.join) or 'this machine'}", timeout_s):
+        while True:
+            try:
+                transport.board.listen()
+                return
+            except RendezvousError:
+                if time.monotonic() >= deadline_s:
+                    raise
+            time.sleep(_LOOK_AGAIN_S)
 
 
 class _Arrival:
