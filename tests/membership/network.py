@@ -174,8 +174,9 @@ class Network:
                 self._end(a)
 
     def return_whole(self, rank: int) -> None:
-        """``rank`` looks again, and its ways to all who live carry everything, in both directions."""
+        """``rank`` looks again, its ways to all who live carry everything, and nobody ends any more."""
         self._return(rank)
+        self._sends_left.clear()
         for other in self.alive:
             self._deaf -= {(rank, other), (other, rank)}
 

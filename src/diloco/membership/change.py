@@ -232,8 +232,8 @@ class Change:
 
     def alone(self) -> NextView:
         """What a rank that is left out, and can't hear of those who stay, goes by: it takes part in nothing more."""
-        others = ", ".join(map(str, self.staying))
-        reason = f"replicas {others} can't be reached and may be going on without replica {self._replica}"
+        others = f"replica{'s' if len(self.staying) > 1 else ''} {', '.join(map(str, self.staying))}"
+        reason = f"{others} can't be reached and may be going on without replica {self._replica}"
         return NextView(None, self.view, self.mine.step + 1, self.mine.commits, reason, void=self.mine.void)
 
     def _learn(self, told: Report) -> None:
