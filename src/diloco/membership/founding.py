@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.membership.quorum import Policy, decide
+from diloco.membership.quorum import Policy, enough_without
 from diloco.membership.view import View
 
 __all__ = ["Founding", "Looker", "Lookers"]
@@ -111,5 +111,4 @@ class Founding:
 
     def _are_enough(self, newest: View, others: Sequence[Looker]) -> bool:
         there = {self.me.number, *(each.number for each in others)}
-        lost = frozenset(newest.members) - there
-        return decide(newest, lost=lost, gone=(), joining=(), policy=self.policy).members is not None
+        return enough_without(newest, frozenset(newest.members) - there, self.policy)

@@ -29,7 +29,6 @@ from diloco.waiting import waiting_for
 __all__ = ["SwarmFleet"]
 
 _STARTING = "it is starting"
-_AGAIN_S = 1.0
 _CLOCK_OFF_S = 3.0  # worth telling
 _ROUND_MAY_TAKE_S = 4.0
 """A round in flight has so long to end when somebody asks to stop."""

@@ -187,9 +187,8 @@ class _Arrival:
         run = self.place.gate.run
         if self.place.last is None:
             return f"a member of run {run!r}"
-        there = f"{self.looking} other{'' if self.looking == 1 else 's'} of them look{'s' if self.looking == 1 else ''}"
         members = ", ".join(str(each) for each in self.place.last.members if each != self.number)
-        return f"enough of replicas {members} of run {run!r} to go on with, of which {there}"
+        return f"enough of replicas {members} of run {run!r} to go on with ({self.looking} of them looking, too)"
 
     def _members(self) -> tuple[int, ...]:
         view = self.transport.view

@@ -139,7 +139,7 @@ class LookAgain:
     def _whom(self, there: set[int]) -> str:
         members = () if self.looker.last is None else self.looker.last.members
         others = ", ".join(str(each) for each in members if each != self.looker.number)
-        return f"enough of replicas {others} to go on with; {len(there)} of them look, too"
+        return f"enough of replicas {others} to go on with ({len(there)} of them looking, too)"
 
     async def _find(self, registry: Registry, there: set[int]) -> tuple[tuple[int, ...], int] | View:
         """Members that are connected now and the step they are at, or the view to found."""
