@@ -30,7 +30,7 @@ import torch
 __all__ = ["Processes", "free_port", "report", "told"]
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "hypothesis", "pytest", "diloco.train.replica"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "hypothesis", "pytest", "diloco.outer.diloco"]
 
 _parent: Connection | None = None
 

@@ -14,7 +14,7 @@ from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer, Sgd
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.events import Event
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
 

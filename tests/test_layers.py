@@ -18,6 +18,7 @@ ORDER = (
     "algorithm",
     "membership",
     "transport",
+    "outer",
     "model",
     "data",
     "train",

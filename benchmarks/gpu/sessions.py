@@ -17,7 +17,7 @@ from diloco.algorithm.settings import ScheduleSettings
 from diloco.data.corpus import Corpus
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.train.components import make_transport
-from diloco.train.fleet import InProcessFleet
+from diloco.train.fleet.base import InProcessFleet
 from diloco.train.resolve import resolve
 from diloco.train.session import Session
 from diloco.train.settings import InnerSettings, RunSettings, TrainSettings

@@ -18,7 +18,7 @@ from diloco.simulate.cluster import Cluster
 from diloco.simulate.traffic import outer_traffic
 from diloco.simulate.utilization import simulate
 from diloco.train.components import make_fragments, make_links, make_schedule, make_transport
-from diloco.train.fleet import InProcessFleet
+from diloco.train.fleet.base import InProcessFleet
 from diloco.train.resolve import resolve
 from diloco.train.session import Session
 

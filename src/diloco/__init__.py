@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diloco.algorithm.value_schedule import ValueSchedule
     from diloco.errors import DiLoCoError
     from diloco.integrations.shares import replica_share
-    from diloco.train.replica import DiLoCo
+    from diloco.outer.diloco import DiLoCo
     from diloco.transport.hivemind.library import connect_peer
     from diloco.transport.in_process import InProcessTransport
     from diloco.transport.links import Link, VirtualNetwork
@@ -31,7 +31,7 @@ _HOMES = {
     "AlphaMerge": "diloco.algorithm.merge",
     "Clipping": "diloco.algorithm.clipping",
     "Codec": "diloco.algorithm.codec",
-    "DiLoCo": "diloco.train.replica",
+    "DiLoCo": "diloco.outer.diloco",
     "DiLoCoError": "diloco.errors",
     "Fragment": "diloco.algorithm.fragments",
     "InProcessTransport": "diloco.transport.in_process",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from diloco.algorithm.buffers import check_buffers, collect_buffers, restore_buffers_
 from diloco.errors import ConfigurationError
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 
 VALUES: dict[str, Tensor] = {
     "float32_values": torch.tensor([[1.5, -0.1], [1e-30, 3e38]]),

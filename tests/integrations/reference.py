@@ -24,7 +24,7 @@ from diloco.events import Event
 from diloco.model.language_model import LanguageModel, LossParts
 from diloco.model.settings import ModelSettings
 from diloco.train.components import make_transport
-from diloco.train.fleet import InProcessFleet
+from diloco.train.fleet.base import InProcessFleet
 from diloco.train.session import Session
 from diloco.train.settings import InnerSettings, RunSettings, TrainSettings
 from diloco.transport.settings import TransportSettings

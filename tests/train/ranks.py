@@ -18,12 +18,12 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
+from diloco.outer.diloco import DiLoCo
 from diloco.train.checkpoint import Checkpoint
 from diloco.train.inner import InnerLoop, InnerStep, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
 from diloco.train.pieces import SavedValues
 from diloco.train.prepare import prepare_model
-from diloco.train.replica import DiLoCo
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import InnerSettings, TrainSettings
 from diloco.train.sharded_checkpoint import Shards, load_own, save_sharded_checkpoint

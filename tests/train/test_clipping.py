@@ -11,7 +11,7 @@ from diloco.algorithm.clipping import Clipping
 from diloco.config import load_configuration
 from diloco.errors import ConfigurationError
 from diloco.events import RoundCommitted, RunStarted
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from diloco.train.resolve import resolve
 from tests.replicas import Vectors
 from tests.runs import SMALL, Listener, train

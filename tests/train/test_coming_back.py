@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diloco.errors import RendezvousError, RunOverError
-from diloco.train.torch_fleet import TorchFleet
+from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from tests.transport.wires import QUICK, at_once, rendezvous
 

@@ -17,7 +17,7 @@ from diloco.events import Event, RoundCommitted, RoundSent
 from diloco.membership.view import View
 from diloco.train.components import make_transport
 from diloco.train.dynamic_steps import DynamicSteps
-from diloco.train.fleet import InProcessFleet
+from diloco.train.fleet.base import InProcessFleet
 from diloco.train.resolve import resolve
 from diloco.train.session import Session
 from diloco.train.settings import RunSettings

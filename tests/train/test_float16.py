@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from diloco.algorithm.schedule import SyncSchedule
+from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import inner_learning_rate
-from diloco.train.replica import DiLoCo
 from diloco.train.settings import InnerSettings
 from diloco.transport.in_process import InProcessTransport
 from tests.train.inner_loops import batch, make_loop, optimizer_state, spoil, train, weights

@@ -13,11 +13,11 @@ import pytest
 from diloco.data.shares import Shares
 from diloco.errors import RunOverError
 from diloco.events import Event, Note
+from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.follow import follow_views
 from diloco.train.held import Held
 from diloco.train.session import Session
 from diloco.train.stopping import StopRequest
-from diloco.train.swarm_fleet import SwarmFleet
 from diloco.train.threads import PeerThreads, Seats
 from diloco.transport.hivemind.connect import SwarmPlace
 from diloco.transport.hivemind.gate import Gate

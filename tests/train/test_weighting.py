@@ -20,8 +20,8 @@ from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import RoundCommitted, RoundSent
+from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import InnerLoop
-from diloco.train.replica import DiLoCo
 from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
 from tests.replicas import Gradient, Swarm, Vectors, quadratic

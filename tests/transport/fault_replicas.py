@@ -20,7 +20,7 @@ from diloco.algorithm.fragments import partition
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.errors import TransportError
 from diloco.events import Event
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from diloco.transport.address import Address
 from diloco.transport.base import Transport
 from diloco.transport.peers.connected import join

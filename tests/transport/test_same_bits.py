@@ -12,7 +12,7 @@ from diloco.algorithm.fragments import partition
 from diloco.algorithm.merge import AlphaMerge
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from tests.replicas import Swarm, Vectors, quadratic
 from tests.transport.wires import Wires
 

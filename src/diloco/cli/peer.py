@@ -15,10 +15,10 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
     """Take part in the run that the settings name, until it is over or a signal asks this replica to leave."""
     from diloco.cli.train import continue_record
     from diloco.cli.watching import watch
+    from diloco.train.fleet.connecting import connect_peer
+    from diloco.train.fleet.swarm_fleet import SwarmFleet
     from diloco.train.follow import OVER
     from diloco.train.run import run_training
-    from diloco.train.swarm_fleet import SwarmFleet
-    from diloco.train.wires import connect_peer
 
     settings = plan.configuration
     if plan.source is not None and (folder / CONFIG_FILE).exists():

@@ -46,7 +46,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Ask every peer; returns 0 if at least one answers, 1 if none does."""
-    from diloco.train.wires import read_secret
+    from diloco.train.fleet.connecting import read_secret
     from diloco.transport.hivemind.gate import Gate
     from diloco.transport.hivemind.lookout import look
     from diloco.transport.hivemind.node import NodePlace

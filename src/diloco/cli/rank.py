@@ -16,8 +16,8 @@ from diloco.train.settings import TrainSettings
 from diloco.transport.address import Address
 
 if TYPE_CHECKING:
-    from diloco.train.leader_fleet import LeaderFleet
-    from diloco.train.torch_fleet import TorchFleet
+    from diloco.train.fleet.leader_fleet import LeaderFleet
+    from diloco.train.fleet.torch_fleet import TorchFleet
 
 __all__ = ["launch_ranks", "train_rank"]
 
@@ -52,9 +52,9 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     from diloco.cli.watching import watch
     from diloco.train.checkpoint import held_step
     from diloco.train.components import choose_device
+    from diloco.train.fleet.connecting import connect_rank
     from diloco.train.resize import checkpoint_home
     from diloco.train.run import run_training
-    from diloco.train.wires import connect_rank
 
     settings = plan.configuration
     folder = writable(_folder(plan, role))

@@ -13,7 +13,7 @@ from diloco.integrations.figures import Figures
 from diloco.integrations.host import StepWatch, required, unwrapped
 from diloco.integrations.hosted_replica import DiLoCoArguments
 from diloco.integrations.state import load_state, save_state
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
 required("accelerate", "hf")

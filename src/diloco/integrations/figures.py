@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diloco.events import Event, RoundCommitted
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 
 __all__ = ["Figures"]
 

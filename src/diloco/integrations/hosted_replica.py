@@ -21,7 +21,7 @@ from diloco.events import Event
 from diloco.integrations.figures import Figures
 from diloco.integrations.host import StepWatch, unwrapped
 from diloco.integrations.values import GlobalsInModel, Parameters, hold_values
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
 __all__ = ["DiLoCoArguments", "HostedReplica"]

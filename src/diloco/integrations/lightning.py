@@ -19,7 +19,7 @@ from diloco.integrations.host import names_of_kinds, required
 from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica
 from diloco.integrations.state import exact_state, restore
 from diloco.integrations.values import Parameters
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
 required("lightning", "lightning")

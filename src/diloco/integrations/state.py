@@ -18,8 +18,8 @@ from diloco.algorithm.digest import digest_tensors
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.integrations.host import is_sharded
 from diloco.integrations.values import held_values, hold_values
+from diloco.outer.diloco import DiLoCo
 from diloco.train.checkpoint import open_checkpoint, save_checkpoint
-from diloco.train.replica import DiLoCo
 
 __all__ = ["exact_state", "has_state", "load_state", "restore", "save_state"]
 

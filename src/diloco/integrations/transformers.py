@@ -13,7 +13,7 @@ from diloco.integrations.host import required
 from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica
 from diloco.integrations.state import has_state, load_state, save_state
 from diloco.integrations.values import Parameters, held_values
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
 required("accelerate", "hf")

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from diloco.algorithm.fragments import local_shard, trainable_parameters
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 
 __all__ = ["GlobalsInModel", "Parameters", "held_values", "hold_values"]
 

@@ -10,14 +10,14 @@ import torch
 from diloco.errors import CheckpointError
 from diloco.events import Event, Note
 from diloco.train.checkpoint import Checkpoint, open_checkpoint
-from diloco.train.fleet import InProcessFleet
+from diloco.train.fleet.base import InProcessFleet
+from diloco.train.fleet.leader_fleet import LeaderFleet
+from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.train.handshake import model_fingerprint
 from diloco.train.joining import JoinableFleet, join_run
-from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.resize import checkpoint_home
 from diloco.train.session import Session
 from diloco.train.session_state import load_session
-from diloco.train.torch_fleet import TorchFleet
 
 __all__ = ["find_beginning"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from diloco.errors import RunOverError, TransportError
 from diloco.events import Event, Note, ViewChanged
+from diloco.train.fleet.returning import Returning
 from diloco.train.joining import come_back
-from diloco.train.returning import Returning
 from diloco.train.session import Session
 from diloco.train.stopping import StopAsked, StopRequest
 

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 from diloco.errors import ConfigurationError
-from diloco.train.leader_fleet import LeaderFleet
+from diloco.train.fleet.leader_fleet import LeaderFleet
+from diloco.train.fleet.returning import Returning
+from diloco.train.fleet.swarm_fleet import SwarmFleet
+from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.train.local_replica import Replica, make_gradients
-from diloco.train.returning import Returning
 from diloco.train.session import Session
-from diloco.train.swarm_fleet import SwarmFleet
-from diloco.train.torch_fleet import TorchFleet
 from diloco.waiting import waiting_for
 
 __all__ = ["JoinableFleet", "come_back", "join_run"]

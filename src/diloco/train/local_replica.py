@@ -19,6 +19,7 @@ from diloco.data.stream_corpus import StreamedCorpus
 from diloco.events import Event
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
+from diloco.outer.diloco import DiLoCo
 from diloco.train.components import (
     make_clipping,
     make_configured_codec,
@@ -27,12 +28,11 @@ from diloco.train.components import (
     make_outer_optimizer,
 )
 from diloco.train.data_parallel import GradientAverager
-from diloco.train.fleet import Fleet
+from diloco.train.fleet.base import Fleet
 from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
 from diloco.train.prepare import prepare_model
 from diloco.train.random_state import RandomState
-from diloco.train.replica import DiLoCo
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.train.trained import load_parameters

@@ -17,9 +17,9 @@ from torch import Tensor
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.errors import CheckpointError
+from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import InnerLoop
 from diloco.train.pieces import SavedValues
-from diloco.train.replica import DiLoCo
 
 __all__ = ["ReplicaState"]
 

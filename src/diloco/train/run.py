@@ -29,18 +29,18 @@ from diloco.train.checkpoint import open_checkpoint
 from diloco.train.components import choose_device, make_transport
 from diloco.train.definition import stored_definition
 from diloco.train.environment import describe_environment
-from diloco.train.fleet import InProcessFleet
+from diloco.train.fleet.base import InProcessFleet
+from diloco.train.fleet.returning import Returning
+from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.follow import follow_views
 from diloco.train.handshake import handshake_facts
 from diloco.train.joining import JoinableFleet
 from diloco.train.progress import evaluate_session, sample_session
 from diloco.train.reports import checkpoint_about, run_facts, run_summary
-from diloco.train.returning import Returning
 from diloco.train.session import Session
 from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
-from diloco.train.swarm_fleet import SwarmFleet
 from diloco.train.threads import choose_threads
 from diloco.train.trained import read_weights
 from diloco.train.whole_file import write_whole

@@ -15,16 +15,16 @@ from diloco.algorithm.digest import digest_tensors
 from diloco.data.corpus import Corpus
 from diloco.events import Event
 from diloco.model.language_model import LanguageModel
+from diloco.outer.diloco import DiLoCo
 from diloco.train.components import make_schedule
 from diloco.train.dynamic_steps import DynamicSteps
-from diloco.train.fleet import Fleet, InProcessFleet
+from diloco.train.fleet.base import Fleet, InProcessFleet
+from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.inner import InnerStep
 from diloco.train.local_replica import Replica, make_diloco, make_replica
-from diloco.train.replica import DiLoCo
 from diloco.train.settings import RunSettings
 from diloco.train.sharded_checkpoint import Whole
 from diloco.train.speed import Speed, known_peak_flops_per_s
-from diloco.train.swarm_fleet import SwarmFleet
 
 __all__ = ["Session", "StepResult", "Totals"]
 

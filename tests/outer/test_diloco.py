@@ -16,7 +16,7 @@ from diloco.algorithm.outer_optimizer import Nesterov, Sgd
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError, FragmentError
 from diloco.events import RoundCommitted, RoundSent
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from tests.replicas import BALANCED, STREAMING, Swarm, Vectors, agree, quadratic, streaming
 
 

@@ -11,7 +11,7 @@ from diloco.algorithm.fragments import partition
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.events import Event, RoundCommitted
-from diloco.train.replica import DiLoCo
+from diloco.outer.diloco import DiLoCo
 from tests.replicas import Vectors, quadratic
 
 STEPS = 14

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco.errors import ReplicaLostError, TransportError
-from diloco.train.torch_fleet import TorchFleet
+from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.transport.base import Transport
 from diloco.transport.leader import LeaderTransport
 from diloco.transport.links import VirtualNetwork

@@ -12,13 +12,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from diloco.errors import ConfigurationError
 from diloco.train.components import make_links
+from diloco.train.fleet.leader_fleet import LeaderFleet
+from diloco.train.fleet.swarm_fleet import SwarmFleet
+from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.train.held import held_checkpoint
-from diloco.train.leader_fleet import LeaderFleet
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
-from diloco.train.swarm_fleet import SwarmFleet
 from diloco.train.threads import PeerThreads, choose_threads
-from diloco.train.torch_fleet import TorchFleet
 from diloco.transport.address import parse_address
 from diloco.transport.hivemind.connect import SwarmPlace
 from diloco.transport.hivemind.gate import Gate

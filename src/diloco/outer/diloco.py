@@ -1,7 +1,7 @@
 """`DiLoCo`: three lines around anybody's training loop, and the heart of our own.
 
 For each action of the step, ``Send`` starts an average and ``Merge`` finishes one. Nothing here knows which variant of
-the algorithm runs or what the network is; what happens in a round is in `diloco.train.rounds`.
+the algorithm runs or what the network is; what happens in a round is in `diloco.outer.fragment_rounds`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, Note
-from diloco.train.arguments import check_trained, check_unsharded, facts_of_arguments
-from diloco.train.rounds import Rounds
-from diloco.train.shared_state import SharedState
-from diloco.train.taking_over import TakingOver
+from diloco.outer.arguments import check_trained, check_unsharded, facts_of_arguments
+from diloco.outer.fragment_rounds import FragmentRounds
+from diloco.outer.shared_state import SharedState
+from diloco.outer.taking_over import TakingOver
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 
@@ -123,7 +123,7 @@ class DiLoCo:
         self._shared = SharedState(self.outer_loop)
         self._taking_over = TakingOver(self._shared, self.transport)
         codec = make_codec(codec) if isinstance(codec, str) else codec
-        self._rounds = Rounds(
+        self._rounds = FragmentRounds(
             model,
             self._shared,
             self._taking_over,
@@ -224,7 +224,7 @@ class DiLoCo:
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
-        """Rounds sent and not yet merged, in the order sent."""
+        """FragmentRounds sent and not yet merged, in the order sent."""
         return self._rounds.in_flight
 
     @property
@@ -234,7 +234,7 @@ class DiLoCo:
 
     @property
     def rounds_void(self) -> int:
-        """Rounds so far that nobody applied, or that this replica had no state for."""
+        """FragmentRounds so far that nobody applied, or that this replica had no state for."""
         return self._rounds.void
 
     @property

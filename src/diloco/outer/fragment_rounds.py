@@ -21,15 +21,15 @@ from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.weighting import TrainedSteps, contribution_weight
 from diloco.errors import DivergedError, RoundVoidError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
-from diloco.train.in_flight import InFlight, restore_contribution
-from diloco.train.shared_state import SharedState
-from diloco.train.taking_over import TakingOver
+from diloco.outer.in_flight import InFlight, restore_contribution
+from diloco.outer.shared_state import SharedState
+from diloco.outer.taking_over import TakingOver
 from diloco.transport.base import Average, Transport
 
-__all__ = ["Rounds"]
+__all__ = ["FragmentRounds"]
 
 
-class Rounds:
+class FragmentRounds:
     """Sends fragments and merges their averages, when it is told to; of each fragment one round at a time.
 
     Args:
@@ -80,7 +80,7 @@ class Rounds:
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
-        """Rounds sent and not yet merged, in the order sent."""
+        """FragmentRounds sent and not yet merged, in the order sent."""
         return tuple(entry.contribution.round for entry in self._in_flight.values())
 
     def send(self, round_id: RoundId, *, step: int, base_weight: float, scheduled_steps: int) -> RoundSent:

@@ -15,8 +15,8 @@ from diloco.data.shares import Shares
 from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
+from diloco.train.fleet.returning import Returning
 from diloco.train.held import Held
-from diloco.train.returning import Returning
 from diloco.train.threads import PeerThreads
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.node import same_port

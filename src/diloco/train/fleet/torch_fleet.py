@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco.membership.view import View
-from diloco.train.returning import Returning
+from diloco.train.fleet.returning import Returning
 from diloco.transport.peers.connected import Connected, join
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect_again

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco.algorithm.merge import AlphaMerge
 from diloco.errors import DivergedError, FragmentError, TransportError
-from diloco.train.shared_state import SharedState
+from diloco.outer.shared_state import SharedState
 from diloco.transport.base import Average, Fetching, Transport
 from diloco.units import format_bytes
 from diloco.waiting import waiting_for

@@ -21,9 +21,9 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import TransportError
 from diloco.events import Event, Note
 from diloco.membership.view import View
-from diloco.train.replica import DiLoCo
-from diloco.train.shared_state import SharedState
-from diloco.train.taking_over import TakingOver
+from diloco.outer.diloco import DiLoCo
+from diloco.outer.shared_state import SharedState
+from diloco.outer.taking_over import TakingOver
 from diloco.transport.base import Average, Pending, Transport
 
 FRAGMENTS = 2

@@ -1,0 +1,1 @@
+"""The replicas of this process, and their way to the others."""
