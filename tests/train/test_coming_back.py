@@ -52,6 +52,23 @@ def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet) -> None:
     assert not fleets[2].joining
 
 
+def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(meet: Meet) -> None:
+    """Its connection to that one ends with the transport that the other closes, and only it can make another."""
+    fleets = meet(4)
+    fleets[3].close()
+    place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address)
+    wire = TcpWire(**QUICK | {"go_on": True, "comes_back": True, "raise_on_loss": False})
+    started = TorchFleet(connect(place, wire), place, wire)
+    try:
+        fleets[0].rejoin(LIMIT_S)
+        fleets[0].join(LIMIT_S)
+        assert 3 not in fleets[0].transport.board.connected
+        started.join(LIMIT_S)
+        assert started.transport.view.members == (0, 1, 2, 3)
+    finally:
+        started.close()
+
+
 @pytest.mark.parametrize("steps", [(30, 30, 20), (10, 20, 30)])
 def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_another_view(
     meet: Meet, steps: tuple[int, ...]

@@ -130,11 +130,17 @@ class LookAgain:
         members, step = found
         transport.begin(View(-1, members), registry, open_link, member=False, closed="it is coming back itself")
 
-        def refresh() -> None:
-            board.call(self._members(registry))
+        return Connected(
+            transport,
+            Table(dict(registry.entries), True, step),
+            True,
+            refresh=lambda: self.dial_members(registry),
+            finish=lambda: tell_that_it_is_over(transport),
+        )
 
-        table = Table(dict(registry.entries), True, step)
-        return Connected(transport, table, True, refresh=refresh, finish=lambda: tell_that_it_is_over(transport))
+    def dial_members(self, registry: Registry) -> None:
+        """For one that asks to join: ask who the members are by now, and connect to those that have come since."""
+        self.transport.board.call(self._members(registry))
 
     def _whom(self, there: set[int]) -> str:
         members = () if self.looker.last is None else self.looker.last.members

@@ -178,13 +178,28 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
         serve(board, registry)
         serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
         transport.begin(View(-1, members), registry, open_link, member=False)
+        look = LookAgain(
+            transport=transport,
+            entry=entry,
+            looker=Looker(place.replica, held_step),
+            known=tuple(table.entries.values()),
+            elsewhere=meeting,
+            patience_s=wire.rendezvous_timeout_s,
+        )
     else:
         with waiting_for(lambda: _named(table, _unreached(board, table, place)), wire.rendezvous_timeout_s):
             board.call(_arrived(board, place, wire.rendezvous_timeout_s, table))
         serve(board, registry)
         serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
         transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
-    return Connected(transport, table, table.running, finish=lambda: tell_that_it_is_over(transport))
+        return Connected(transport, table, False, finish=lambda: tell_that_it_is_over(transport))
+    return Connected(
+        transport,
+        table,
+        True,
+        refresh=lambda: look.dial_members(registry),
+        finish=lambda: tell_that_it_is_over(transport),
+    )
 
 
 async def _dial(board: Switchboard, table: Table, place: Place, timeout_s: float) -> set[int]:
