@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.decentralised.plan import Job
 from diloco.membership.change import NextView
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
-from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import Admission
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connected import Connected, join
@@ -25,7 +25,7 @@ def make_peer(
     """A peer that listens at ``address`` and knows peers at ``known``; without any it founds the swarm."""
     place = SwarmPlace(
         identity=key_file(job, number),
-        gate=Gate("benchmark"),
+        admission=Admission("benchmark"),
         node=NodePlace(join=tuple(known), listen=(f"/ip4/{address}/tcp/0",), map_ports=False),
         replica=number,
     )

@@ -21,7 +21,7 @@ Meet = Callable[..., list[TorchFleet]]
 @pytest.fixture
 def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
     """Fleets of one replica each, that begin together."""
-    monkeypatch.setattr("diloco.transport.torch_distributed.again._WINDOW_S", 0.5)
+    monkeypatch.setattr("diloco.transport.torch_distributed.reconnect._WINDOW_S", 0.5)
     fleets: list[TorchFleet] = []
 
     def made(count: int, **wire: Any) -> list[TorchFleet]:

@@ -20,7 +20,7 @@ from diloco.train.session import Session
 from diloco.train.stopping import StopRequest
 from diloco.train.threads import PeerThreads, Seats
 from diloco.transport.hivemind.connect import SwarmPlace
-from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import Admission
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.peers.wire import Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
@@ -38,7 +38,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def made(number: int, *known: SwarmFleet, run: str = "run", held_step: int = -1, start: int = 1) -> SwarmFleet:
         place = SwarmPlace(
             identity=tmp_path / f"{number}.key",
-            gate=Gate(run, "", frozenset()),
+            admission=Admission(run, "", frozenset()),
             node=NodePlace(
                 join=tuple(address for each in known for address in each.addresses()), listen=LOOPBACK, map_ports=False
             ),

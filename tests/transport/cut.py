@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.transport.peers import switchboard
 from diloco.transport.peers.data_link import Work
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.data_link import GlooLink
+from diloco.transport.torch_distributed.gloo_link import GlooLink
 
 __all__ = ["Cut"]
 

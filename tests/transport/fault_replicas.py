@@ -28,7 +28,7 @@ from diloco.transport.peers.payloads import PayloadExchange, _tag
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.connect import Place, connect
-from diloco.transport.torch_distributed.data_link import GlooLink
+from diloco.transport.torch_distributed.gloo_link import GlooLink
 from tests.processes import PRELOADED, report, told
 from tests.replicas import quadratic
 from tests.transport.cut import Cut

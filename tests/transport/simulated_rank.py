@@ -24,10 +24,10 @@ from diloco.transport.peers import transport
 from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.rules import Rules
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.view_policies import Policies
 from diloco.transport.peers.views import ViewKeeper
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.membership.network import Network
 from tests.transport.without_io import Board, Threads, no_link
 

@@ -14,8 +14,8 @@ from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.state_fetch import fetch_state
 from diloco.transport.peers.state_service import serve_state
 from diloco.transport.peers.state_wire import Description, TensorBytes, outline_of
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 LIMIT_S = 30.0
 NUMEL = 1_600_000  # with a slot of the same size 12.8 MB: 32 blocks, each of two chunks

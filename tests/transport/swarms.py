@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
-from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import Admission
 from diloco.transport.hivemind.lookout import Seen, look
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -77,7 +77,7 @@ class Swarms:
         """
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
-            gate=Gate(run, secret, allowed),
+            admission=Admission(run, secret, allowed),
             node=NodePlace(
                 join=(*at, *(address for each in known for address in self.addresses_of(each))),
                 listen=() if hidden else tuple(listen),
@@ -107,7 +107,7 @@ class Swarms:
         """What somebody who does not take part sees."""
         at = tuple(address for each in known for address in self.addresses_of(each))
         place = NodePlace(join=at, listen=LOOPBACK, map_ports=False)
-        return asyncio.run(look(self._keys / f"{number}.key", place, Gate(run, "", frozenset())))
+        return asyncio.run(look(self._keys / f"{number}.key", place, Admission(run, "", frozenset())))
 
     def meet(self, num_replicas: int, **options: Any) -> list[PeerTransport]:
         """So many peers in one view."""

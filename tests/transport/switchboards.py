@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from diloco.transport.peers.liveness import Loss, Timing
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 
 class HasBoard(Protocol):

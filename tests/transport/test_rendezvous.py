@@ -19,12 +19,12 @@ from diloco.transport.address import Address
 from diloco.transport.peers.frames import PROTOCOL, pack, read_frame
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed import connect as torch_connect
 from diloco.transport.torch_distributed import rendezvous as torch_rendezvous
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
 from tests.transport.wires import at_once, rendezvous
 

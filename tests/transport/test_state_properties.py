@@ -16,7 +16,7 @@ from diloco.transport.peers.state_choice import choose, donors_in_turn
 from diloco.transport.peers.state_shelf import Shelf, Snapshot
 from diloco.transport.peers.state_transfer import Transfer
 from diloco.transport.peers.state_wire import MAX_DEPTH, Description, TensorBytes, allocate, block_bytes, outline_of
-from diloco.transport.peers.token_bucket import TokenBucket
+from diloco.transport.shaping import TokenBucket
 from tests.same import same_values
 
 numbers = st.integers() | st.floats(allow_nan=True) | st.booleans() | st.none()

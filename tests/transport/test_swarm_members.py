@@ -15,8 +15,7 @@ import torch
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.transport.address import Address
 from diloco.transport.hivemind.dialler import Dialler
-from diloco.transport.hivemind.gate import Gate
-from diloco.transport.hivemind.identity import load_identity, number_of
+from diloco.transport.hivemind.identity import Admission, load_identity, number_of
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connected import Connected, join
 from tests.transport.contract import contribution, exchange
@@ -246,10 +245,10 @@ def test_a_peer_waits_for_the_one_that_it_is_to_enter_through(swarms: Swarms, mo
 
 
 def test_a_proof_is_of_no_use_to_somebody_else() -> None:
-    gate = Gate("run", "secret")
-    proof = gate.proof("a", "b")
-    assert gate.accepts(proof, "a", "b")
+    admission = Admission("run", "secret")
+    proof = admission.proof("a", "b")
+    assert admission.accepts(proof, "a", "b")
     for prover, verifier in (("b", "a"), ("c", "b"), ("a", "c")):
-        assert not gate.accepts(proof, prover, verifier)
-    for other in (Gate("run", "other"), Gate("other", "secret"), Gate("run")):
+        assert not admission.accepts(proof, prover, verifier)
+    for other in (Admission("run", "other"), Admission("other", "secret"), Admission("run")):
         assert not other.accepts(proof, "a", "b")

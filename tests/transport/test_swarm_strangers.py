@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.transport.hivemind.gate import Gate
-from diloco.transport.hivemind.identity import load_identity
+from diloco.transport.hivemind.identity import Admission, load_identity
 from diloco.transport.hivemind.node import Node, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.frames import MAX_BLOB_BYTES, MAX_JSON_BYTES, pack
@@ -109,7 +108,7 @@ class Stranger:
     def __init__(self, key: Path, secret: str, known: tuple[str, ...]) -> None:
         self.loop = asyncio.new_event_loop()
         self.identity = load_identity(key)
-        self.gate = Gate("run", secret)
+        self.admission = Admission("run", secret)
         self.node = self.loop.run_until_complete(
             Node.start(self.identity, NodePlace(join=known, listen=(), map_ports=False))
         )
@@ -123,7 +122,7 @@ class Stranger:
         reader, writer = await self.node.open(target)
         try:
             if proof:
-                writer.write(self.gate.proof(me, target))
+                writer.write(self.admission.proof(me, target))
                 assert len(await reader.readexactly(32)) == 32
             writer.write(data.replace(b"{me}", me.encode().ljust(4)) if b"{me}" not in data else _with_me(data, me))
             await writer.drain()

@@ -15,8 +15,8 @@ from diloco.transport.address import Address
 from diloco.transport.peers import switchboard
 from diloco.transport.peers.frames import MAX_BLOB_BYTES, pack
 from diloco.transport.peers.liveness import Loss, Timing
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.processes import Processes, report, told
 from tests.transport.switchboards import LIMIT_S, QUICK, MakeRank, Rank, pair
 

@@ -12,8 +12,8 @@ from diloco.errors import TransportError
 from diloco.transport.base import Transport
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.mailbox import Mailbox
-from diloco.transport.stream_choice import congestion_control, streams_to_each
-from diloco.transport.torch_distributed.data_link import GlooLink, link_opener, make_device
+from diloco.transport.shaping import congestion_control, streams_to_each
+from diloco.transport.torch_distributed.gloo_link import GlooLink, link_opener, make_device
 from tests.transport.contract import MakeEndpoints, TransportContract
 from tests.transport.wires import Wires, at_once
 

@@ -11,12 +11,12 @@ from diloco.transport.address import Address
 from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Registry
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.rendezvous import serve
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s": 20.0, "rendezvous_timeout_s": 20.0}
 

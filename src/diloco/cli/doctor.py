@@ -92,9 +92,9 @@ def _examine(options: Options) -> int:
 
 def _listen(text: str) -> int:
     from diloco.transport.peers.liveness import Timing
+    from diloco.transport.peers.streams import TcpStreams
     from diloco.transport.peers.switchboard import Switchboard
     from diloco.transport.torch_distributed.doctor import serve_probes
-    from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
     address, ends = parse_address(text, key="--listen"), {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which inherit it

@@ -47,17 +47,17 @@ class Options:
 def run(arguments: Sequence[str]) -> int:
     """Ask every peer; returns 0 if at least one answers, 1 if none does."""
     from diloco.train.fleet.connecting import read_secret
-    from diloco.transport.hivemind.gate import Gate
+    from diloco.transport.hivemind.identity import Admission
     from diloco.transport.hivemind.lookout import look
     from diloco.transport.hivemind.node import NodePlace
 
     options = parse_arguments_of(Options, program="diloco peers", description=DESCRIPTION, arguments=arguments)
     if not options.join:
         raise ConfigurationError("no --join was given; the address of any peer would work. Nothing was done.")
-    gate = Gate(options.run, read_secret(options.secret_file))
+    admission = Admission(options.run, read_secret(options.secret_file))
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
         place = NodePlace(join=options.join, listen=(), map_ports=False)
-        found = asyncio.run(look(Path(folder) / "identity.key", place, gate))
+        found = asyncio.run(look(Path(folder) / "identity.key", place, admission))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from diloco.simulate.cluster import Overheads
 from diloco.simulate.tcp import CongestionControl, Tcp
-from diloco.transport.stream_choice import streams_to_each
+from diloco.transport.shaping import streams_to_each
 
 __all__ = [
     "CAREFULLY",

@@ -21,10 +21,10 @@ from diloco.train.stopping import is_echo
 from diloco.transport.address import Address
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Registry
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 __all__ = ["Ended", "exit_code", "insisted", "launch"]
 

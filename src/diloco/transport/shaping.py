@@ -1,16 +1,43 @@
-"""A slow link for real connections: when a message would have left and arrived, so that a sender can hold it back.
+"""Traffic shaping: how many connections payloads take, when an emulated link lets a message go, and rate limits.
 
-The same links as on the virtual clock of `links`, for bytes that really move. Times only: who sleeps, and where, is the
-transport's business.
+Pure arithmetic on times that are passed in; who sleeps, and where, is the caller's business.
 """
 
 from __future__ import annotations
 
 import math
+import socket
 
+from diloco.errors import ConfigurationError
 from diloco.transport.links import Link
 
-__all__ = ["Pacer"]
+__all__ = ["Pacer", "TokenBucket", "congestion_control", "streams_to_each"]
+
+KEEPING_THEIR_RATE = ("bbr",)
+"""Congestion control that takes neither a lost packet nor a pause for a link that is full."""
+
+FEW, MANY = 4, 16
+"""To all others together. One connection that halves its rate at every loss carries little over a long way, and after a
+pause begins with ten packets: many together carry more, and begin with more. Where a connection keeps its rate, more of
+them only fill the queue on the way, and what is lost there is sent again."""
+
+
+def streams_to_each(others: int, control: str) -> int:
+    """Payload connections to each of ``others`` replicas by default.
+
+    >>> streams_to_each(1, "bbr"), streams_to_each(2, "cubic"), streams_to_each(40, "cubic")
+    (4, 8, 1)
+    """
+    return max(1, round((FEW if control in KEEPING_THEIR_RATE else MANY) / max(1, others)))
+
+
+def congestion_control() -> str:
+    """What new connections of this process get, such as cubic or bbr; "" where the kernel doesn't tell."""
+    option = getattr(socket, "TCP_CONGESTION", None)
+    if option is None:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        return connection.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode("ascii")
 
 
 class Pacer:
@@ -56,3 +83,38 @@ class Pacer:
         """
         far = self.link if to is None else to
         return self.departure_s(now_s, num_bytes) + (self.link.latency_s + far.latency_s) / 2
+
+
+class TokenBucket:
+    """One budget for all who send from it; who comes first is served first.
+
+    In any ``t`` seconds at most ``burst_bytes + t * bytes_per_s`` bytes leave.
+
+    Args:
+        bytes_per_s: the limit; None: there is none.
+        burst_bytes: that may leave at once after a pause. One sending may be larger; it then waits for the rest.
+
+    Raises:
+        ConfigurationError: if the limit is no positive number.
+
+    >>> bucket = TokenBucket(1000.0, burst_bytes=500)
+    >>> bucket.take(10.0, 500), bucket.take(10.0, 500), bucket.take(10.0, 1000)
+    (0.0, 0.5, 1.5)
+    >>> bucket.take(100.0, 500)    # a long pause has saved up no more than the burst
+    0.0
+    """
+
+    def __init__(self, bytes_per_s: float | None, burst_bytes: int) -> None:
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise ConfigurationError(
+                f"a limit of {bytes_per_s} bytes a second was given; a positive number, or none, would work. "
+                "Nothing was started."
+            )
+        self._bytes_per_s = math.inf if bytes_per_s is None else bytes_per_s
+        self._burst_s = burst_bytes / self._bytes_per_s
+        self._paid_s = -math.inf  # until then all that has left is paid for
+
+    def take(self, now_s: float, num_bytes: int) -> float:
+        """Seconds from ``now_s`` on to wait before ``num_bytes`` bytes leave; they count as sent from now on."""
+        self._paid_s = max(self._paid_s, now_s) + num_bytes / self._bytes_per_s
+        return max(0.0, self._paid_s - self._burst_s - now_s)

@@ -21,7 +21,7 @@ from diloco.train.settings import RunSettings
 from diloco.train.threads import PeerThreads, choose_threads
 from diloco.transport.address import parse_address
 from diloco.transport.hivemind.connect import SwarmPlace
-from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import Admission
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.wire import Wire
@@ -84,7 +84,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
     settings, swarm, held = run.transport, run.swarm, held_checkpoint(run.checkpoint.resume)
     place = SwarmPlace(
         identity=swarm.identity or folder / "identity.key",
-        gate=Gate(str(swarm.run), read_secret(swarm.secret_file), frozenset(swarm.allow)),
+        admission=Admission(str(swarm.run), read_secret(swarm.secret_file), frozenset(swarm.allow)),
         node=NodePlace(
             join=swarm.join,
             listen=() if swarm.behind_nat else swarm.listen,

@@ -204,8 +204,8 @@ class SwarmFleet(Returning):
         """What to print for those who want to take part, a line each."""
         found = self.addresses()
         if not found:
-            return (f"diloco: replica {self.transport.replica} of run {self._place.gate.run!r} listens nowhere",)
-        command = f"diloco train --transport hivemind --run {self._place.gate.run} --join"
+            return (f"diloco: replica {self.transport.replica} of run {self._place.admission.run!r} listens nowhere",)
+        command = f"diloco train --transport hivemind --run {self._place.admission.run} --join"
         return ("diloco: others take part by", *(f"  {command} {address}" for address in found))
 
     def beginning(self) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ class SwarmFleet(Returning):
     def facts(self) -> dict[str, str]:
         transport, timing = self.transport, self.transport.timing
         addresses = self.addresses()
-        run = self._place.gate.run
+        run = self._place.admission.run
         line = f"diloco train --transport hivemind --run {run} --join {addresses[0]}" if addresses else "(none can)"
         return {
             "replica": f"{transport.replica}, peer {transport.address}",

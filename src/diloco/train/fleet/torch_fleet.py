@@ -9,9 +9,9 @@ from typing import Any
 from diloco.membership.view import View
 from diloco.train.fleet.returning import Returning
 from diloco.transport.peers.connected import Connected, join
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect_again
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 
 __all__ = ["TorchFleet"]
 

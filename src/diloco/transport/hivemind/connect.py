@@ -19,14 +19,13 @@ from diloco.errors import RendezvousError, RunOverError
 from diloco.membership.founding import Founding, Looker, Lookers
 from diloco.membership.view import View
 from diloco.transport.hivemind.dialler import Dialler
-from diloco.transport.hivemind.gate import Gate
-from diloco.transport.hivemind.identity import load_identity, number_of
+from diloco.transport.hivemind.identity import Admission, load_identity, number_of
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.records import PeerRecord
 from diloco.transport.hivemind.swarm import NotNowError, SwarmDesk, SwarmTable
 from diloco.transport.peers.connected import Connected, Table
-from diloco.transport.peers.link_desk import LinkDesk
+from diloco.transport.peers.link_manager import LinkManager
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.transport import PeerTransport
@@ -47,7 +46,7 @@ class SwarmPlace:
 
     Attributes:
         identity: file of its private key.
-        gate: the run's name, and who may take part in it.
+        admission: the run's name, and who may take part in it.
         node: where this peer is, and whom it knows.
         replica: its number; None: one that follows from its identity.
         swarm: the swarm that it was a member of before; "": any.
@@ -60,7 +59,7 @@ class SwarmPlace:
     """
 
     identity: Path
-    gate: Gate
+    admission: Admission
     node: NodePlace = field(default_factory=NodePlace)
     replica: int | None = None
     swarm: str = ""
@@ -88,7 +87,7 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Conn
     """
     identity = load_identity(place.identity)
     number = number_of(identity.peer_id) if place.replica is None else place.replica
-    streams = PeerStreams(identity, place.node, place.gate)
+    streams = PeerStreams(identity, place.node, place.admission)
     rules, policies = wire.rules_and_policies(number, 0, 1, others=1)
     timing = Timing(wire.heartbeat_s, wire.silence_s)
     transport = PeerTransport(
@@ -148,7 +147,7 @@ class _Arrival:
         call = self.board.call
         self.mine = call(self._entry())
         self.registry.entries[self.number] = self.mine
-        open_link = LinkDesk(self.board, self._address_of, self.wire.silence_s).open_link
+        open_link = LinkManager(self.board, self._address_of, self.wire.silence_s).open_link
         self.board.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
@@ -163,7 +162,7 @@ class _Arrival:
             assert founded is not None
             self.transport.step = max(0, self.held_step) if self.place.last else 0  # what those who join are told
             self.transport.begin(founded, self.registry, open_link, member=True, closed=closed)
-            call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)))  # before anybody looks
+            call(self.streams.node.announce(self.place.admission.run, self._record(self.swarm)))  # before anybody looks
         founded_step = found.founded_step if found else max(0, self.held_step)
         SwarmDesk(
             self.board,
@@ -184,7 +183,7 @@ class _Arrival:
         return Connected(self.transport, table, found is not None, self.swarm, self._refresh, self._finish)
 
     def _whom(self) -> str:
-        run = self.place.gate.run
+        run = self.place.admission.run
         if self.place.last is None:
             return f"a member of run {run!r}"
         members = ", ".join(str(each) for each in self.place.last.members if each != self.number)
@@ -221,7 +220,7 @@ class _Arrival:
 
     def _finish(self) -> None:
         self.finished = True
-        self.board.call(self.streams.node.announce(self.place.gate.run, self._record(self.swarm)), _LAST_WORD_S)
+        self.board.call(self.streams.node.announce(self.place.admission.run, self._record(self.swarm)), _LAST_WORD_S)
 
     async def _find(self) -> SwarmTable | View:
         """The swarm, once all its members are connected; or the view that this peer is to found.
@@ -229,7 +228,7 @@ class _Arrival:
         A member that can't be reached may be one that has just ended: the next table may be without it.
         """
         loop = asyncio.get_running_loop()
-        run, node, place = self.place.gate.run, self.streams.node, self.place
+        run, node, place = self.place.admission.run, self.streams.node, self.place
         founding = Founding(
             me=Looker(self.number, self.held_step, place.last),
             alone=not place.node.join,
@@ -274,7 +273,7 @@ class _Arrival:
 
     async def _records(self) -> list[PeerRecord]:
         """Of the other peers that train, or did within the last half hour."""
-        records = [each for each in await self.streams.node.find(self.place.gate.run) if each.number >= 0]
+        records = [each for each in await self.streams.node.find(self.place.admission.run) if each.number >= 0]
         for record in records:
             self.streams.know(record.peer_id, record.addresses)
         return records
@@ -288,7 +287,7 @@ class _Arrival:
         if table.swarm in (self.place.swarm, self.place.held_swarm) or self.held_step <= step:
             return
         raise RendezvousError(
-            f"the swarm of run {self.place.gate.run!r} is at step {step}, and the newest checkpoint of replica "
+            f"the swarm of run {self.place.admission.run!r} is at step {step}, and the newest checkpoint of replica "
             f"{self.number} is of step {self.held_step}, which the others do not have. To go on from step "
             f"{self.held_step}, stop the others and start this one first; the others join it then. To join them as "
             "they are, and do without those steps, start it anew in another folder. Nothing was started."
@@ -299,14 +298,14 @@ class _Arrival:
         ours = [record for record in records if record.swarm and self.place.swarm in ("", record.swarm)]
         if any(record.finished for record in ours) and (self.place.swarm or self.held_step < 0):
             raise RunOverError(
-                f"the others have finished run {self.place.gate.run!r}, and nobody of it is left to join. Going on "
-                "from a checkpoint of it with more steps, or another name of a run, would work."
+                f"the others have finished run {self.place.admission.run!r}, and nobody of it is left to join. Going "
+                "on from a checkpoint of it with more steps, or another name of a run, would work."
             )
 
     def _stop_looking(
         self, records: Sequence[PeerRecord], looking: Sequence[PeerRecord], why: Mapping[str, str]
     ) -> None:
-        run = self.place.gate.run
+        run = self.place.admission.run
         if any(record.swarm for record in records):
             tried = "; ".join(why.values()) or "none of them answers"
             raise RendezvousError(
@@ -346,7 +345,7 @@ class _Arrival:
             try:
                 self.mine = await self._entry()
                 self.registry.entries[self.number] = self.mine
-                await self.streams.node.announce(self.place.gate.run, self._record(self.swarm))
+                await self.streams.node.announce(self.place.admission.run, self._record(self.swarm))
             except Exception:  # of the DHT; a later time will do
                 logging.getLogger(__name__).debug("announcing failed", exc_info=True)
             await asyncio.sleep(_ANNOUNCE_S)

@@ -1,22 +1,30 @@
-"""The parts of Hivemind that are used: its DHT, and libp2p's identities and streams. Imported when first asked for."""
+"""The parts of Hivemind that are used: its DHT, and libp2p's identities and streams. Imported when first asked for.
+
+The DHT does not go by the clocks of the machines: Hivemind dates records by them, and refuses peers whose clock is more
+than 3 s off. Here a peer takes over the time of those through which it enters the network, so that no clock has to be
+right, and that time goes on evenly when the machine's clock is set.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import statistics
 import sys
+import time
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from diloco.errors import ConfigurationError
-from diloco.transport.hivemind.clock import NetworkClock
 
-__all__ = ["load_engine"]
+__all__ = ["NetworkClock", "load_engine"]
 
 _IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+_NOISE_S = 1.0  # what a slow answer may look like
 
 
 @cache
@@ -95,3 +103,51 @@ def load_engine() -> Any:
         write_pbmsg=write_pbmsg,
         clock=clock,
     )
+
+
+class NetworkClock:
+    """Seconds since 1970, as the peers of a network count them.
+
+    Begins with the clock of this machine, which is looked at once.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_s = time.time() - time.monotonic()
+
+    def now_s(self) -> float:
+        """The time of the network."""
+        return time.monotonic() + self._ahead_s
+
+    def off_s(self) -> float:
+        """How far the clock of this machine is ahead of the network's now; negative: behind."""
+        return time.time() - self.now_s()
+
+    def enter(self, ahead_s: Sequence[float]) -> None:
+        """Take over the time of a network.
+
+        Args:
+            ahead_s: by how much the clocks of some of its peers are ahead of this one; empty: it is not known.
+
+        >>> clock = NetworkClock()
+        >>> clock.enter([3600.0, 3600.5, -50.0])
+        >>> round(clock.off_s())
+        -3600
+        """
+        if ahead_s:
+            self._ahead_s += statistics.median_high(ahead_s)
+
+    def keep_up(self, ahead_s: Sequence[float]) -> None:
+        """Stay with the time that most have; of two, with the later one.
+
+        Args:
+            ahead_s: as in `enter`.
+
+        >>> clock = NetworkClock()
+        >>> clock.keep_up([3600.0])  # networks that meet: the other one does not move
+        >>> clock.keep_up([0.0, 0.5, -3600.0])
+        >>> round(clock.off_s())
+        -3600
+        """
+        ahead = statistics.median_high([0.0, *ahead_s])
+        if abs(ahead) > _NOISE_S:
+            self._ahead_s += ahead

@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco.errors import RendezvousError
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
-from diloco.transport.hivemind.gate import Gate
+from diloco.transport.hivemind.identity import Admission
 from diloco.transport.hivemind.node import NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connected import Connected, join
@@ -62,7 +62,7 @@ def connect_peer(
     """
     place = SwarmPlace(
         identity=Path(identity),
-        gate=Gate(run, secret, frozenset(allow)),
+        admission=Admission(run, secret, frozenset(allow)),
         node=dataclasses.replace(node or NodePlace(), join=tuple(join_at)),
         replica=replica,
     )

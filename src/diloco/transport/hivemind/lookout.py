@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.transport.hivemind.gate import Gate
-from diloco.transport.hivemind.identity import load_identity
+from diloco.transport.hivemind.identity import Admission, load_identity
 from diloco.transport.hivemind.node import Node, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.records import PeerRecord
@@ -60,20 +59,20 @@ async def stand(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ..
         await node.close()
 
 
-async def look(identity: Path, place: NodePlace, gate: Gate) -> list[Seen]:
+async def look(identity: Path, place: NodePlace, admission: Admission) -> list[Seen]:
     """Every peer of a run that is or was there within the last half hour, as it answers.
 
     Raises:
         RendezvousError: if nobody of ``place.join`` answers.
     """
-    streams = PeerStreams(load_identity(identity), place, gate)
+    streams = PeerStreams(load_identity(identity), place, admission)
 
     async def nobody_comes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
     await streams.listen(nobody_comes)
     try:
-        records = await streams.node.find(gate.run)
+        records = await streams.node.find(admission.run)
         for record in records:
             streams.know(record.peer_id, record.addresses)
         seen = await asyncio.gather(*(_asked(streams, each) for each in records))

@@ -1,4 +1,4 @@
-"""Control connections and payload links over libp2p: encrypted, and only with peers that the gate lets in."""
+"""Control connections and payload links over libp2p: encrypted, and only with peers that are admitted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
-from diloco.transport.hivemind.gate import PROOF_BYTES, Gate
-from diloco.transport.hivemind.identity import Identity
+from diloco.transport.hivemind.identity import PROOF_BYTES, Admission, Identity
 from diloco.transport.hivemind.node import Node, NodePlace
 from diloco.transport.peers.streams import Accept
 from diloco.transport.peers.within import within
@@ -18,7 +17,7 @@ from diloco.transport.peers.within import within
 __all__ = ["PeerAddress", "PeerStreams"]
 
 _PROOF_S = 10.0
-_AT_THE_GATE = 64
+_MOST_UNPROVEN = 64
 """More streams than this are not looked at at once before they have proved anything."""
 
 
@@ -42,16 +41,16 @@ class PeerStreams:
     Args:
         identity: its own.
         place: where it is.
-        gate: who may come.
+        admission: who may come.
     """
 
-    def __init__(self, identity: Identity, place: NodePlace, gate: Gate) -> None:
+    def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
         self.identity_of_mine = identity
         self._place = place
-        self._gate = gate
+        self._admission = admission
         self._others: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
         self._known: dict[str, tuple[str, ...]] = {}
-        self._at_the_gate = 0
+        self._unproven = 0
         self._accept: Accept | None = None
         self._node: Node | None = None
 
@@ -67,7 +66,7 @@ class PeerStreams:
             self._known[peer_id] = addresses
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
-        """Start the peer. Streams of those whom the gate does not let in end before anything of them is read."""
+        """Start the peer. Streams of peers that are not admitted end before anything of them is read."""
         self._node = await Node.start(self.identity_of_mine, self._place)
         self._accept = accept
         await self._node.handle(self._admit)
@@ -75,13 +74,13 @@ class PeerStreams:
 
     async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         peer_id, me = address.host, self.node.peer_id
-        if not self._gate.admits(peer_id):
+        if not self._admission.admits(peer_id):
             raise OSError(f"{peer_id} is not on the list of peers that may take part (transport.allow)")
         reader, writer = await self.node.open(peer_id, self._known.get(peer_id, ()))
         try:
-            writer.write(self._gate.proof(me, peer_id))
+            writer.write(self._admission.proof(me, peer_id))
             proof = await within(_PROOF_S, reader.readexactly(PROOF_BYTES))
-            if not self._gate.accepts(proof, peer_id, me):
+            if not self._admission.accepts(proof, peer_id, me):
                 raise OSError(f"{peer_id} is of another run, or has another secret")
         except (asyncio.IncompleteReadError, TimeoutError, ConnectionError) as error:
             writer.close()
@@ -115,19 +114,19 @@ class PeerStreams:
     async def _admit(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = self.node.peer_id
         accept = self._accept
-        if accept is None or not self._gate.admits(peer_id) or self._at_the_gate >= _AT_THE_GATE:
+        if accept is None or not self._admission.admits(peer_id) or self._unproven >= _MOST_UNPROVEN:
             writer.close()
             return
-        self._at_the_gate += 1
+        self._unproven += 1
         try:
             proof = await within(_PROOF_S, reader.readexactly(PROOF_BYTES))
-            if not self._gate.accepts(proof, peer_id, me):
+            if not self._admission.accepts(proof, peer_id, me):
                 raise TransportError("it does not know the secret")
-            writer.write(self._gate.proof(me, peer_id))
+            writer.write(self._admission.proof(me, peer_id))
         except (OSError, EOFError, TimeoutError, TransportError):
             writer.close()
             return
         finally:
-            self._at_the_gate -= 1
+            self._unproven -= 1
         self._others[writer] = peer_id
         await accept(reader, writer)

@@ -31,7 +31,7 @@ from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.state_shelf import Shelf, Snapshot
 from diloco.transport.peers.state_wire import Description, TensorBytes, outline_of
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.peers.token_bucket import TokenBucket
+from diloco.transport.shaping import TokenBucket
 
 __all__ = ["MAX_CHUNK_BYTES", "StateService", "serve_state"]
 

@@ -12,7 +12,7 @@ from diloco.membership.quorum import Policy
 from diloco.transport.links import Link
 from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.view_policies import Policies
-from diloco.transport.stream_choice import congestion_control, streams_to_each
+from diloco.transport.shaping import congestion_control, streams_to_each
 
 __all__ = ["Wire"]
 

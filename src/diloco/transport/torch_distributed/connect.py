@@ -15,15 +15,15 @@ from diloco.transport.address import Address, local_host_towards, parse_address,
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.peers.within import within
-from diloco.transport.torch_distributed.again import LookAgain, serve_lookers, tell_that_it_is_over
-from diloco.transport.torch_distributed.data_link import link_opener, make_device
 from diloco.transport.torch_distributed.doctor import serve_probes
+from diloco.transport.torch_distributed.gloo_link import link_opener, make_device
+from diloco.transport.torch_distributed.reconnect import LookAgain, serve_lookers, tell_that_it_is_over
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from diloco.waiting import waiting_for
 
 __all__ = ["Place", "TcpWire", "connect", "connect_again"]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco.errors import TransportError
 
-__all__ = ["MAX_MESSAGE_BYTES", "LinkStream", "StreamWork"]
+__all__ = ["MAX_MESSAGE_BYTES", "ReliableStream", "StreamWork"]
 
 MAX_MESSAGE_BYTES = 1 << 30
 """A larger message is not taken, whatever its head says."""
@@ -79,7 +79,7 @@ class _Traffic:
     acknowledged: int = 0  # I said that I have it
 
 
-class LinkStream:
+class ReliableStream:
     """One stream's messages both ways. All methods but `send` and `receive` run in the event loop's thread.
 
     Args:

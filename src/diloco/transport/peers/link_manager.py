@@ -14,16 +14,16 @@ from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.stream_link import LinkStream, StreamWork
+from diloco.transport.peers.reliable_stream import ReliableStream, StreamWork
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.within import within
 
-__all__ = ["LinkDesk", "StreamLink"]
+__all__ = ["LinkManager", "ReliableLink"]
 
 _RETRY_S = 0.2
 
 
-class StreamLink:
+class ReliableLink:
     """Payload streams to one other rank.
 
     Args:
@@ -31,7 +31,7 @@ class StreamLink:
         close: ends them; for any thread.
     """
 
-    def __init__(self, streams: Sequence[LinkStream], close: Callable[[], None]) -> None:
+    def __init__(self, streams: Sequence[ReliableStream], close: Callable[[], None]) -> None:
         self._streams = streams
         self.close = close
 
@@ -48,7 +48,7 @@ class _Line:
     def __init__(self, request: LinkRequest, index: int, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.index = index
-        self.stream = LinkStream(loop, self._note)
+        self.stream = ReliableStream(loop, self._note)
         self.settled = asyncio.Event()  # connected for the first time, or given up
         self.why = "the other side did not come"
         self.uses = 0
@@ -65,7 +65,7 @@ class _Line:
             await asyncio.wait((self.running,))
 
 
-class LinkDesk:
+class LinkManager:
     """All payload links of one rank. The lower rank of a link opens its connections, and opens them again.
 
     Args:
@@ -82,7 +82,7 @@ class LinkDesk:
         self._opened = asyncio.Condition()
         board.services["link"] = self._serve
 
-    def open_link(self, request: LinkRequest) -> StreamLink:
+    def open_link(self, request: LinkRequest) -> ReliableLink:
         """As `OpenLink` says."""
         opening = self._open(request)
         try:
@@ -91,7 +91,7 @@ class LinkDesk:
             opening.close()
             raise TransportError(f"the payload connection {request.key} was not made: the transport closed") from error
 
-    async def _open(self, request: LinkRequest) -> StreamLink:
+    async def _open(self, request: LinkRequest) -> ReliableLink:
         lines = [_Line(request, index, self._board.loop) for index in range(request.streams)]
         async with self._opened:
             self._lines.update({(request.key, line.index): line for line in lines})
@@ -105,7 +105,9 @@ class LinkDesk:
         if lacking:
             self._end(lines, lacking[0].why)
             raise TransportError(f"the payload connection {request.key} could not be made: {lacking[0].why}")
-        return StreamLink([line.stream for line in lines], lambda: self._board.post(self._end, lines, "it was closed"))
+        return ReliableLink(
+            [line.stream for line in lines], lambda: self._board.post(self._end, lines, "it was closed")
+        )
 
     def _end(self, lines: Sequence[_Line], why: str) -> None:
         for line in lines:

@@ -16,10 +16,10 @@ from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.frames import pack
-from diloco.transport.peers.link_desk import LinkDesk, StreamLink
+from diloco.transport.peers.link_manager import LinkManager, ReliableLink
 from diloco.transport.peers.liveness import Timing
+from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.torch_distributed.tcp_streams import TcpStreams
 from tests.transport.wires import at_once
 
 LIMIT_S = 20.0
@@ -60,9 +60,9 @@ class Side:
         self.board = Switchboard(rank, Timing(), lambda *_: None, lambda *_: None, self.streams)
         self.address = self.board.listen("127.0.0.1", range(1), "127.0.0.1")
         self.others: dict[int, Address] = {}
-        self.desk = LinkDesk(self.board, self.others.__getitem__, patience_s)
+        self.desk = LinkManager(self.board, self.others.__getitem__, patience_s)
 
-    def open(self, peer: int, streams: int = 1, timeout_s: float = LIMIT_S) -> StreamLink:
+    def open(self, peer: int, streams: int = 1, timeout_s: float = LIMIT_S) -> ReliableLink:
         low, high = sorted((self.board.rank, peer))
         key, first = f"0/{low}-{high}", self.board.rank < peer
         request = LinkRequest(key, peer, first, streams, timeout_s, lambda key, value: None)
@@ -84,10 +84,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
         side.board.close()
 
 
-def linked(pair: tuple[Side, Side], streams: int = 1) -> tuple[StreamLink, StreamLink]:
+def linked(pair: tuple[Side, Side], streams: int = 1) -> tuple[ReliableLink, ReliableLink]:
     first, second = at_once([lambda: pair[0].open(1, streams), lambda: pair[1].open(0, streams)])
-    assert isinstance(first, StreamLink), first
-    assert isinstance(second, StreamLink), second
+    assert isinstance(first, ReliableLink), first
+    assert isinstance(second, ReliableLink), second
     return first, second
 
 
