@@ -17,12 +17,12 @@ from benchmarks.gpu.sizes import Sizes
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.devices import to_device
 from diloco.errors import NonFiniteError
 from diloco.model.attention import attend, block_mask, boolean_mask
 from diloco.model.language_model import LanguageModel, LossChunks, document_numbers
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.feed import to_device
 from diloco.train.inner import InnerLoop, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
 from diloco.train.prepare import prepare_blocks

@@ -51,7 +51,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["generate", "a", "--seed", str(2**63)], f"--seed {2**63} was given; at most {2**63 - 2} would work"),
         (["export", "a", "b", "--max-shard-size", "5XB"], "--max-shard-size 5XB was given; a number in KB, MB, GB"),
         (["generate", "a", "--top-p", "2.0"], "top_p=2.0 was given; a number above 0 and up to 1"),
-        (["generate", "a", "--device", "gpu"], "--device='gpu' was given; auto, cpu, cuda"),
+        (["generate", "a", "--device", "gpu"], "--device='gpu' is no device. Use auto, cpu, cuda"),
         (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "together with --prompt-file y; one of the two"),
         (["evaluate", "a", "--sequences", "-1"], "--sequences -1 was given; 0 or more"),
         (["evaluate", "a", "--stride", "0"], "--stride 0 was given; 1 or more"),

@@ -15,7 +15,7 @@ from diloco.cli import main
         (["--sequences", "3", "--stride", "8"], "--sequences 3 was given with --stride"),
         (["--sequences", "3", "--by-document"], "--sequences 3 was given with --by-document"),
         (["--batch-size", "0"], "--batch-size 0 was given; 1 or more"),
-        (["--device", "gpu"], "--device='gpu' was given"),
+        (["--device", "gpu"], "--device='gpu' is no device"),
     ],
 )
 def test_what_means_nothing_is_refused_before_anything_is_read(

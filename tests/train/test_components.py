@@ -13,11 +13,11 @@ from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.merge import AlphaMerge, RebaseMerge
 from diloco.algorithm.outer_optimizer import Adam, Nesterov, Sgd, at
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
+from diloco.devices import choose_device
 from diloco.errors import ConfigurationError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
 from diloco.train.components import (
-    choose_device,
     make_configured_codec,
     make_fragments,
     make_merge_rule,
@@ -25,7 +25,7 @@ from diloco.train.components import (
     make_schedule,
     make_transport,
 )
-from diloco.train.settings import RunSettings, TrainSettings
+from diloco.train.settings import RunSettings
 from diloco.transport.settings import TransportSettings
 
 
@@ -33,19 +33,19 @@ class TestDevice:
     def test_auto_takes_what_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for available, expected in ((False, "cpu"), (True, "cuda")):
             monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-            assert choose_device(TrainSettings(device="auto")) == torch.device(expected)
+            assert choose_device("auto") == torch.device(expected)
 
     @pytest.mark.parametrize(("device", "count"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:8", 8)])
     def test_one_that_is_absent_is_refused(self, device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Asked for and unavailable is an error, never the CPU instead."""
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        with pytest.raises(ConfigurationError, match=f"'{device}' was given, and torch sees {count} CUDA devices"):
-            choose_device(TrainSettings(device=device))
+        with pytest.raises(ConfigurationError, match=f"'{device}' is not available: torch sees {count} CUDA devices"):
+            choose_device(device)
 
     @pytest.mark.parametrize(("device", "count"), [("cpu", 0), ("cuda", 1), ("cuda:7", 8)])
     def test_one_that_is_there_is_taken(self, device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        assert choose_device(TrainSettings(device=device)) == torch.device(device)
+        assert choose_device(device) == torch.device(device)
 
 
 class TestOuterOptimizer:

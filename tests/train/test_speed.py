@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional as F
 
 from diloco.data.tokenizer import ByteTokenizer
+from diloco.devices import to_device
 from diloco.errors import ConfigurationError
 from diloco.model.language_model import document_numbers
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
-from diloco.train import evaluate as evaluation
-from diloco.train.feed import to_device
 from diloco.train.settings import TrainSettings
 from diloco.train.speed import Speed, known_peak_flops_per_s
+from diloco.trained import evaluate as evaluation
 
 CPU = torch.device("cpu")
 

@@ -17,16 +17,15 @@ from diloco.config.run_plan import CONFIG_FILE
 from diloco.config.toml import read_toml
 from diloco.config.usage import parse_arguments_of
 from diloco.data.settings import DataSettings
+from diloco.devices import check_device
 from diloco.errors import ConfigurationError
-from diloco.train.checks import check_device
-from diloco.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     import numpy as np
 
     from diloco.data.tokenizer import Tokenizer
-    from diloco.train.evaluate import Evaluation
     from diloco.train.trained import Trained
+    from diloco.trained.evaluate import Evaluation
 
 __all__ = ["run"]
 
@@ -103,10 +102,10 @@ def run(arguments: Sequence[str]) -> int:
     """Evaluate and print."""
     given = parse_arguments_of(Arguments, program="diloco evaluate", description=DESCRIPTION, arguments=arguments)
 
-    from diloco.train.components import choose_device
+    from diloco.devices import choose_device
     from diloco.train.trained import checkpoint_at, load_trained
 
-    device = choose_device(TrainSettings(device=given.device))
+    device = choose_device(given.device)
     trained = load_trained(checkpoint_at(given.path, given.checkpoint), device, replica=given.replica)
     settings = _settings_of(trained, given)
     longest = trained.model.max_sequence_length
@@ -151,7 +150,7 @@ def _settings_of(trained: Trained, given: Arguments) -> Configuration:
 def _evaluate(
     trained: Trained, settings: Configuration, given: Arguments, tokens: np.ndarray, length: int
 ) -> Evaluation:
-    from diloco.train.evaluate import document_streams, evaluate, evaluate_windows
+    from diloco.trained.evaluate import document_streams, evaluate, evaluate_windows
 
     model, tokenizer = trained.model, trained.tokenizer
     batch_size = given.batch_size or settings.train.batch_size * 8  # as during training, for the same bits

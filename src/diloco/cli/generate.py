@@ -12,11 +12,10 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from diloco.config.usage import parse_arguments_of
+from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
-from diloco.train.checks import check_device
-from diloco.train.sampling import Sampling
-from diloco.train.settings import TrainSettings
-from diloco.train.text_stream import TextStream
+from diloco.trained.sampling import Sampling
+from diloco.trained.text_stream import TextStream
 
 __all__ = ["run"]
 
@@ -94,11 +93,11 @@ def run(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from diloco.train.components import choose_device
-    from diloco.train.generate import generate_together
+    from diloco.devices import choose_device
     from diloco.train.trained import checkpoint_at, load_trained
+    from diloco.trained.generate import generate_together
 
-    device = choose_device(TrainSettings(device=given.device))
+    device = choose_device(given.device)
     trained = load_trained(checkpoint_at(given.path, given.checkpoint), device, replica=given.replica)
     tokenizer, longest = trained.tokenizer, trained.model.max_sequence_length
     if given.context is not None and not 1 <= given.context <= longest:

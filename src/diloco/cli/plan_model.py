@@ -106,11 +106,11 @@ def _site(options: Options) -> tuple[Site, dict[str, Any]]:
     if options.step_time:
         times = [parse_duration_s(text, "--step-time") for text in options.step_time]
     else:
+        from diloco.devices import choose_device
         from diloco.simulate.measure import measure_step
-        from diloco.train.components import choose_device
 
         settings = _preset(options)
-        device = choose_device(dataclasses.replace(settings.train, device=options.device))
+        device = choose_device(options.device)
         step = measure_step(settings, device)
         measured["step"] = dataclasses.asdict(step)
         times = [step.median_s]

@@ -50,8 +50,8 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     """
     from diloco.cli.train import continue_record, writable
     from diloco.cli.watching import watch
+    from diloco.devices import choose_device
     from diloco.train.checkpoint import held_step
-    from diloco.train.components import choose_device
     from diloco.train.fleet.connecting import connect_rank
     from diloco.train.resize import checkpoint_home
     from diloco.train.run import run_training
@@ -71,7 +71,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         resume, held = settings.checkpoint.resume, -1
         if resume is not None:
             held = held_step(checkpoint_home(home, role.replica, resume), resume)
-        fleet = connect_rank(settings, role, facts, held, choose_device(settings.train))
+        fleet = connect_rank(settings, role, facts, held, choose_device(settings.train.device))
         if occupied and not fleet.joining:
             fleet.close()
             raise ConfigurationError(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 
+from diloco.devices import check_device
 from diloco.errors import ConfigurationError
 from diloco.train.settings import RunSettings
 
-__all__ = ["check_device", "check_lengths", "check_optimizers", "check_places", "refuse"]
+__all__ = ["check_lengths", "check_optimizers", "check_places", "refuse"]
 
 
 def refuse(given: str, works: str) -> ConfigurationError:
@@ -94,12 +94,6 @@ def check_optimizers(settings: RunSettings) -> None:
             )
     if outer.momentum_warmup_outer_steps < 0:
         raise refuse(f"outer.momentum_warmup_outer_steps={outer.momentum_warmup_outer_steps}", "0 or more would work")
-
-
-def check_device(key: str, device: str) -> None:
-    """The name of a device that torch understands, or auto; ``key`` is what it was given as."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise refuse(f"{key}={device!r}", "auto, cpu, cuda, or cuda:N such as cuda:0 would work")
 
 
 def _check_wires(settings: RunSettings) -> None:

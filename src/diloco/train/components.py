@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import Fragment, partition
@@ -14,16 +12,15 @@ from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sca
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
 from diloco.algorithm.value_schedule import ValueSchedule
-from diloco.errors import ConfigurationError, FragmentError
+from diloco.errors import FragmentError
 from diloco.model.language_model import LanguageModel
-from diloco.train.settings import RunSettings, TrainSettings
+from diloco.train.settings import RunSettings
 from diloco.transport.faults import parse_fault
 from diloco.transport.in_process import InProcessTransport
 from diloco.transport.links import Link, VirtualNetwork
 from diloco.transport.settings import TransportSettings
 
 __all__ = [
-    "choose_device",
     "make_configured_codec",
     "make_fragments",
     "make_links",
@@ -32,23 +29,6 @@ __all__ = [
     "make_schedule",
     "make_transport",
 ]
-
-
-def choose_device(settings: TrainSettings) -> torch.device:
-    """The device to train on.
-
-    Raises:
-        ConfigurationError: if it was asked for and is not there.
-    """
-    if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(settings.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"train.device={settings.device!r} was given, and torch sees {torch.cuda.device_count()} CUDA devices; "
-            "train.device=cpu or auto would work. Nothing was started."
-        )
-    return device
 
 
 def make_schedule(settings: RunSettings) -> SyncSchedule:

@@ -18,9 +18,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from diloco.algorithm.fragments import local_shard
 from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.devices import to_device
 from diloco.errors import ConfigurationError, NonFiniteError, nearest
 from diloco.model.language_model import LanguageModel, document_numbers
-from diloco.train.feed import to_device
 from diloco.train.parallel import ParallelModel, WholeModel
 from diloco.train.settings import InnerSettings
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from diloco.events import Evaluated, Event, SampleGenerated
-from diloco.train.evaluate import Evaluation, evaluate, mean_evaluation
-from diloco.train.generate import generate
 from diloco.train.session import Session
+from diloco.trained.evaluate import Evaluation, evaluate, mean_evaluation
+from diloco.trained.generate import generate
 
 __all__ = ["evaluate_session", "sample_session"]
 

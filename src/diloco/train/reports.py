@@ -14,9 +14,9 @@ from diloco.data.mixture import CYCLE, Mixture
 from diloco.data.stream_corpus import StreamedCorpus
 from diloco.train.components import make_configured_codec
 from diloco.train.describe import describe
-from diloco.train.evaluate import Evaluation
 from diloco.train.handshake import model_fingerprint
 from diloco.train.session import Session
+from diloco.trained.evaluate import Evaluation
 from diloco.units import format_bytes, format_count
 
 __all__ = ["checkpoint_about", "run_facts", "run_summary"]

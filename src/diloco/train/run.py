@@ -13,6 +13,7 @@ import torch
 
 from diloco.data.corpus import build_corpus
 from diloco.data.stream_corpus import open_stream
+from diloco.devices import choose_device
 from diloco.events import (
     CheckpointSaved,
     Event,
@@ -26,7 +27,7 @@ from diloco.events import (
 from diloco.model.build import build_language_model, check_vocabulary, with_vocabulary
 from diloco.train.beginning import find_beginning
 from diloco.train.checkpoint import open_checkpoint
-from diloco.train.components import choose_device, make_transport
+from diloco.train.components import make_transport
 from diloco.train.definition import stored_definition
 from diloco.train.environment import describe_environment
 from diloco.train.fleet.base import InProcessFleet
@@ -80,7 +81,7 @@ def run_training(
     """
     choose_threads(settings.train.threads)
     torch.set_float32_matmul_precision(settings.train.matmul_precision)
-    device = choose_device(settings.train)
+    device = choose_device(settings.train.device)
     corpus = open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     definition = stored_definition(settings)

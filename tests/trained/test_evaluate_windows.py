@@ -15,7 +15,7 @@ from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigurationError, DataError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer
-from diloco.train.evaluate import document_streams, evaluate, evaluate_windows, sliding_windows
+from diloco.trained.evaluate import document_streams, evaluate, evaluate_windows, sliding_windows
 from tests.model.decoders import build_lively
 
 SETTINGS = ModelSettings(layers=1, width=8, ffn_width=8, heads=2, vocab_size=257, max_sequence_length=12)

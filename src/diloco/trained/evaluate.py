@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from diloco.data.packed import Tokens
 from diloco.data.tokens import Tokenizer
 from diloco.data.windows import heldout_batches
+from diloco.devices import to_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.model.language_model import LanguageModel, document_numbers
-from diloco.train.feed import to_device
 
 __all__ = [
     "Evaluation",

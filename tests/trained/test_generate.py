@@ -11,8 +11,8 @@ import torch
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.generate import generate, generate_together
-from diloco.train.sampling import Sampling
+from diloco.trained.generate import generate, generate_together
+from diloco.trained.sampling import Sampling
 from tests.model.decoders import build_lively
 
 SETTINGS = ModelSettings(layers=2, width=16, ffn_width=32, heads=4, kv_heads=2, vocab_size=23, max_sequence_length=12)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diloco.data.bpe import train_bpe
 from diloco.data.tokens import ByteTokenizer, Tokenizer
 from diloco.errors import ConfigurationError
-from diloco.train.text_stream import TextStream
+from diloco.trained.text_stream import TextStream
 
 BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diloco.errors import ConfigurationError, NonFiniteError
 from diloco.model.language_model import LanguageModel
-from diloco.train.sampling import Sampling
+from diloco.trained.sampling import Sampling
 
 __all__ = ["generate", "generate_together"]
 
