@@ -18,6 +18,7 @@ ORDER = (
     "events",
     "algorithm",
     "membership",
+    "state_tree",
     "transport",
     "outer",
     "model",

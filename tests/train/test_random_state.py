@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
+from diloco.state_tree import flatten, unflatten
 from diloco.train import random_state
 from diloco.train.random_state import RandomState
-from diloco.train.state_tree import flatten, unflatten
 
 
 def draw() -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.state_fetch import fetch_state
 from diloco.transport.peers.state_service import serve_state
-from diloco.transport.peers.state_wire import Description, TensorBytes, outline_of
+from diloco.transport.peers.state_wire import describe
 from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.switchboard import Switchboard
 
@@ -132,7 +132,7 @@ MakeDonor = Callable[..., Donor]
 
 
 def size_of(held: Mapping[str, Any]) -> int:
-    return Description.of(outline_of(held, tensors := []), TensorBytes(tensors)).size_bytes
+    return describe(held)[0].size_bytes
 
 
 class Conversation:

@@ -47,7 +47,7 @@ def too_much(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], byte
 
 def huge(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
     if message["kind"] == "offer":
-        message["outline"]["tree"]["global_params"]["shape"] = [1 << 30, 1 << 30]
+        message["tensors"]["global_params"][1] = [1 << 30, 1 << 30]
     return message, blob
 
 

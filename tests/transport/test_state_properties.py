@@ -15,12 +15,12 @@ from diloco.transport.peers import state_transfer
 from diloco.transport.peers.state_choice import choose, donors_in_turn
 from diloco.transport.peers.state_shelf import Shelf, Snapshot
 from diloco.transport.peers.state_transfer import Transfer
-from diloco.transport.peers.state_wire import MAX_DEPTH, Description, TensorBytes, allocate, block_bytes, outline_of
+from diloco.transport.peers.state_wire import MAX_DEPTH, Description, block_bytes, describe
 from diloco.transport.shaping import TokenBucket
 from tests.same import same_values
 
 numbers = st.integers() | st.floats(allow_nan=True) | st.booleans() | st.none()
-scraps = st.sampled_from(["tensor", "shape", "tree", "value", "torch.float32", "torch.bool", "bytes", ""])
+scraps = st.sampled_from(["skeleton", "tensors", "tensor", "dict", "float", "torch.float32", "torch.bool", "bytes", ""])
 anything = st.recursive(
     numbers | scraps | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(scraps | st.text(max_size=3), inner, max_size=4),
@@ -42,32 +42,24 @@ states = st.dictionaries(
 )
 
 
-def described(state: Any) -> tuple[Description, TensorBytes]:
-    held: list[torch.Tensor] = []
-    outline = outline_of(state, held)
-    values = TensorBytes(held)
-    return Description.of(outline, values), values
-
-
-@given(anything)
+@given(anything, anything)
 @settings(max_examples=400, deadline=None)
-def test_whatever_is_offered_is_taken_or_refused_and_never_more(message: Any) -> None:
-    for offered in ({"outline": message}, {"outline": {"tree": {"a": message}}}, message):
+def test_whatever_is_offered_is_taken_or_refused_and_never_more(message: Any, tensors: Any) -> None:
+    for offered in ({"skeleton": message, "tensors": tensors}, {"skeleton": {"dict": {"a": message}}}, message):
         if not isinstance(offered, dict):
             continue
-        outline = offered.get("outline")
         try:
             found = Description.from_message(offered, 1000)
         except TransportError:
             continue
         assert found.size_bytes <= 1000
-        allocate(outline, [])
+        found.allocate()
 
 
 @given(states, st.integers(1, 100), st.randoms())
 @settings(max_examples=200, deadline=None)
 def test_a_state_arrives_as_it_was_in_whatever_pieces(state: dict[str, Any], piece: int, random: Any) -> None:
-    said, values = described(state)
+    said, values = describe(state)
     heard = Description.from_message(json.loads(json.dumps(said.to_message())), values.size_bytes)
     assert heard == said
     transfer = Transfer(heard)
@@ -86,7 +78,7 @@ def test_a_state_arrives_as_it_was_in_whatever_pieces(state: dict[str, Any], pie
 @pytest.mark.parametrize("sharers", [1, 2, 3])
 def test_nobody_is_asked_for_more_ahead_than_a_part_of_its_share(sharers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_transfer, "_LEAST_AHEAD_BYTES", 0)
-    said, _ = described({"a": torch.zeros(8 << 20, dtype=torch.uint8)})
+    said, _ = describe({"a": torch.zeros(8 << 20, dtype=torch.uint8)})
     transfer, asked, count = Transfer(said), [], len(said.blocks)
     while (stretch := transfer.take(asked, sharers)) is not None:
         asked.append(stretch)
@@ -96,7 +88,7 @@ def test_nobody_is_asked_for_more_ahead_than_a_part_of_its_share(sharers: int, m
 
 
 def test_a_donor_is_asked_for_what_a_usual_link_holds_however_little_its_share_is() -> None:
-    said, _ = described({"a": torch.zeros(3 << 20, dtype=torch.uint8)})
+    said, _ = describe({"a": torch.zeros(3 << 20, dtype=torch.uint8)})
     transfer, asked = Transfer(said), []
     while (stretch := transfer.take(asked, 3)) is not None:
         asked.append(stretch)
@@ -104,53 +96,75 @@ def test_a_donor_is_asked_for_what_a_usual_link_holds_however_little_its_share_i
     assert (2 << 20) - asked[0].missing_bytes < ahead <= 2 << 20
 
 
+def of_one(*entry: Any) -> dict[str, Any]:
+    """An offer of one tensor."""
+    return {"skeleton": {"dict": {"a": {"tensor": "a"}}}, "tensors": {"a": list(entry)}}
+
+
+TWO = {"dict": {"a": {"tensor": "a"}, "b": {"tensor": "b"}}}
+
+
 @pytest.mark.parametrize(
-    ("outline", "words"),
+    ("offer", "words"),
     [
-        ({"value": 1}, "no dictionary"),
-        ({"tensor": "torch.float32", "shape": [1]}, "no dictionary"),
-        ({"tree": {"a": {"tensor": "torch.bool", "shape": [1]}}}, "a tensor of 'torch.bool'"),
-        ({"tree": {"a": {"tensor": "torch.float32", "shape": [-1]}}}, "shape"),
-        ({"tree": {"a": {"tensor": "torch.float32", "shape": [True]}}}, "shape"),
-        ({"tree": {"a": {"tensor": "torch.float32", "shape": [0, 1 << 62]}}}, "shape"),
-        ({"tree": {"a": {"tensor": "torch.uint8", "shape": [501]}, "b": {"tensor": "torch.uint8", "shape": [500]}}},
+        ({"skeleton": 1}, "no dictionary"),
+        ({"skeleton": {"tensor": "a"}, "tensors": {"a": ["torch.uint8", [1]]}}, "no dictionary"),
+        (of_one("torch.bool", [1]), "a tensor of 'torch.bool'"),
+        (of_one("torch.float32", [-1]), "shape"),
+        (of_one("torch.float32", [True]), "shape"),
+        (of_one("torch.float32", [0, 1 << 62]), "shape"),
+        ({"skeleton": TWO, "tensors": {"a": ["torch.uint8", [501]], "b": ["torch.uint8", [500]]}},
          "1001 bytes or more, and at most 1000"),
-        ({"tree": {"a": {"tensor": "torch.uint8", "shape": [1] * 9}}}, "shape"),
-        ({"tree": {str(n): {"value": 0} for n in range(5000)}}, "beyond 4096 entries"),
-        ({"tree": {"a" * 1001: {"value": 0}}}, "a name that is none"),
-        ({"tree": {"a": {"value": float("inf")}}}, "malformed"),
-        ({"tree": {"a": {"value": 1 << 64}}}, "malformed"),
-        ({"tree": {"a": {"value": [1]}}}, "malformed"),
-        ({"tree": {"a": {"value": 1, "tree": {}}}}, "malformed"),
-        ({"tree": []}, "malformed"),
-        (None, "malformed"),
+        (of_one("torch.uint8", [1] * 9), "shape"),
+        (of_one("torch.uint8"), "malformed"),
+        ({"skeleton": {"dict": {str(n): 0 for n in range(5000)}}}, "more than 4096 entries"),
+        ({"skeleton": {"dict": {"a" * 1001: 0}}}, "an invalid name"),
+        ({"skeleton": {"dict": {"a": float("inf")}}}, "malformed"),
+        ({"skeleton": {"dict": {"a": 1 << 64}}}, "malformed"),
+        ({"skeleton": {"dict": {"a": [1]}}}, "malformed"),
+        ({"skeleton": {"dict": {"a": {"float": "inf"}}}}, "malformed"),
+        ({"skeleton": {"dict": {"a": {"array": "a"}}}, "tensors": {"a": ["torch.uint8", [1]]}}, "malformed"),
+        ({"skeleton": {"dict": {"a": {"tensor": "a", "dict": {}}}}}, "malformed"),
+        ({"skeleton": {"dict": []}}, "malformed"),
+        ({"skeleton": {"dict": {}}}, "each of its tensors once"),
+        ({"skeleton": {"dict": {}}, "tensors": {"a": ["torch.uint8", [1]]}}, "each of its tensors once"),
+        ({"skeleton": TWO, "tensors": {"a": ["torch.uint8", [1]]}}, "each of its tensors once"),
+        ({"skeleton": {"dict": {"a": {"tensor": "a"}, "b": {"tensor": "a"}}}, "tensors": {"a": ["torch.uint8", [1]]}},
+         "each of its tensors once"),
+        ({}, "no dictionary"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: str(value)[:60],
 )  # fmt: skip
-def test_an_outline_that_is_none_is_refused(outline: Any, words: str) -> None:
+def test_a_malformed_offer_is_refused(offer: Any, words: str) -> None:
     with pytest.raises(TransportError, match=words):
-        Description.from_message({"outline": outline}, 1000)
+        Description.from_message(offer, 1000)
 
 
 @pytest.mark.parametrize(("levels", "fine"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
 def test_how_deep_a_state_may_be(levels: int, fine: bool) -> None:
     state: Any = 1
-    outline: Any = {"value": 1}
+    skeleton: Any = 1
     for _ in range(levels):
-        state, outline = {"a": state}, {"tree": {"a": outline}}
+        state, skeleton = {"a": state}, {"dict": {"a": skeleton}}
     if fine:
-        assert Description.from_message(described(state)[0].to_message()).size_bytes == 0
+        assert Description.from_message(describe(state)[0].to_message()).size_bytes == 0
     else:
-        with pytest.raises(TransportError, match="8 deep at most"):
-            described(state)
         with pytest.raises(TransportError, match="8 levels"):
-            Description.from_message({"outline": outline})
+            describe(state)
+        with pytest.raises(TransportError, match="8 levels"):
+            Description.from_message({"skeleton": skeleton, "tensors": {}})
+
+
+@pytest.mark.parametrize("value", [{1}, torch.ones(1, dtype=torch.bool), float("nan"), 1 << 70, [1]], ids=str)
+def test_what_no_receiver_would_take_is_not_offered(value: Any) -> None:
+    with pytest.raises(TransportError):
+        describe({"a": value})
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"bytes": 401}, "speaks of 401 bytes, and its outline of 400"),
+        ({"bytes": 401}, "speaks of 401 bytes, and its tensors have 400"),
         ({"blocks": []}, "no checksums of the 1 blocks"),
         ({"blocks": ["x"]}, "no checksums"),
         ({"blocks": [16 * "0", 16 * "0"]}, "no checksums"),
@@ -159,7 +173,7 @@ def test_how_deep_a_state_may_be(levels: int, fine: bool) -> None:
     ],
 )
 def test_an_offer_that_contradicts_itself_is_refused(change: dict[str, Any], words: str) -> None:
-    message = described({"a": torch.zeros(100)})[0].to_message()
+    message = describe({"a": torch.zeros(100)})[0].to_message()
     with pytest.raises(TransportError, match=words):
         Description.from_message({**message, **change})
 
@@ -174,8 +188,8 @@ def test_blocks_are_neither_too_many_nor_too_large(size_bytes: int) -> None:
 
 def test_order_of_names_is_no_difference() -> None:
     one, other = torch.arange(3), torch.arange(5.0)
-    assert described({"a": one, "b": other})[0].digest == described({"b": other, "a": one})[0].digest
-    assert described({"a": one, "b": other})[0].digest != described({"a": one, "c": other})[0].digest
+    assert describe({"a": one, "b": other})[0].digest == describe({"b": other, "a": one})[0].digest
+    assert describe({"a": one, "b": other})[0].digest != describe({"a": one, "c": other})[0].digest
 
 
 sendings = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5000)), min_size=1, max_size=50)
@@ -204,7 +218,7 @@ def test_without_a_limit_nobody_waits() -> None:
 
 def offer(finished: int | None, content: int) -> Description:
     more = {} if finished is None else {"finished_rounds": finished}
-    return described({"global_params": torch.tensor([content]), **more})[0]
+    return describe({"global_params": torch.tensor([content]), **more})[0]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +246,7 @@ def test_every_donor_has_its_turn_once(donors: list[int], asker: int, fragment: 
 
 
 def snapshot(version: int = 0, content: int = 0, fragment: int = 0) -> Snapshot:
-    return Snapshot(fragment, version, *described({"a": torch.tensor([fragment, content])}))
+    return Snapshot(fragment, version, *describe({"a": torch.tensor([fragment, content])}))
 
 
 def test_the_shelf_lets_go_of_what_nobody_needs_and_of_nothing_else() -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from diloco.errors import CheckpointError, nearest
+from diloco.state_tree import flatten, unflatten
 from diloco.train.checkpoint_folder import (
     LATEST,
     STEP_NAME,
@@ -41,7 +42,6 @@ from diloco.train.checkpoint_folder import (
     stand_in,
 )
 from diloco.train.manifest import MANIFEST_NAME, Manifest, file_names, write_manifest
-from diloco.train.state_tree import flatten, unflatten
 from diloco.train.tensor_file import FileFacts, digest_of, read_tensors, sync_folder, tensor_chunks, write_file
 
 __all__ = ["Checkpoint", "held_step", "list_checkpoints", "open_checkpoint", "save_checkpoint"]

@@ -13,7 +13,7 @@ from diloco.train.settings import RunSettings
 
 __all__ = ["handshake_facts", "model_fingerprint"]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised when replicas of the version before could not take part with those of this one."""
 
 

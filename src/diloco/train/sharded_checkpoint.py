@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import CheckpointError
+from diloco.state_tree import JSON, flatten
 from diloco.train.checkpoint import Checkpoint, list_checkpoints
 from diloco.train.checkpoint_folder import (
     complete,
@@ -33,7 +34,6 @@ from diloco.train.checkpoint_folder import (
 )
 from diloco.train.manifest import Manifest, file_names, write_manifest
 from diloco.train.pieces import pieces_of
-from diloco.train.state_tree import JSON, flatten
 from diloco.train.tensor_file import FileFacts, sync_folder, tensor_chunks, write_file
 from diloco.transport.replica_group import ReplicaGroup
 

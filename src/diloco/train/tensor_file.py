@@ -20,10 +20,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from diloco.errors import CheckpointError
+from diloco.state_tree import DTYPE_NAMES
 
 __all__ = [
-    "DTYPE_NAMES",
-    "RESERVED_NAME",
     "FileFacts",
     "digest_of",
     "read_tensors",
@@ -31,28 +30,6 @@ __all__ = [
     "tensor_chunks",
     "write_file",
 ]
-
-DTYPE_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
-"""What the format calls the types that it holds."""
-
-RESERVED_NAME = "__metadata__"
-"""The one name that the format keeps to itself."""
 
 _PIECE_BYTES = 1 << 20  # hashed and written while it is still in the processor's cache
 

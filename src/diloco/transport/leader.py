@@ -16,6 +16,7 @@ from diloco import errors
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ConfigurationError, DiLoCoError, ReplicaLostError
 from diloco.membership.view import View
+from diloco.state_tree import flatten, unflatten
 from diloco.transport.base import Average, Pending, SnapshotSource, Transport
 from diloco.transport.replica_group import ReplicaGroup
 
@@ -61,9 +62,8 @@ class LeaderTransport(Transport):
             self.transport.publish(source, version)
 
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
-        tensors: list[Tensor] = []
-        outline = self.shared(lambda leader: _outline(leader.fetch(fragment, donors, expected_bytes), tensors))
-        return _received(outline, tensors, self.group)
+        state: Mapping[str, Any] = self.shared_tree(lambda leader: dict(leader.fetch(fragment, donors, expected_bytes)))
+        return state
 
     def tick(self) -> None:
         if self.transport is not None:
@@ -95,6 +95,22 @@ class LeaderTransport(Transport):
                 del raised  # which holds this frame, and with it the round of whoever called
         return told["value"]
 
+    def shared_tree(self, ask: Callable[[Transport], Any]) -> Any:
+        """As `shared`, for anything that `diloco.state_tree` can hold; tensors stay on the same type of device."""
+        tensors: dict[str, Tensor] = {}
+
+        def asked(leader: Transport) -> list[Any]:
+            skeleton, found = flatten(ask(leader))
+            tensors.update({name: tensor.contiguous() for name, tensor in found.items()})
+            return [skeleton, {name: [str(t.dtype), list(t.shape), t.device.type] for name, t in tensors.items()}]
+
+        skeleton, outlines = self.shared(asked)
+        for name, (dtype, shape, device) in outlines.items():
+            if name not in tensors:
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+            self.group.share_(tensors[name])
+        return unflatten(skeleton, tensors)
+
 
 class _LeaderPending:
     """An average on its way to position 0, and from there to this rank."""
@@ -105,52 +121,13 @@ class _LeaderPending:
         self._pending = pending
 
     def wait(self, timeout_s: float | None = None) -> Average:
-        tensors: list[Tensor] = []
-
         def taken(_: Transport) -> dict[str, Any]:
             assert self._pending is not None, "position 0 has the pending average"
             average = self._pending.wait(timeout_s)
-            view = [average.view.id, *average.view.members]
-            fields = vars(average) | {"round": None, "view": view, "contributors": list(average.contributors)}
-            fields["clipped"] = list(average.clipped)
-            return _outline(fields, tensors)
+            return vars(average) | {"round": None, "view": (average.view.id, average.view.members)}
 
-        fields = _received(self._transport.shared(taken), tensors, self._transport.group)
-        identity, *members = fields["view"]
-        known = {
-            "round": self._round,
-            "view": View(identity, tuple(members)),
-            "contributors": tuple(fields["contributors"]),
-            "clipped": tuple(fields["clipped"]),
-        }
-        return Average(**(fields | known))
-
-
-def _outline(tree: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
-    """``tree`` with every tensor replaced by its type, shape and device; the tensors in the order met."""
-    outline: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Tensor):
-            tensors.append(value.detach().contiguous())
-            outline[name] = {"tensor": [str(value.dtype), list(value.shape), value.device.type]}
-        elif isinstance(value, Mapping):
-            outline[name] = {"tree": _outline(value, tensors)}
-        else:
-            outline[name] = {"value": value}
-    return outline
-
-
-def _received(outline: Mapping[str, Any], tensors: list[Tensor], group: ReplicaGroup) -> dict[str, Any]:
-    """What position 0 has outlined, with the values of its ``tensors``, which are taken from the list."""
-    tree: dict[str, Any] = {}
-    for name, ((kind, content),) in ((name, node.items()) for name, node in outline.items()):
-        if kind == "tensor":
-            dtype, shape, device = content
-            room = tensors.pop(0) if group.leads else torch.empty(shape, dtype=getattr(torch, dtype[6:]), device=device)
-            tree[name] = group.share_(room)
-        else:
-            tree[name] = _received(content, tensors, group) if kind == "tree" else content
-    return tree
+        fields = self._transport.shared_tree(taken)
+        return Average(**fields | {"round": self._round, "view": View(*fields["view"])})
 
 
 def _described(error: DiLoCoError) -> dict[str, Any]:

@@ -6,7 +6,7 @@ lock of whoever changes the state, once for all askers; it is sent from there, n
 ::
 
     asker    {"kind": "fetch", "fragment", "after", "snapshot": ""}
-    donor    {"kind": "offer", "outline", "bytes", "blocks", "snapshot"}    see `state_wire`
+    donor    {"kind": "offer", "skeleton", "tensors", "bytes", "blocks", "snapshot"}    see `state_wire`
     asker    {"kind": "fetch", "fragment", "after", "snapshot": digest, "offset", "size"}
     donor    {"kind": "chunk", "offset", "checksum"} and bytes, until ``size`` bytes are sent
              {"kind": "moved"}            that snapshot is no more
@@ -23,13 +23,12 @@ from collections.abc import Callable
 from typing import Any
 
 import xxhash
-from torch import Tensor
 
 from diloco.errors import TransportError
 from diloco.transport.base import SnapshotSource
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.state_shelf import Shelf, Snapshot
-from diloco.transport.peers.state_wire import Description, TensorBytes, outline_of
+from diloco.transport.peers.state_wire import describe
 from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.shaping import TokenBucket
 
@@ -205,10 +204,7 @@ def serve_state(board: Switchboard, limit_bytes_per_s: float | None = None) -> S
 
 
 def _copy(source: SnapshotSource, fragment: int, version: object) -> Snapshot:
-    tensors: list[Tensor] = []
-    outline = outline_of(source(fragment), tensors)
-    values = TensorBytes(tensors)
-    return Snapshot(fragment, version, Description.of(outline, values), values)
+    return Snapshot(fragment, version, *describe(source(fragment)))
 
 
 def _whole(message: dict[str, Any], name: str) -> int:

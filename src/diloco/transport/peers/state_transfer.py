@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
-from torch import Tensor
 
 from diloco.errors import TransportError
-from diloco.transport.peers.state_wire import Description, TensorBytes, allocate, block_bytes
+from diloco.transport.peers.state_wire import Description, block_bytes
 
 __all__ = ["Stretch", "Transfer"]
 
@@ -67,10 +66,8 @@ class Transfer:
     """
 
     def __init__(self, description: Description) -> None:
-        tensors: list[Tensor] = []
         self.description = description
-        self.state: dict[str, Any] = allocate(description.outline, tensors)
-        self._values = TensorBytes(tensors)
+        self.state, self._values = description.allocate()
         size_bytes, step = description.size_bytes, block_bytes(description.size_bytes)
         starts = range(0, size_bytes, step)
         self.waiting = deque(Stretch(n, start, min(start + step, size_bytes)) for n, start in enumerate(starts))

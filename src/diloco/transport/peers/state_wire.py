@@ -1,15 +1,14 @@
-"""A state on the wire: what it consists of, and its tensors' bytes one after the other, cut into blocks. No pickle.
+"""A state on the wire: its skeleton, and its tensors' bytes one after the other, cut into blocks. No pickle.
 
 ::
 
-    outline   {"tensor": "torch.float32", "shape": [1000]}     one tensor
-              {"tree": {name: outline, ...}}                   a dictionary; names in alphabetical order
-              {"value": 5}                                     a number, a text, true, false or null
-    bytes     of all tensors, in the outline's order, little-endian, without gaps
-    blocks    XXH3 (64 bits) of each block of the bytes; how large a block is follows from their number
-    digest    XXH3 (64 bits) of outline and blocks: one name for all of it
+    skeleton  as of `diloco.state_tree`, with nothing in it but dictionaries, tensors, numbers, texts and null
+    tensors   {name: ["torch.float32", [1000]], ...}           dtype and shape of each
+    bytes     of all tensors, in alphabetical order of their names, little-endian, without gaps
+    blocks    XXH3 (64 bits) of each block of the bytes; the size of a block follows from the number of bytes
+    digest    XXH3 (64 bits) of skeleton, tensors and blocks: one name for all of it
 
-So every block can be checked by itself, and all of them together are what the digest names.
+Every block can be checked by itself, and together they are what the digest names.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from diloco.errors import TransportError
+from diloco.errors import CheckpointError, TransportError
+from diloco.state_tree import JSON, flatten, unflatten
 
-__all__ = ["Description", "TensorBytes", "allocate", "block_bytes", "not_finite", "outline_of"]
+__all__ = ["Description", "TensorBytes", "block_bytes", "describe", "not_finite"]
 
 MAX_DEPTH = 8
 MAX_ENTRIES = 4096
@@ -40,7 +40,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.i
 
 
 def block_bytes(size_bytes: int) -> int:
-    """How large the blocks of that many bytes are: small enough to share them out, few enough to list them.
+    """The size of a block of that many bytes: small enough to divide among donors, large enough to list all of them.
 
     >>> block_bytes(1_000_000), block_bytes(80_000_000), block_bytes(10**12)
     (65536, 2502656, 61038592)
@@ -50,7 +50,7 @@ def block_bytes(size_bytes: int) -> int:
 
 
 class TensorBytes:
-    """The bytes of contiguous CPU tensors one after the other, without a copy.
+    """The bytes of contiguous CPU tensors, one after the other, without a copy.
 
     >>> values = TensorBytes([torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4, 5], dtype=torch.uint8)])
     >>> values.size_bytes, values.read(2, 2)
@@ -104,27 +104,24 @@ class Description:
     """What a donor says about a snapshot before it sends any of it.
 
     Attributes:
-        outline: as in this module's head.
+        skeleton: of `diloco.state_tree.flatten`.
+        tensors: name -> dtype and shape, in alphabetical order.
         size_bytes: of all tensors.
         blocks: XXH3 of each block, 16 hexadecimal digits.
         digest: names all of this.
     """
 
-    outline: Mapping[str, Any]
+    skeleton: JSON
+    tensors: Mapping[str, list[Any]]
     size_bytes: int
     blocks: tuple[str, ...]
     digest: str
 
-    @classmethod
-    def of(cls, outline: Mapping[str, Any], values: TensorBytes) -> Description:
-        """Of a state that is at hand: reads all of its bytes once."""
-        blocks = tuple(values.checksums())
-        return cls(outline, values.size_bytes, blocks, _digest(outline, blocks))
-
     def to_message(self) -> dict[str, Any]:
         """As JSON."""
         return {
-            "outline": self.outline,
+            "skeleton": self.skeleton,
+            "tensors": self.tensors,
             "bytes": self.size_bytes,
             "blocks": list(self.blocks),
             "snapshot": self.digest,
@@ -141,67 +138,59 @@ class Description:
         Raises:
             TransportError: for anything else.
         """
-        limit_bytes = MAX_STATE_BYTES if limit_bytes is None else limit_bytes
-        outline, blocks = message.get("outline"), message.get("blocks")
-        size_bytes = _Measure(limit_bytes).of(outline, 0)
-        if not isinstance(outline, Mapping) or "tree" not in outline:
-            raise TransportError("it offers a state that is no dictionary")
+        skeleton, blocks = message.get("skeleton"), message.get("blocks")
+        tensors: Any = message.get("tensors")
+        size_bytes = _checked_size_bytes(skeleton, tensors, MAX_STATE_BYTES if limit_bytes is None else limit_bytes)
         if message.get("bytes") != size_bytes:
             raise TransportError(
-                f"it speaks of {str(message.get('bytes'))[:40]} bytes, and its outline of {size_bytes}"
+                f"it speaks of {str(message.get('bytes'))[:40]} bytes, and its tensors have {size_bytes}"
             )
         count = -(-size_bytes // block_bytes(size_bytes))
         if not isinstance(blocks, list) or len(blocks) != count or not all(_is_checksum(each) for each in blocks):
             raise TransportError(f"it gives no checksums of the {count} blocks of {size_bytes} bytes")
-        digest = _digest(outline, tuple(blocks))
+        digest = _digest(skeleton, tensors, blocks)
         if message.get("snapshot") != digest:
             named = str(message.get("snapshot"))[:40]
-            raise TransportError(f"it names its snapshot {named!r}, which by outline and checksums is {digest!r}")
-        return cls(outline, size_bytes, tuple(blocks), digest)
+            raise TransportError(f"it names its snapshot {named!r}, but content and checksums give {digest!r}")
+        return cls(skeleton, dict(sorted(tensors.items())), size_bytes, tuple(blocks), digest)
 
     @property
     def finished_rounds(self) -> int | None:
         """Rounds that the donor is through with, if the state says so."""
-        entry = self.outline["tree"].get("finished_rounds", {})
-        value = entry.get("value")
-        return value if type(value) is int else None
+        match self.skeleton:
+            case {"dict": {"finished_rounds": value}} if type(value) is int:
+                return value
+        return None
+
+    def allocate(self) -> tuple[dict[str, Any], TensorBytes]:
+        """A state like the one described, with room for its tensors, and the bytes of that room.
+
+        Raises:
+            TransportError: if there is not enough memory.
+        """
+        try:
+            tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in self.tensors.items()}
+        except (RuntimeError, MemoryError) as error:
+            raise TransportError(f"there is no memory for a state of {self.size_bytes} bytes: {error}") from error
+        return unflatten(self.skeleton, tensors), TensorBytes(list(tensors.values()))
 
 
-def outline_of(value: Any, tensors: list[Tensor], depth: int = 0) -> dict[str, Any]:
-    """``value`` with every tensor replaced by its type and shape; contiguous CPU tensors are added in the order met.
+def describe(state: Mapping[str, Any]) -> tuple[Description, TensorBytes]:
+    """The description and the bytes of a state at hand, whose tensors must not change meanwhile.
 
     Raises:
         TransportError: if there is something in it that a receiver would not take.
     """
-    if isinstance(value, Tensor):
-        if str(value.dtype) not in _DTYPES:
-            raise TransportError(f"a tensor of {value.dtype} can't be handed over; {', '.join(_DTYPES)} can")
-        tensors.append(value.detach().to("cpu").contiguous())
-        return {"tensor": str(value.dtype), "shape": list(value.shape)}
-    if isinstance(value, Mapping):
-        if depth == MAX_DEPTH or not all(isinstance(name, str) for name in value):
-            raise TransportError(f"dictionaries with names of text, {MAX_DEPTH} deep at most, can be handed over")
-        return {"tree": {name: outline_of(value[name], tensors, depth + 1) for name in sorted(value)}}
-    if not _is_plain(value):
-        raise TransportError(f"{str(value)[:80]!r} can't be handed over; tensors, finite numbers and text can")
-    return {"value": value}
-
-
-def allocate(outline: Mapping[str, Any], tensors: list[Tensor]) -> Any:
-    """What `outline_of` has outlined, with room for the tensors, which are added in the order met.
-
-    Raises:
-        TransportError: if there is not enough memory.
-    """
-    if "tensor" in outline:
-        try:
-            tensors.append(torch.empty(outline["shape"], dtype=_DTYPES[outline["tensor"]]))
-        except (RuntimeError, MemoryError) as error:
-            raise TransportError(f"there is no memory for a tensor of shape {outline['shape']}: {error}") from error
-        return tensors[-1]
-    if "tree" in outline:
-        return {name: allocate(inner, tensors) for name, inner in sorted(outline["tree"].items())}
-    return outline["value"]
+    try:
+        skeleton, found = flatten(state)
+        held = {name: found[name].cpu().contiguous() for name in sorted(found)}
+        tensors = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()}
+        size_bytes = _checked_size_bytes(skeleton, tensors, MAX_STATE_BYTES)
+    except (CheckpointError, TransportError) as error:
+        raise TransportError(f"its state can't be handed over: {error}") from error
+    values = TensorBytes(list(held.values()))
+    blocks = tuple(values.checksums())
+    return Description(skeleton, tensors, size_bytes, blocks, _digest(skeleton, tensors, blocks)), values
 
 
 def not_finite(state: Mapping[str, Any], path: str = "") -> list[str]:
@@ -221,52 +210,69 @@ def not_finite(state: Mapping[str, Any], path: str = "") -> list[str]:
     return bad
 
 
-class _Measure:
-    """Sums up an outline from the network, and stops where it is too much."""
+def _checked_size_bytes(skeleton: Any, tensors: Any, limit_bytes: int) -> int:
+    """The size of a state from the network.
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.size_bytes = 0
-        self.entries = 0
-
-    def of(self, outline: Any, depth: int) -> int:
-        self.entries += 1
-        if self.entries > MAX_ENTRIES or depth > MAX_DEPTH:
-            raise TransportError(f"its outline is beyond {MAX_ENTRIES} entries or {MAX_DEPTH} levels")
-        keys = set(outline) if isinstance(outline, Mapping) else set()
-        if keys == {"tensor", "shape"}:
-            self._add(outline["tensor"], outline["shape"])
-        elif keys == {"tree"} and isinstance(outline["tree"], Mapping):
-            for name, inner in outline["tree"].items():
-                if not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS:
-                    raise TransportError(f"its outline has a name that is none: {str(name)[:40]!r}")
-                self.of(inner, depth + 1)
-        elif keys != {"value"} or not _is_plain(outline["value"]):
-            raise TransportError(f"its outline is malformed at {str(outline)[:80]!r}")
-        return self.size_bytes
-
-    def _add(self, dtype: Any, shape: Any) -> None:
+    Raises:
+        TransportError: if it is malformed or too large.
+    """
+    names = _tensor_names(skeleton)
+    if not isinstance(tensors, dict) or len(names) != len(tensors) or set(names) != set(tensors):
+        raise TransportError("it offers a state that is malformed: it must use each of its tensors once")
+    size_bytes = 0
+    for entry in tensors.values():
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise TransportError(f"it offers a state that is malformed at {str(entry)[:80]!r}")
+        dtype, shape = entry
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise TransportError(f"it offers a tensor of {str(dtype)[:40]!r}; {', '.join(_DTYPES)} are taken")
         fine = isinstance(shape, list) and len(shape) <= MAX_DEPTH and all(type(size) is int for size in shape)
         if not fine or any(size < 0 for size in shape):
             raise TransportError(f"it offers a tensor of the shape {str(shape)[:80]!r}")
         room = _DTYPES[dtype].itemsize * math.prod(max(size, 1) for size in shape)
-        if room > MAX_STATE_BYTES:  # a size of 0 hides no other one
+        if room > MAX_STATE_BYTES:  # a size of 0 must not hide another one
             raise TransportError(f"it offers a tensor of the shape {str(shape)[:80]}")
-        self.size_bytes += 0 if 0 in shape else room
-        if self.size_bytes > self.limit_bytes:
+        size_bytes += 0 if 0 in shape else room
+        if size_bytes > limit_bytes:
             raise TransportError(
-                f"it offers a state of {self.size_bytes} bytes or more, and at most {self.limit_bytes} are expected"
+                f"it offers a state of {size_bytes} bytes or more, and at most {limit_bytes} are expected"
             )
+    return size_bytes
+
+
+def _tensor_names(skeleton: Any) -> list[str]:
+    """The names of the tensors in a skeleton, which is looked through level by level, as far as a state may go."""
+    if not isinstance(skeleton, dict) or "dict" not in skeleton:
+        raise TransportError("it offers a state that is no dictionary")
+    names: list[str] = []
+    level, entries = [skeleton], 0
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for node in level:
+            match node:
+                case {"dict": dict(items)} if len(node) == 1:
+                    if long := [name for name in items if not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS]:
+                        raise TransportError(f"it offers a state with an invalid name: {str(long[0])[:40]!r}")
+                    inner += items.values()
+                case {"tensor": str(name)} if len(node) == 1:
+                    names.append(name)
+                case _ if not _is_plain(node):
+                    raise TransportError(f"it offers a state that is malformed at {str(node)[:80]!r}")
+        entries += len(level)
+        level = inner
+        if entries + len(level) > MAX_ENTRIES:
+            break
+    if level:
+        raise TransportError(f"it offers a state of more than {MAX_ENTRIES} entries or {MAX_DEPTH} levels")
+    return names
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
-def _digest(outline: Mapping[str, Any], blocks: Sequence[str]) -> str:
-    text = json.dumps([outline, list(blocks)], sort_keys=True, separators=(",", ":"))
+def _digest(skeleton: JSON, tensors: Mapping[str, Any], blocks: Sequence[str]) -> str:
+    text = json.dumps([skeleton, tensors, list(blocks)], sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 

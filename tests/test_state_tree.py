@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from diloco.errors import CheckpointError
-from diloco.train.state_tree import flatten, unflatten
-from diloco.train.tensor_file import DTYPE_NAMES, read_tensors, tensor_chunks
+from diloco.state_tree import DTYPE_NAMES, flatten, unflatten
+from diloco.train.tensor_file import read_tensors, tensor_chunks
 from tests.same import raw, same
 
 

@@ -1,14 +1,15 @@
 """Nested state as a JSON skeleton and named tensors, and back, exactly. No pickle: reading runs no code.
 
-A tree is made of None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, `torch.Tensor` and
-`numpy.ndarray`; keys are made of the first six and tuples of them. In the skeleton None, bool, int, finite floats, str
-and lists stand for themselves, and everything else is an object with one tag:
+Checkpoints, state on the wire and the ranks of one replica all use it. A tree is made of None, bool, int, float, str,
+bytes, list, tuple, dict, OrderedDict, `torch.Tensor` and `numpy.ndarray`; keys are made of the first six and tuples of
+them. In the skeleton None, bool, int, finite floats, str and lists stand for themselves. Everything else is an object
+with one tag:
 
 ========================= =======================================================================
 ``{"tuple": [...]}``      a tuple
 ``{"dict": {...}}``       a dict whose keys are all str; with other keys ``{"dict": [[key, value], ...]}``
 ``{"ordered": ...}``      an OrderedDict, likewise
-``{"tensor": name}``      a tensor; two that lie at the same place in memory have one name and come back as one
+``{"tensor": name}``      a tensor; two at the same place in memory share a name and come back as one
 ``{"complex": name}``     a complex tensor, kept as real numbers with a last dimension of 2
 ``{"array": name}``       a NumPy array, ``{"complex_array": name}`` a complex one
 ``{"bytes": base64}``
@@ -31,17 +32,37 @@ import numpy as np
 import torch
 
 from diloco.errors import CheckpointError
-from diloco.train.tensor_file import DTYPE_NAMES, RESERVED_NAME
 
-__all__ = ["JSON", "flatten", "unflatten"]
+__all__ = ["DTYPE_NAMES", "JSON", "flatten", "unflatten"]
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+
+DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+"""The dtypes that can be kept, and what the safetensors format calls them."""
+
+_RESERVED_NAME = "__metadata__"  # by the safetensors format
 
 _Path: TypeAlias = tuple[str, ...]
 
 
 def flatten(tree: Any) -> tuple[JSON, dict[str, torch.Tensor]]:
-    """The skeleton of a tree, and its tensors by name (where they lie; nothing is copied unless it must be).
+    """The skeleton of a tree, and its tensors by name, copied only where they can't be kept as they are.
 
     >>> skeleton, tensors = flatten({"optimizer": {0: (torch.ones(2), 0.9)}})
     >>> skeleton
@@ -50,7 +71,7 @@ def flatten(tree: Any) -> tuple[JSON, dict[str, torch.Tensor]]:
     {'optimizer.0.0': tensor([1., 1.])}
 
     Raises:
-        CheckpointError: for a type that cannot be kept exactly; the message has its path inside the tree.
+        CheckpointError: for a type that can't be kept exactly; the message has its path inside the tree.
     """
     encoder = _Encoder()
     try:
@@ -81,7 +102,7 @@ def unflatten(skeleton: JSON, tensors: Mapping[str, torch.Tensor]) -> Any:
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[object, str] = {}  # where a tensor lies -> the name it has
+        self._names: dict[object, str] = {}  # place in memory -> name
         self._entered: set[int] = set()  # the containers around the present value
 
     def encode(self, value: Any, path: _Path) -> JSON:
@@ -94,7 +115,7 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"float": str(value)}
         if kind is str:
-            return _text(value, path)
+            return _checked_text(value, path)
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         if kind is torch.Tensor:
@@ -103,19 +124,19 @@ class _Encoder:
             return self._array(value, path)
         if kind in (list, tuple, dict, OrderedDict):
             if id(value) in self._entered:
-                raise _refused(path, "contains itself, which has no end")
+                raise _refused(path, "contains itself and has no end")
             self._entered.add(id(value))
             encoded = self._container(value, path)
             self._entered.remove(id(value))
             return encoded
-        hint = "a tensor of its own, as .detach() gives," if isinstance(value, torch.Tensor) else "a plain value"
-        raise _refused(path, f"is a {kind.__module__}.{kind.__qualname__}, which can't be kept; {hint} would work")
+        hint = "a tensor of its own, from .detach()" if isinstance(value, torch.Tensor) else "a plain value"
+        raise _refused(path, f"is a {kind.__module__}.{kind.__qualname__}, which can't be kept; use {hint}")
 
     def _container(self, value: Any, path: _Path) -> JSON:
         if isinstance(value, dict):
             tag = "dict" if type(value) is dict else "ordered"
             if all(type(key) is str for key in value):
-                return {tag: {_text(key, path): self.encode(item, (*path, key)) for key, item in value.items()}}
+                return {tag: {_checked_text(key, path): self.encode(item, (*path, key)) for key, item in value.items()}}
             return {tag: [[self._key(key, path), self.encode(item, (*path, str(key)))] for key, item in value.items()]}
         items: list[JSON] = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
         return items if type(value) is list else {"tuple": items}
@@ -125,18 +146,18 @@ class _Encoder:
             return {"tuple": [self._key(item, path) for item in key]}
         if key is None or type(key) in (bool, int, float, str, bytes):
             return self.encode(key, path)
-        raise _refused(path, f"has the key {key!r:.100}; text, a number or a tuple of them would work")
+        raise _refused(path, f"has the key {key!r:.100}; keys are text, numbers or tuples of them")
 
     def _tensor(self, tensor: torch.Tensor, path: _Path) -> JSON:
         if tensor.requires_grad:
-            raise _refused(path, "requires a gradient, which isn't kept; .detach() would work")
+            raise _refused(path, "requires a gradient, which isn't kept; use .detach()")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             raise _refused(
                 path, f"is a {tensor.layout} tensor on {tensor.device}; only dense ones with data can be kept"
             )
         if tensor.is_complex():
-            return {"complex": self._keep(torch.view_as_real(tensor.resolve_conj()), path)}
-        return {"tensor": self._keep(tensor, path)}
+            return {"complex": self._name(torch.view_as_real(tensor.resolve_conj()), path)}
+        return {"tensor": self._name(tensor, path)}
 
     def _array(self, array: Any, path: _Path) -> JSON:
         if not array.flags.writeable or any(stride < 0 for stride in array.strides):
@@ -144,21 +165,21 @@ class _Encoder:
         try:
             tensor = torch.from_numpy(array)
         except (TypeError, ValueError) as error:
-            raise _refused(path, f"is a NumPy array of {array.dtype}; numbers of this machine would work") from error
+            raise _refused(path, f"is a NumPy array of {array.dtype}; only native numbers can be kept") from error
         if tensor.is_complex():
-            return {"complex_array": self._keep(torch.view_as_real(tensor), path)}
-        return {"array": self._keep(tensor, path)}
+            return {"complex_array": self._name(torch.view_as_real(tensor), path)}
+        return {"array": self._name(tensor, path)}
 
-    def _keep(self, tensor: torch.Tensor, path: _Path) -> str:
+    def _name(self, tensor: torch.Tensor, path: _Path) -> str:
         if tensor.dtype not in DTYPE_NAMES:
-            raise _refused(path, f"is {tensor.dtype}, which can't be kept; {_some(map(str, DTYPE_NAMES))} would work")
-        # `tensors` keeps what it names alive, so that neither an address nor an id can be given out again
+            raise _refused(path, f"is {tensor.dtype}, which can't be kept; use one of {_some(map(str, DTYPE_NAMES))}")
+        # `tensors` keeps what it names alive, so neither an address nor an id is reused meanwhile
         place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
         where: object = place if tensor.numel() else id(tensor)
         if where not in self._names:
             name = base = ".".join(path) or "value"
             count = 1
-            while name in self.tensors or name == RESERVED_NAME:
+            while name in self.tensors or name == _RESERVED_NAME:
                 count += 1
                 name = f"{base}~{count}"
             self._names[where] = name
@@ -177,7 +198,7 @@ class _Decoder:
         if not isinstance(node, dict):
             return node
         if len(node) != 1:
-            raise _malformed(path, f"has the tags {_some(node)} where one is due")
+            raise _malformed(path, f"has {len(node)} tags ({_some(node)}) instead of one")
         try:
             return self._tagged(node, path)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -205,7 +226,7 @@ class _Decoder:
                 return float(text)
             case {"int": str(text)}:
                 return int(text, 16)
-        raise _malformed(path, f"is {node!r:.100}, which means nothing here")
+        raise _malformed(path, f"is {node!r:.100}, which is not part of the format")
 
     def _items(self, items: list[JSON], path: _Path) -> list[Any]:
         return [self.decode(item, (*path, str(index))) for index, item in enumerate(items)]
@@ -216,24 +237,24 @@ class _Decoder:
         pairs = {}
         for pair in items:
             if not isinstance(pair, list) or len(pair) != 2:
-                raise _malformed(path, f"has {pair!r:.100} where a key and its value are due")
+                raise _malformed(path, f"has {pair!r:.100} instead of a key and its value")
             key = self.decode(pair[0], path)
             pairs[key] = self.decode(pair[1], (*path, str(key)))
         return pairs
 
     def _named(self, name: str, path: _Path) -> torch.Tensor:
         if name not in self.tensors:
-            raise _malformed(path, f"is the tensor {name!r}, which isn't there")
+            raise _malformed(path, f"is the tensor {name!r}, which is missing")
         self.used.add(name)
         return self.tensors[name]
 
 
-def _text(text: str, path: _Path) -> str:
-    # half a surrogate pair is no Unicode text: two of them would come back as one character
+def _checked_text(text: str, path: _Path) -> str:
+    # half a surrogate pair is not Unicode text: two of them would come back as one character
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _refused(path, f"has the text {text!r:.100}, which isn't valid Unicode; bytes would work") from error
+        raise _refused(path, f"has the text {text!r:.100}, which isn't valid Unicode; use bytes") from error
     return text
 
 
