@@ -18,6 +18,7 @@ ORDER = (
     "events",
     "algorithm",
     "membership",
+    "protocol",
     "state_tree",
     "transport",
     "outer",

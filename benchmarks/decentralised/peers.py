@@ -53,9 +53,9 @@ def become_member(connected: Connected, timeout_s: float) -> PeerTransport:
 
 def addresses_of(transport: PeerTransport) -> list[str]:
     """Where a peer can be reached."""
-    streams = transport.board.streams
+    streams = transport.connections.streams
     assert isinstance(streams, PeerStreams)
-    return list(transport.board.call(streams.node.addresses()))
+    return list(transport.connections.call(streams.node.addresses()))
 
 
 def wait_for_members(transport: PeerTransport, number: int, timeout_s: float) -> None:

@@ -62,7 +62,7 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)
-        assert 3 not in fleets[0].transport.board.connected
+        assert 3 not in fleets[0].transport.connections.connected
         started.join(LIMIT_S)
         assert started.transport.view.members == (0, 1, 2, 3)
     finally:
@@ -111,6 +111,6 @@ def test_who_looks_when_the_others_have_finished_hears_that_the_run_is_over(meet
     for _ in range(1000):
         if second.transport.run_is_over:
             break
-        second.transport.board.call(asyncio.sleep(0.01))
+        second.transport.connections.call(asyncio.sleep(0.01))
     with pytest.raises(RunOverError, match="the others have finished the run, and nobody of it is left to join"):
         second.rejoin(LIMIT_S)

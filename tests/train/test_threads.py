@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 import torch
 
+from diloco.protocol.registry import Entry
 from diloco.train import launcher, wires
 from diloco.train.resolve import resolve
 from diloco.train.roles import Role
@@ -20,7 +21,6 @@ from diloco.train.settings import RunSettings
 from diloco.train.threads import PeerThreads, Seats, choose_threads
 from diloco.transport.address import Address
 from diloco.transport.peers.connected import Connected, Table
-from diloco.transport.peers.registry import Entry
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.settings import TransportSettings
 

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.connection_manager import ConnectionManager
+from tests.transport.connection_managers import MakeRank, Rank, makes
 from tests.transport.state_donors import Asker, Donor, MakeDonor
 from tests.transport.swarms import Swarms
-from tests.transport.switchboards import MakeRank, Rank, makes
-from tests.transport.wires import deaf_board
+from tests.transport.wires import deaf_manager
 from tests.transport.without_io import without_threads
 
 
 @pytest.fixture
-def board() -> Iterator[Switchboard]:
-    """A switchboard that hears nobody."""
-    with deaf_board(0) as made:
+def connections() -> Iterator[ConnectionManager]:
+    """A connection manager that hears nobody."""
+    with deaf_manager(0) as made:
         yield made
 
 
 @pytest.fixture
 def make_rank() -> Iterator[MakeRank]:
-    """Makes switchboards that remember what they are told."""
+    """Makes connection managers that remember what they are told."""
     yield from makes(Rank)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.transport.peers import switchboard
+from diloco.transport.peers import connection_manager
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import Work
-from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.gloo_link import GlooLink
 
 __all__ = ["Cut"]
@@ -46,9 +46,9 @@ class Cut:
             self._whole.clear()
             self._whole_in_loop.clear()
 
-    def heal(self, board: Switchboard) -> None:
+    def heal(self, connections: ConnectionManager) -> None:
         """What was put off happens now; a whole way stays whole. For any thread but the control thread."""
-        board.call(self._heal())
+        connections.call(self._heal())
 
     async def _heal(self) -> None:
         with self._lock:
@@ -82,7 +82,7 @@ class Cut:
         GlooLink.receive = held_receive  # type: ignore[method-assign]
 
     def _hold_back_control(self) -> None:
-        read_frame, open_connection = switchboard.read_frame, asyncio.open_connection
+        read_frame, open_connection = connection_manager.read_frame, asyncio.open_connection
 
         async def held_read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
             try:
@@ -94,7 +94,7 @@ class Cut:
             await self._whole_in_loop.wait()
             return await open_connection(*arguments)
 
-        switchboard.read_frame = held_read  # type: ignore[attr-defined]
+        connection_manager.read_frame = held_read  # type: ignore[attr-defined]
         asyncio.open_connection = held_open  # type: ignore[assignment]
 
 

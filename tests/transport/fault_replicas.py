@@ -24,9 +24,9 @@ from diloco.outer.diloco import DiLoCo
 from diloco.transport.address import Address
 from diloco.transport.base import Transport
 from diloco.transport.peers.connected import join
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.payloads import PayloadExchange, _tag
 from diloco.transport.peers.pending import PeerPending
-from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed.connect import Place, connect
 from diloco.transport.torch_distributed.gloo_link import GlooLink
 from tests.processes import PRELOADED, report, told
@@ -104,14 +104,14 @@ class Words:
         self.silent: frozenset[int] = frozenset()
         self.acts: dict[str, Callable[[], None]] = {}
         self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-        give_up = Switchboard._give_up
+        give_up = ConnectionManager._give_up
 
-        def give_up_silent(board: Switchboard, now_s: float) -> None:
-            for rank in self.silent & board.connected:
-                board._lines[rank].heard_s = -math.inf
-            give_up(board, now_s)
+        def give_up_silent(connections: ConnectionManager, now_s: float) -> None:
+            for rank in self.silent & connections.connected:
+                connections._lines[rank].heard_s = -math.inf
+            give_up(connections, now_s)
 
-        Switchboard._give_up = give_up_silent  # type: ignore[method-assign]
+        ConnectionManager._give_up = give_up_silent  # type: ignore[method-assign]
         threading.Thread(target=self._listen, daemon=True).start()
 
     def next(self) -> str:
@@ -137,7 +137,7 @@ class Victim:
         self.words = words
         self.way = Cut()
         self.links: list[GlooLink] = []
-        self.board: Switchboard | None = None
+        self.connections: ConnectionManager | None = None
         self.decided = {TARGET: threading.Event(), BEFORE: threading.Event()}
         words.acts["heal"] = self.heal
         if scenario.stage == "in flight":
@@ -161,8 +161,8 @@ class Victim:
     def hold(self) -> None:
         """Here it happens, in whatever thread this is."""
         if self.scenario.fault == "freeze":
-            assert self.board is not None
-            self.board._pulse.begin(-math.inf)  # so that it has stood still for long when it is thawed
+            assert self.connections is not None
+            self.connections._pulse.begin(-math.inf)  # so that it has stood still for long when it is thawed
         report("held")
         match self.words.next():
             case "cut":
@@ -172,8 +172,8 @@ class Victim:
                     link.close()
 
     def heal(self) -> None:
-        assert self.board is not None
-        self.way.heal(self.board)
+        assert self.connections is not None
+        self.way.heal(self.connections)
 
     def _stop_in_flight(self) -> None:
         send, pieces = GlooLink.send, 0
@@ -189,7 +189,7 @@ class Victim:
         GlooLink.send = stop_at_second  # type: ignore[method-assign]
 
     def _stop_at_vote(self) -> None:
-        reduce, send, last = PayloadExchange.reduce, Switchboard.send, max(self.scenario.others)
+        reduce, send, last = PayloadExchange.reduce, ConnectionManager.send, max(self.scenario.others)
 
         def reduced(exchange: PayloadExchange, *arguments: Any) -> Mean:
             mean = reduce(exchange, *arguments)
@@ -199,13 +199,13 @@ class Victim:
                 self.words.next()
             return mean
 
-        def stop_before_last(board: Switchboard, rank: int, message: Any, blob: bytes = b"") -> None:
+        def stop_before_last(connections: ConnectionManager, rank: int, message: Any, blob: bytes = b"") -> None:
             if rank == last and _is_vote(message):
                 self.hold()
-            send(board, rank, message, blob)
+            send(connections, rank, message, blob)
 
         PayloadExchange.reduce = reduced  # type: ignore[method-assign]
-        Switchboard.send = stop_before_last  # type: ignore[method-assign]
+        ConnectionManager.send = stop_before_last  # type: ignore[method-assign]
 
 
 def _is_vote(message: Any) -> bool:
@@ -214,14 +214,14 @@ def _is_vote(message: Any) -> bool:
 
 def _tell_of_votes(last: int) -> None:
     """Let the test know when this process's vote is out to all."""
-    send = Switchboard.send
+    send = ConnectionManager.send
 
-    def telling(board: Switchboard, rank: int, message: Any, blob: bytes = b"") -> None:
-        send(board, rank, message, blob)
+    def telling(connections: ConnectionManager, rank: int, message: Any, blob: bytes = b"") -> None:
+        send(connections, rank, message, blob)
         if rank == last and _is_vote(message):
             report("voted")
 
-    Switchboard.send = telling  # type: ignore[method-assign]
+    ConnectionManager.send = telling  # type: ignore[method-assign]
 
 
 def replica(index: int, scenario: Scenario, address: Address) -> None:
@@ -244,7 +244,7 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
         diloco.steps = join(connected, LIMIT_S)
         report("joined")
     if victim is not None:
-        victim.board = transport.board
+        victim.connections = transport.connections
     try:
         while scenario.rejoins or number not in scenario.goes_on or diloco.steps < LAST:
             if connected.joining and _has_found_its_way(outcome, number):

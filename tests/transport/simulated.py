@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco.membership.quorum import Policy
-from diloco.transport.peers.view_policies import Policies
+from diloco.protocol.rules import Policies
 from tests.membership.network import Limits, Network, explore
 from tests.transport.simulated_rank import Rank, weight_of
 from tests.transport.without_io import without_threads

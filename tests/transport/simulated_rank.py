@@ -19,14 +19,13 @@ from diloco.algorithm.codec import make_codec
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.change import NextView
 from diloco.membership.view import View
+from diloco.protocol.failure_detector import Loss, Timing
+from diloco.protocol.registry import Entry, Registry
+from diloco.protocol.rules import Policies, Rules
 from diloco.transport.base import Average
 from diloco.transport.peers import transport
-from diloco.transport.peers.liveness import Loss, Timing
-from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.view_policies import Policies
 from diloco.transport.peers.views import ViewKeeper
 from tests.membership.network import Network
 from tests.transport.without_io import Board, Threads, no_link
@@ -82,8 +81,8 @@ class Rank:
         self._pending: dict[int, Any] = {}
         self._exchanges: list[tuple[Any, Any]] = []
         rules = Rules(rank, rank // size, size, None, TIMEOUT_S, 1 << 19, late_s=LATE_S)
-        self._board = Board(network, rank, self._todo)
-        with mock.patch.object(transport, "Switchboard", return_value=self._board):
+        self._connections = Board(network, rank, self._todo)
+        with mock.patch.object(transport, "ConnectionManager", return_value=self._connections):
             self.transport = PeerTransport(rules, policies, Timing(), TcpStreams())
         self.transport.on_change = self._changed
         entries = {other: Entry(other, f"simulated:{other}") for other in range(replicas * size)}
@@ -94,7 +93,7 @@ class Rank:
         self._asked = 1
         if joining:
             self._joins = entries[rank]
-            reached = sorted({other // size for other in self.transport.board.connected})
+            reached = sorted({other // size for other in self.transport.connections.connected})
             view = View(-1, tuple(reached) or (rank // size,))
             self._todo.append(lambda: self.transport.joining.ask(entries[rank]))
         self._run(lambda: self.transport.begin(view, registry, no_link, member=not joining))
@@ -114,7 +113,7 @@ class Rank:
 
     @property
     def timers(self) -> list[float]:
-        return [delay_s for delay_s, _ in self._board.timers]
+        return [delay_s for delay_s, _ in self._connections.timers]
 
     @property
     def outcomes(self) -> dict[int, bool]:
@@ -156,7 +155,7 @@ class Rank:
 
     def may(self, what: str) -> bool:
         if what == "timers":
-            return bool(self._board.timers)
+            return bool(self._connections.timers)
         if what == "breaks":
             return bool(self._exchanges)
         return not self.left and self._joins is None  # leaves, garbage
@@ -164,7 +163,7 @@ class Rank:
     def suffer(self, what: str, number: int) -> None:
         """A time is over, a payload connection breaks, it leaves, or it hears what nobody of its kind would say."""
         if what == "timers":
-            self._run(self._board.timers.pop(number % len(self._board.timers))[1])
+            self._run(self._connections.timers.pop(number % len(self._connections.timers))[1])
         elif what == "breaks":
             book, state = self._exchanges.pop(number % len(self._exchanges))
             self._run(
@@ -187,7 +186,7 @@ class Rank:
         """As `connect.join` does, without waiting."""
         answer = self.transport.joining.answer(0.0) if not self.left else None
         if answer is None:
-            if not self.left and not self.transport.board.connected:
+            if not self.left and not self.transport.connections.connected:
                 self._leave("nobody answers")
             return False
         if answer["kind"] == "welcome":

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from diloco.protocol.failure_detector import Timing
 from diloco.transport.address import Address
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.state_fetch import fetch_state
 from diloco.transport.peers.state_service import serve_state
 from diloco.transport.peers.state_wire import describe
 from diloco.transport.peers.streams import TcpStreams
-from diloco.transport.peers.switchboard import Switchboard
 
 LIMIT_S = 30.0
 NUMEL = 1_600_000  # with a slot of the same size 12.8 MB: 32 blocks, each of two chunks
@@ -33,16 +33,16 @@ def state(seed: int = 0, *, finished: int = 1, numel: int = NUMEL) -> dict[str, 
 
 
 class Donor:
-    """A board that serves what ``held`` is."""
+    """Serves what ``held`` is."""
 
     def __init__(self, held: Mapping[str, Any] | None, limit_bytes_per_s: float | None = None) -> None:
         self.changes = 0
         self.held = held
         self.copies = 0
         self.requests: list[dict[str, Any]] = []
-        self.board = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
-        self.address = self.board.listen("127.0.0.1", range(1), "127.0.0.1")
-        self.service = serve_state(self.board, limit_bytes_per_s)
+        self.connections = ConnectionManager(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+        self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
+        self.service = serve_state(self.connections, limit_bytes_per_s)
         if held is not None:
             self.service.source = self.copied
         self.service.version = lambda fragment: self.changes
@@ -69,7 +69,7 @@ class Donor:
                 await serve(message, reader, writer)
                 message, _ = await read_frame(reader)
 
-        self.board.services["fetch"] = first
+        self.connections.services["fetch"] = first
 
 
 class Counting(TcpStreams):
@@ -104,24 +104,24 @@ class Counting(TcpStreams):
 class Asker:
     def __init__(self) -> None:
         self.streams = Counting()
-        self.board = Switchboard(9, Timing(), lambda *_: None, lambda *_: None, self.streams)
+        self.connections = ConnectionManager(9, Timing(), lambda *_: None, lambda *_: None, self.streams)
         self.talks: list[Conversation] = []
 
     def close(self) -> None:
         for talk in self.talks:
             talk.end()
-        self.board.close()
+        self.connections.close()
 
     def fetch(self, donors: Mapping[int, Donor], fragment: int = 0, after: int = 0, **more: Any) -> dict[str, Any]:
         addresses = {replica: donor.address for replica, donor in donors.items()}
         more = {"timeout_s": LIMIT_S, **more}
-        return self.board.call(fetch_state(self.streams, addresses, fragment, after, **more), 2 * LIMIT_S)
+        return self.connections.call(fetch_state(self.streams, addresses, fragment, after, **more), 2 * LIMIT_S)
 
     def start(self, donors: Mapping[int, Donor], **more: Any) -> Callable[[], dict[str, Any]]:
         """As `fetch`, in the background; what it returns waits."""
         addresses = {replica: donor.address for replica, donor in donors.items()}
         going = fetch_state(self.streams, addresses, more.pop("fragment", 0), more.pop("after", 0), LIMIT_S, **more)
-        future = asyncio.run_coroutine_threadsafe(going, self.board.loop)
+        future = asyncio.run_coroutine_threadsafe(going, self.connections.loop)
         return lambda: future.result(2 * LIMIT_S)
 
     def received_from(self, donor: Donor) -> int:
@@ -140,18 +140,18 @@ class Conversation:
 
     def __init__(self, asker: Asker, donor: Donor) -> None:
         self.asker = asker
-        self.stream = asker.board.call(asker.streams.open(donor.address), LIMIT_S)
+        self.stream = asker.connections.call(asker.streams.open(donor.address), LIMIT_S)
         asker.talks.append(self)
 
     def say(self, fragment: Any = 0, snapshot: Any = "", **more: Any) -> None:
         message = {"kind": "fetch", "fragment": fragment, "after": 0, "snapshot": snapshot, **more}
-        self.asker.board.post(self.stream[1].write, pack(message))
+        self.asker.connections.post(self.stream[1].write, pack(message))
 
     def hear(self) -> dict[str, Any]:
-        return self.asker.board.call(read_frame(self.stream[0]), LIMIT_S)[0]
+        return self.asker.connections.call(read_frame(self.stream[0]), LIMIT_S)[0]
 
     def end(self) -> None:
-        self.asker.board.post(self.stream[1].close)
+        self.asker.connections.post(self.stream[1].close)
 
 
 def lying(donor: Donor, change: Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]) -> Donor:
@@ -174,5 +174,5 @@ def lying(donor: Donor, change: Callable[[dict[str, Any], bytes], tuple[dict[str
     async def lies(message: dict[str, Any], blob: bytes, reader: Any, writer: Any) -> None:
         await serve(message, blob, reader, Through(writer))  # type: ignore[arg-type]
 
-    donor.board.services["fetch"] = lies
+    donor.connections.services["fetch"] = lies
     return donor

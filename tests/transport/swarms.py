@@ -99,9 +99,9 @@ class Swarms:
 
     def addresses_of(self, transport: PeerTransport) -> tuple[str, ...]:
         """Where a peer can be reached."""
-        streams = transport.board.streams
+        streams = transport.connections.streams
         assert isinstance(streams, PeerStreams)
-        return transport.board.call(streams.node.addresses())
+        return transport.connections.call(streams.node.addresses())
 
     def look(self, number: int, known: Sequence[PeerTransport], run: str = "run") -> list[Seen]:
         """What somebody who does not take part sees."""

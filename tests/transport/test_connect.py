@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from diloco.errors import TransportError
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
 from diloco.transport.base import Average
 from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, serve
 from tests.transport.contract import contribution, exchange
@@ -59,12 +59,12 @@ def test_a_port_that_is_taken_is_named_and_so_is_a_range_without_a_free_one() ->
         assert not [thread for thread in diloco_threads() - before if thread.name == "diloco-post"]
 
 
-def test_of_a_range_the_first_free_port_is_taken(board: Switchboard) -> None:
+def test_of_a_range_the_first_free_port_is_taken(connections: ConnectionManager) -> None:
     for _ in range(20):  # until there are two neighbours, of which the first is taken
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             try:
-                found = board.listen("127.0.0.1", range(port, port + 2), "somewhere")
+                found = connections.listen("127.0.0.1", range(port, port + 2), "somewhere")
             except TransportError:
                 continue
             assert found == Address("somewhere", port + 1)
@@ -141,21 +141,21 @@ def test_a_rank_without_a_rendezvous_is_told_what_to_give() -> None:
     assert "replica 0 was given no rendezvous; HOST:PORT of replica 0" in failure(connect, place(0, 2, None), wire())
 
 
-def test_a_run_that_is_over_is_not_joined(board: Switchboard) -> None:
+def test_a_run_that_is_over_is_not_joined(connections: ConnectionManager) -> None:
     """Its rendezvous, a launcher say, is still there, and knows addresses where nobody is any more."""
     with nobody_at() as first, nobody_at() as second:
-        serve(board, Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))]))
-        address = board.listen("127.0.0.1", range(1), "127.0.0.1")
+        serve(connections, Registry(2, entries=[Entry(0, str(first)), Entry(1, str(second))]))
+        address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
         assert "is over: none of its replicas answers" in failure(connect, place(1, 2, address), wire())
 
 
-def test_a_rank_that_can_not_be_reached_is_named_with_its_address(board: Switchboard) -> None:
+def test_a_rank_that_can_not_be_reached_is_named_with_its_address(connections: ConnectionManager) -> None:
     """The other side registers with an address where it does not listen, as behind a router."""
     with rendezvous(2) as address, nobody_at() as nowhere:
         found = at_once(
             [
                 lambda: connect(place(1, 2, address), wire(rendezvous_timeout_s=2.0)),
-                lambda: ask(board, address, Entry(0, str(nowhere)), 20.0),
+                lambda: ask(connections, address, Entry(0, str(nowhere)), 20.0),
             ]
         )
     assert str(found[0]).startswith(f"rank 1 can't reach rank 0 at {nowhere} within 2 s: ")

@@ -8,15 +8,15 @@ from unittest import mock
 import pytest
 
 from diloco.membership.view import View
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
 from diloco.transport.peers.agreement import Agreement
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.dispatch import Dispatch
 from diloco.transport.peers.joining import Joining
-from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.meetings import Meetings
-from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.speeds import Speeds, speed_message
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.threads import Mailbox
 from diloco.transport.peers.views import ViewKeeper
 
 VIEW = View(3, (0, 1))
@@ -28,13 +28,13 @@ class Desk:
     """Rank 0 of a view of replicas 0 and 1 of two ranks each, and all that its messages go to."""
 
     def __init__(self) -> None:
-        self.board = mock.Mock(spec=Switchboard)
-        self.board.address_of.side_effect = lambda rank: Address("host", rank)
-        self.board.connected = frozenset({1, 2})
-        self.board.connection.side_effect = lambda rank: f"connection {rank}"
+        self.connections = mock.Mock(spec=ConnectionManager)
+        self.connections.address_of.side_effect = lambda rank: Address("host", rank)
+        self.connections.connected = frozenset({1, 2})
+        self.connections.connection.side_effect = lambda rank: f"connection {rank}"
         self.mailbox = Mailbox()
         self.meetings = mock.Mock(spec=Meetings)
-        self.joining = Joining(self.board)
+        self.joining = Joining(self.connections)
         self.speeds = Speeds()
         self.agreement = mock.Mock(spec=Agreement)
         self.introduced: list[Entry] = []
@@ -44,7 +44,7 @@ class Desk:
         self.keeper.attendance = mock.Mock()
         self.dispatch = Dispatch(
             2,
-            self.board,
+            self.connections,
             self.mailbox,
             self.meetings,
             self.joining,
@@ -133,7 +133,7 @@ def test_nobody_joins_in_the_name_of_another_one(ready: Desk, entry: Entry) -> N
 def test_a_welcome_counts_more_than_a_refusal_and_says_who_was_connected_when_it_came(desk: Desk) -> None:
     assert desk.joining.answer(0.0) is None
     desk.deliver(2, {"kind": "welcome", "view": 4})
-    desk.board.connected = frozenset({1})
+    desk.connections.connected = frozenset({1})
     desk.deliver(1, {"kind": "refused", "reason": "late"})
     lineup = {1: "connection 1", 2: "connection 2"}
     assert desk.joining.answer(0.0) == {"kind": "welcome", "view": 4, "lineup": lineup}

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from diloco.transport.peers.last_words import hear_out
+from diloco.transport.peers.streams import hear_out
 
 
 async def broken(*, hears_out: bool, said: bytes) -> asyncio.StreamReader:

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from diloco.errors import TransportError
+from diloco.protocol.failure_detector import Timing
 from diloco.transport.address import Address
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.frames import pack
 from diloco.transport.peers.link_manager import LinkManager, ReliableLink
-from diloco.transport.peers.liveness import Timing
 from diloco.transport.peers.streams import TcpStreams
-from diloco.transport.peers.switchboard import Switchboard
 from tests.transport.wires import at_once
 
 LIMIT_S = 20.0
@@ -57,20 +57,20 @@ class Breaking(TcpStreams):
 class Side:
     def __init__(self, rank: int, patience_s: float) -> None:
         self.streams = Breaking()
-        self.board = Switchboard(rank, Timing(), lambda *_: None, lambda *_: None, self.streams)
-        self.address = self.board.listen("127.0.0.1", range(1), "127.0.0.1")
+        self.connections = ConnectionManager(rank, Timing(), lambda *_: None, lambda *_: None, self.streams)
+        self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
         self.others: dict[int, Address] = {}
-        self.desk = LinkManager(self.board, self.others.__getitem__, patience_s)
+        self.desk = LinkManager(self.connections, self.others.__getitem__, patience_s)
 
     def open(self, peer: int, streams: int = 1, timeout_s: float = LIMIT_S) -> ReliableLink:
-        low, high = sorted((self.board.rank, peer))
-        key, first = f"0/{low}-{high}", self.board.rank < peer
+        low, high = sorted((self.connections.rank, peer))
+        key, first = f"0/{low}-{high}", self.connections.rank < peer
         request = LinkRequest(key, peer, first, streams, timeout_s, lambda key, value: None)
         return self.desk.open_link(request)
 
     def in_loop(self, function: Callable[[], Any]) -> None:
         done = threading.Event()
-        self.board.post(lambda: (function(), done.set()))
+        self.connections.post(lambda: (function(), done.set()))
         assert done.wait(LIMIT_S)
 
 
@@ -78,10 +78,10 @@ class Side:
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
     sides = [Side(rank, getattr(request, "param", LIMIT_S)) for rank in range(2)]
     for side, other in (sides, sides[::-1]):
-        side.others[other.board.rank] = other.address
+        side.others[other.connections.rank] = other.address
     yield sides[0], sides[1]
     for side in sides:
-        side.board.close()
+        side.connections.close()
 
 
 def linked(pair: tuple[Side, Side], streams: int = 1) -> tuple[ReliableLink, ReliableLink]:

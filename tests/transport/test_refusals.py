@@ -12,7 +12,7 @@ from diloco.errors import RoundVoidError
 from diloco.events import RoundCommitted
 from diloco.monitor.progress import Progress
 from diloco.monitor.wording import line
-from diloco.transport.peers.header import header_of
+from diloco.protocol.headers import header_of
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
 from tests.transport.wires import Wires
@@ -29,14 +29,14 @@ def say_again(transport: PeerTransport, fragment: int, outer_step: int) -> None:
     """Replica 1 sends replica 0 a header that nothing follows."""
     given = contribution(1, fragment=fragment, outer_step=outer_step)
     message = header_of(given, taking_over=False).to_message(transport.view.id)
-    transport.board.post(transport.board.send, 0, message)
+    transport.connections.post(transport.connections.send, 0, message)
 
 
 def test_who_contributes_twice_is_named_and_the_first_one_stands(wires: Wires) -> None:
     first, second = wires.meet(2)
     pending = second.average(contribution(1))
     forged = replace(header_of(contribution(1, weight=5.0), taking_over=False), weight=5.0)
-    second.board.post(second.board.send, 0, forged.to_message(second.view.id))
+    second.connections.post(second.connections.send, 0, forged.to_message(second.view.id))
     average = first.average(contribution(0)).wait()
     assert torch.equal(average.values, pending.wait().values)
     assert average.weight == 2.0
@@ -84,7 +84,7 @@ def test_whose_contribution_makes_a_round_void_is_named(wires: Wires, change: di
     pending = [transports[m].average(headers[m]) for m in (0, 2)]
     given = replace(header_of(headers[1], taking_over=False), **change)  # type: ignore[arg-type]  # as strangers might
     for rank in (0, 2):
-        transports[1].board.post(transports[1].board.send, rank, given.to_message(transports[1].view.id))
+        transports[1].connections.post(transports[1].connections.send, rank, given.to_message(transports[1].view.id))
     for each in pending:
         with pytest.raises(RoundVoidError, match=words):
             each.wait()

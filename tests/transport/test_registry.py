@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import RendezvousError
-from diloco.transport.peers.registry import Entry, Registry, difference
+from diloco.protocol.registry import Entry, Registry, difference
 
 FACTS = {"model": "1,000 parameters", "codec": "fp4", "seed": "0"}
 

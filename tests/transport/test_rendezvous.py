@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from diloco.protocol.failure_detector import Timing
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import PROTOCOL, pack, read_frame
-from diloco.transport.peers.liveness import Timing
-from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.streams import TcpStreams
-from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.torch_distributed import connect as torch_connect
 from diloco.transport.torch_distributed import rendezvous as torch_rendezvous
 from diloco.transport.torch_distributed.connect import connect
@@ -40,21 +40,21 @@ def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
     assert diloco_threads() <= before, "nothing stays open"
 
 
-def test_a_name_that_does_not_resolve_is_named(board: Switchboard) -> None:
+def test_a_name_that_does_not_resolve_is_named(connections: ConnectionManager) -> None:
     address = Address("replica-0.invalid", 29400)
     assert "'replica-0.invalid' was given as the rendezvous, and there is no way to it" in failure(
         connect, place(1, 2, address), wire()
     )
-    words = failure(ask, board, address, Entry(1, "x:1"), PATIENCE_S)
+    words = failure(ask, connections, address, Entry(1, "x:1"), PATIENCE_S)
     assert "no rendezvous at replica-0.invalid:29400 within 1 s" in words
     assert "its name does not resolve" in words
 
 
-def test_somebody_who_accepts_and_says_nothing_costs_no_more_than_the_time_out(board: Switchboard) -> None:
+def test_somebody_who_accepts_and_says_nothing_costs_no_more_than_the_time_out(connections: ConnectionManager) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         address = Address("127.0.0.1", server.getsockname()[1])
         assert f"no rendezvous at {address} within 1 s (1 attempts): no answer." in failure(
-            ask, board, address, Entry(1, "x:1"), PATIENCE_S
+            ask, connections, address, Entry(1, "x:1"), PATIENCE_S
         )
 
 
@@ -68,7 +68,7 @@ def test_somebody_who_accepts_and_says_nothing_costs_no_more_than_the_time_out(b
     ],
     ids=["http", "hangs up", "huge", "no kind"],
 )
-def test_somebody_else_on_that_port_is_told_apart(board: Switchboard, answer: bytes, words: str) -> None:
+def test_somebody_else_on_that_port_is_told_apart(connections: ConnectionManager, answer: bytes, words: str) -> None:
     async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(4)
         writer.write(answer)
@@ -80,24 +80,24 @@ def test_somebody_else_on_that_port_is_told_apart(board: Switchboard, answer: by
     async def stop(server: asyncio.Server) -> None:
         server.close()
 
-    server = board.call(start())
+    server = connections.call(start())
     address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
     try:
-        said = failure(ask, board, address, Entry(1, "x:1"), PATIENCE_S)
+        said = failure(ask, connections, address, Entry(1, "x:1"), PATIENCE_S)
     finally:
-        board.call(stop(server))
+        connections.call(stop(server))
     assert f"no rendezvous at {address}" in said
     assert re.search(words, said)
 
 
-def test_replica_0_may_come_last(board: Switchboard) -> None:
+def test_replica_0_may_come_last(connections: ConnectionManager) -> None:
     """Whoever comes first asks again until somebody listens."""
     address = free_address()
     entries = [Entry(rank, f"127.0.0.1:{rank + 1}") for rank in range(2)]
-    asked = threading.Thread(target=lambda: tables.append(ask(board, address, entries[1], 20.0)))
+    asked = threading.Thread(target=lambda: tables.append(ask(connections, address, entries[1], 20.0)))
     tables: list[Any] = []
     asked.start()
-    late = Switchboard(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+    late = ConnectionManager(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
         serve(late, Registry(2))
         late.listen(address.host, range(address.port, address.port + 1), address.host)
@@ -155,11 +155,13 @@ def test_rank_0_says_at_once_that_another_program_has_the_port(
     assert diloco_threads() <= before
 
 
-def test_the_others_say_so_too_of_one_that_never_answers(monkeypatch: pytest.MonkeyPatch, board: Switchboard) -> None:
+def test_the_others_say_so_too_of_one_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch, connections: ConnectionManager
+) -> None:
     monkeypatch.setattr(torch_rendezvous, "_ANSWER_S", 0.2)
     began_s = time.monotonic()
     with another_program(None) as address:
-        words = failure(ask, board, address, Entry(1, "x:1"), 300.0)
+        words = failure(ask, connections, address, Entry(1, "x:1"), 300.0)
     assert time.monotonic() - began_s < 20
     assert f"port {address.port} there is in use by another program, which says nothing." in words
 
@@ -219,7 +221,7 @@ def test_a_store_that_gives_no_word_is_named_in_time() -> None:
     assert "--master-addr" in words
 
 
-def test_answers_are_read_as_frames(board: Switchboard) -> None:
+def test_answers_are_read_as_frames(connections: ConnectionManager) -> None:
     """A server that is asked by hand says what a client is told."""
     with rendezvous(2) as address:
 
@@ -230,4 +232,4 @@ def test_answers_are_read_as_frames(board: Switchboard) -> None:
             writer.close()
             return answer
 
-        assert board.call(by_hand())["kind"] == "refused"
+        assert connections.call(by_hand())["kind"] == "refused"

@@ -13,11 +13,11 @@ from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
+from diloco.protocol.headers import Header, donor_for
+from diloco.protocol.messages import RoundVote
+from diloco.protocol.rules import Rules
 from diloco.transport.peers.decided import Decided
-from diloco.transport.peers.header import Header, donor_for
 from diloco.transport.peers.round_state import RoundState
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.view_messages import RoundVote
 
 ROUND = RoundId(1, 4)
 HEADER = Header(ROUND, 8, 1.0, "d", None, None, "", False)

@@ -63,7 +63,7 @@ def listening(transport: PeerTransport) -> threading.Condition:
             deliver(sender, message, blob)
             changed.notify_all()
 
-    transport.board._deliver = heard
+    transport.connections._deliver = heard
     return changed
 
 
@@ -99,7 +99,7 @@ def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires) -> None:
             changed.notify_all()
 
     first.on_change = followed
-    second.board.post(second.board.send, 0, {"kind": "speed", "steps_per_s": "nan"})
+    second.connections.post(second.connections.send, 0, {"kind": "speed", "steps_per_s": "nan"})
     assert until(lambda: adopted, changed)
     assert "replica 1" in first.reason
     assert "steps_per_s" in first.reason

@@ -111,7 +111,7 @@ def test_who_lags_helps_once_it_has_caught_up(asker: Asker, make_donor: MakeDono
 
 def test_a_dead_donor_is_survived_and_named(asker: Asker, make_donor: MakeDonor) -> None:
     dead, living = make_donor(state()), make_donor(state())
-    dead.board.close()
+    dead.connections.close()
     assert same_values(asker.fetch({0: dead, 1: living}), {**state(), "fragment": 0})
     with pytest.raises(
         TransportError, match=r"replica 0 was asked for fragment 0, and none gave it \(replica 0: .*at "

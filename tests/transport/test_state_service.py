@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError, TransportError
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.state_service import MAX_ASKERS, StateService, serve_state
-from diloco.transport.peers.switchboard import Switchboard
 from tests.same import same_values
 from tests.transport.state_donors import (
     LIMIT_S,
@@ -32,16 +32,16 @@ def test_the_limit_holds_for_all_askers_together(make_donor: MakeDonor) -> None:
     results = at_once([lambda asker=asker: asker.fetch({0: donor}) for asker in askers])
     took_s = time.monotonic() - started_s
     for asker in askers:
-        asker.board.close()
+        asker.connections.close()
     assert all(same_values(each, {**held, "fragment": 0}) for each in results)
     assert took_s > (800_000 - 200_000) / 800_000, "what may leave at once is a quarter of a second's"
     assert donor.copies == 1
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_a_limit_that_is_none_is_refused(board: Switchboard, limit: float) -> None:
+def test_a_limit_that_is_none_is_refused(connections: ConnectionManager, limit: float) -> None:
     with pytest.raises(ConfigurationError, match="bytes a second"):
-        serve_state(board, limit)
+        serve_state(connections, limit)
 
 
 def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make_donor: MakeDonor) -> None:
@@ -56,7 +56,7 @@ def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make_dono
     donor.service.source = source
     result = asker.start({1: donor})
     assert entered.wait(LIMIT_S)
-    assert donor.board.call(answer(), LIMIT_S) == 7
+    assert donor.connections.call(answer(), LIMIT_S) == 7
     changed.set()
     assert same_values(result(), {**state(), "fragment": 0})
 
@@ -69,7 +69,7 @@ def test_a_donor_may_leave_while_it_sends(asker: Asker, make_donor: MakeDonor) -
     offer = talk.hear()
     talk.say(0, offer["snapshot"], offset=0, size=offer["bytes"])
     assert talk.hear()["kind"] == "chunk"
-    donor.board.close()
+    donor.connections.close()
     del donor
     gc.collect()
 
@@ -153,8 +153,8 @@ def test_a_state_that_nobody_would_take_is_refused_by_its_donor(asker: Asker, ma
             asker.fetch({1: make_donor({"global_params": value})})
 
 
-def test_the_service_is_what_the_transport_publishes_to(board: Switchboard) -> None:
-    service = serve_state(board)
+def test_the_service_is_what_the_transport_publishes_to(connections: ConnectionManager) -> None:
+    service = serve_state(connections)
     assert isinstance(service, StateService)
     assert service.source is None
-    assert board.services["fetch"] == service.serve
+    assert connections.services["fetch"] == service.serve

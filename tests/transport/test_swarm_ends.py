@@ -24,7 +24,7 @@ ENDS_S = 20.0
 
 def daemon_of(transport: PeerTransport) -> Any:
     """The process of its libp2p daemon, as asyncio knows it."""
-    streams = transport.board.streams
+    streams = transport.connections.streams
     assert isinstance(streams, PeerStreams)
     return streams.node._daemon.p2p._child
 
@@ -40,7 +40,7 @@ def test_a_peer_ends_in_time_whatever_has_become_of_its_daemon(swarms: Swarms, n
     transport.leave()
     transport.close()
     assert time.monotonic() - began_s < ENDS_S
-    assert transport.board.loop.is_closed(), "its thread has ended, too"
+    assert transport.connections.loop.is_closed(), "its thread has ended, too"
     assert select.select([exited], [], [], ENDS_S)[0], "nothing of the daemon is left"
     os.close(exited)
 

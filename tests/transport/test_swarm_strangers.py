@@ -153,7 +153,7 @@ class Live:
         self.members = members
         self.stranger = stranger
         self.outer_step = 0
-        streams = members[0].board.streams
+        streams = members[0].connections.streams
         assert isinstance(streams, PeerStreams)
         self.target = streams.node.peer_id
 

@@ -11,7 +11,7 @@ import torch
 from diloco.errors import TransportError
 from diloco.transport.base import Transport
 from diloco.transport.peers.data_link import LinkRequest
-from diloco.transport.peers.mailbox import Mailbox
+from diloco.transport.peers.threads import Mailbox
 from diloco.transport.shaping import congestion_control, streams_to_each
 from diloco.transport.torch_distributed.gloo_link import GlooLink, link_opener, make_device
 from tests.transport.contract import MakeEndpoints, TransportContract

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from diloco.algorithm.schedule import Merge
-from diloco.transport.peers.liveness import Loss
+from diloco.protocol.failure_detector import Loss
 from diloco.transport.peers.transport import PeerTransport
 from tests.processes import Processes
 from tests.transport.fault_replicas import replica
@@ -169,11 +169,11 @@ def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> 
         transport.on_change = lambda following, event=event: event.set()  # type: ignore[misc]
 
     def part(mine: PeerTransport, other: int) -> None:
-        mine.board.hang_up(other)
+        mine.connections.hang_up(other)
         mine._lost(other, Loss("silent", "as if nothing came"))
 
-    transports[0].board.post(part, transports[0], 1)
-    transports[1].board.post(part, transports[1], 0)
+    transports[0].connections.post(part, transports[0], 1)
+    transports[1].connections.post(part, transports[1], 0)
     assert told[2].wait(LIMIT_S)
     going = transports[2].view.members
     assert going in ((0, 2), (1, 2))

@@ -10,10 +10,10 @@ import pytest
 
 from diloco.errors import TransportError
 from diloco.membership.view import View
+from diloco.protocol.rules import Rules
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import DataLink, LinkRequest
-from diloco.transport.peers.in_thread import Threads
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.threads import Threads
 from diloco.transport.peers.view_links import ViewLinks
 
 LIMIT_S = 30.0
@@ -48,7 +48,7 @@ def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(error: Exception
         told.set()
 
     links = ViewLinks(
-        Rules(0, 0, 1, None, 5.0, 1 << 19), 1, 5.0, cast(Switchboard, Board()), Threads(), open_link, note
+        Rules(0, 0, 1, None, 5.0, 1 << 19), 1, 5.0, cast(ConnectionManager, Board()), Threads(), open_link, note
     )
     wanted = links.connect(View(0, (0, 1, 2)))
     with pytest.raises(TransportError) as caught:

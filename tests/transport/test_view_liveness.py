@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diloco.membership.founding import Founding, Looker
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
-from diloco.transport.peers.view_policies import Policies
+from diloco.protocol.rules import Policies
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.transport.simulated import check_agreement, rank, simulated
 from tests.transport.simulated_rank import Rank

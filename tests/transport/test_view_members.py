@@ -7,7 +7,7 @@ import pytest
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import ViewChangedError
 from diloco.membership.view import View
-from diloco.transport.peers.view_messages import Leaving
+from diloco.protocol.messages import Leaving
 from tests.membership.network import Limits, explore
 from tests.transport.simulated import begin, check_agreement, rank, settle, simulated
 from tests.transport.simulated_rank import LATE_S, TIMEOUT_S, Rank
@@ -74,7 +74,7 @@ def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard
     network = simulated(4)
     begin(network, 0)
     if heard:
-        rank(network, 0)._board.spoken.update(range(1, 4))
+        rank(network, 0)._connections.spoken.update(range(1, 4))
     rank(network, 0).suffer("timers", 1)
     settle(network)
     if heard:
@@ -98,9 +98,9 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
         mine.suffer("timers", next(i for i, delay_s in enumerate(mine.timers) if delay_s == LATE_S))
 
     look()  # and see that all have contributed
-    mine._board.spoken[1] += 1
+    mine._connections.spoken[1] += 1
     if says == "beats":
-        mine._board.spoken[2] += 1
+        mine._connections.spoken[2] += 1
     elif says == "its vote":
         assert rank(network, 2).act()
         settle(network)
@@ -142,7 +142,7 @@ def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
     begin(network, 0, 2, 3)
     rank(network, 0).suffer("timers", 1)
     assert rank(network, 0).keeper._ending.change is None
-    rank(network, 2)._board.spoken.update((0, 1))
+    rank(network, 2)._connections.spoken.update((0, 1))
     rank(network, 2).suffer("timers", 1)
     assert rank(network, 2).keeper._ending.change is None, "it is the smaller side"
     explore(network, [])

@@ -14,8 +14,8 @@ from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Agreed, NextView, Report
 from diloco.membership.view import View
-from diloco.transport.peers.header import Header
-from diloco.transport.peers.view_messages import Leaving, RoundVote, adopted, change_message, next_view, read
+from diloco.protocol.headers import Header
+from diloco.protocol.messages import Leaving, RoundVote, adopted, change_message, next_view, read
 from tests.membership.network import LIMITS, NUMBERS, Limits, explore
 from tests.transport.simulated import begin, check_agreement, rank, simulate, simulated
 from tests.transport.simulated_rank import Rank

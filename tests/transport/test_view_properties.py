@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.membership.quorum import Policy
-from diloco.transport.peers.view_policies import Policies
+from diloco.protocol.rules import Policies
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.transport.simulated import check_agreement, simulate, simulated
 from tests.transport.simulated_rank import Rank

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from diloco.protocol.failure_detector import Timing
+from diloco.protocol.registry import Registry
 from diloco.transport.address import Address
 from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.liveness import Timing
-from diloco.transport.peers.registry import Registry
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import TcpStreams
-from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from diloco.transport.torch_distributed.doctor import serve_probes
@@ -22,30 +22,30 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 
 
 @contextmanager
-def deaf_board(rank: int = -1) -> Iterator[Switchboard]:
-    """A switchboard that hears nobody."""
-    board = Switchboard(rank, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+def deaf_manager(rank: int = -1) -> Iterator[ConnectionManager]:
+    """A connection manager that hears nobody."""
+    connections = ConnectionManager(rank, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
-        yield board
+        yield connections
     finally:
-        board.close()
+        connections.close()
 
 
 @contextmanager
 def rendezvous(num_ranks: int, ranks_per_replica: int = 1) -> Iterator[Address]:
     """An address to meet at, which is no rank's."""
-    with deaf_board() as board:
-        address = board.listen("127.0.0.1", range(1), "127.0.0.1")
-        serve(board, Registry(num_ranks, ranks_per_replica))
+    with deaf_manager() as connections:
+        address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
+        serve(connections, Registry(num_ranks, ranks_per_replica))
         yield address
 
 
 @contextmanager
 def answering_probes(host: str = "127.0.0.1") -> Iterator[Address]:
     """Where the doctor gets an answer."""
-    with deaf_board() as board:
-        serve_probes(board)
-        yield board.listen(host, range(1), host)
+    with deaf_manager() as connections:
+        serve_probes(connections)
+        yield connections.listen(host, range(1), host)
 
 
 def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:

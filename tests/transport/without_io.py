@@ -24,7 +24,7 @@ SOON_S = 1.0
 
 
 class Board:
-    """A switchboard whose connections are the network's."""
+    """A connection manager whose connections are the network's."""
 
     def __init__(self, network: Network, rank: int, todo: deque[Callable[[], object]]) -> None:
         self.address = Address("simulated", rank)
@@ -85,15 +85,15 @@ class Threads:
         owner = target.__self__
         if isinstance(owner, ViewLinks):
             view, links = arguments
-            rules, board = owner._rules, owner._board
+            rules, connections = owner._rules, owner._connections
             peers = [peer for peer in view.members if peer != rules.replica]
-            size, connected = rules.ranks_per_replica, board.connected
+            size, connected = rules.ranks_per_replica, connections.connected
             failed = {
                 peer: "no connection"
                 for peer in peers
                 if not connected.issuperset(range(peer * size, (peer + 1) * size))
             }
-            board.post(owner._connected, links, {}, failed)
+            connections.post(owner._connected, links, {}, failed)
         else:
             self.exchanging.append((owner, *arguments))
 

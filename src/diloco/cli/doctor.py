@@ -91,23 +91,23 @@ def _examine(options: Options) -> int:
 
 
 def _listen(text: str) -> int:
-    from diloco.transport.peers.liveness import Timing
+    from diloco.protocol.failure_detector import Timing
+    from diloco.transport.peers.connection_manager import ConnectionManager
     from diloco.transport.peers.streams import TcpStreams
-    from diloco.transport.peers.switchboard import Switchboard
     from diloco.transport.torch_distributed.doctor import serve_probes
 
     address, ends = parse_address(text, key="--listen"), {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which inherit it
-    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+    connections = ConnectionManager(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
-        heard = board.listen(address.host, range(address.port, address.port + 1), address.host)
-        serve_probes(board)
+        heard = connections.listen(address.host, range(address.port, address.port + 1), address.host)
+        serve_probes(connections)
         print(
             f"listening at {heard}; `diloco doctor {heard}` elsewhere examines the way here. Ctrl-C ends.", flush=True
         )
         signal.sigwait(ends)
     finally:
-        board.close()
+        connections.close()
     return 0
 
 

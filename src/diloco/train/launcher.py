@@ -17,12 +17,12 @@ from typing import Any
 
 from diloco.cores import choose_share
 from diloco.errors import ConfigurationError
+from diloco.protocol.failure_detector import Timing
+from diloco.protocol.registry import Registry
 from diloco.train.stopping import is_echo
 from diloco.transport.address import Address
-from diloco.transport.peers.liveness import Timing
-from diloco.transport.peers.registry import Registry
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import TcpStreams
-from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve
 
@@ -63,17 +63,17 @@ def launch(
     Returns:
         The exit code of the whole, see `exit_code`.
     """
-    board = Switchboard(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+    connections = ConnectionManager(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
     try:
         host = settings.host or "127.0.0.1"
-        address = board.listen(host, range(1), host)
+        address = connections.listen(host, range(1), host)
         registry = Registry(settings.replicas * speakers, speakers)
-        serve(board, registry)
+        serve(connections, registry)
         store = _inner_store(host) if settings.replica_size > 1 else None
         inner = None if store is None else Address(host, store.port)
         return _watch(settings, registry, lambda m, s: list(command(m, s, address, inner)), say)
     finally:
-        board.close()
+        connections.close()
 
 
 def _watch(

@@ -19,10 +19,10 @@ from diloco.algorithm.exchange import Exchange, plan_exchange
 from diloco.algorithm.numbers import check_whole
 from diloco.errors import ConfigurationError, DivergedError, RoundTimeoutError, RoundVoidError, TransportError
 from diloco.membership.view import View
+from diloco.protocol.registry import Entry, difference
 from diloco.transport.base import Average, Pending, SnapshotSource, Transport
 from diloco.transport.faults import Fault, tamper
 from diloco.transport.links import Transfer, VirtualNetwork
-from diloco.transport.peers.registry import Entry, difference
 
 __all__ = ["InProcessEndpoint", "InProcessTransport"]
 

@@ -242,7 +242,7 @@ class SwarmFleet(Returning):
         }
 
     def _clock_facts(self) -> dict[str, str]:
-        streams = self.transport.board.streams
+        streams = self.transport.connections.streams
         assert isinstance(streams, PeerStreams)
         off_s = streams.node.clock_off_s
         if abs(off_s) < _CLOCK_OFF_S:
@@ -252,9 +252,9 @@ class SwarmFleet(Returning):
 
     def addresses(self) -> tuple[str, ...]:
         """Multiaddresses that others can join at; those of this machine alone come last."""
-        streams = self.transport.board.streams
+        streams = self.transport.connections.streams
         assert isinstance(streams, PeerStreams)
-        found = self.transport.board.call(streams.node.addresses())
+        found = self.transport.connections.call(streams.node.addresses())
         return tuple(sorted(found, key=lambda address: address.startswith("/ip4/127.")))
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class TorchFleet(Returning):
 
     def _look_again(self, last: View, patience_s: float) -> Connected:
         if self._listening is None:
-            streams = self.transport.board.streams
+            streams = self.transport.connections.streams
             assert isinstance(streams, TcpStreams)
             self._listening = streams.keep()
         self.transport.close()

@@ -18,6 +18,8 @@ from typing import Any
 from diloco.errors import RendezvousError, RunOverError
 from diloco.membership.founding import Founding, Looker, Lookers
 from diloco.membership.view import View
+from diloco.protocol.failure_detector import Timing
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.hivemind.dialler import Dialler
 from diloco.transport.hivemind.identity import Admission, load_identity, number_of
 from diloco.transport.hivemind.node import NodePlace
@@ -26,8 +28,6 @@ from diloco.transport.hivemind.records import PeerRecord
 from diloco.transport.hivemind.swarm import NotNowError, SwarmDesk, SwarmTable
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.link_manager import LinkManager
-from diloco.transport.peers.liveness import Timing
-from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.waiting import waiting_for
@@ -107,7 +107,7 @@ def _enter(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
     with waiting_for(lambda: f"an answer of a peer at {', '.join(place.node.join) or 'this machine'}", timeout_s):
         while True:
             try:
-                transport.board.listen()
+                transport.connections.listen()
                 return
             except RendezvousError:
                 if time.monotonic() >= deadline_s:
@@ -124,7 +124,7 @@ class _Arrival:
         self.place = place
         self.wire = wire
         self.transport = transport
-        self.board = transport.board
+        self.connections = transport.connections
         self.streams = streams
         self.held_step = held_step
         self.registry = Registry(0)
@@ -134,7 +134,7 @@ class _Arrival:
         self.beat = 0
         self.looking = 0
         self.dialler = Dialler(
-            self.board,
+            self.connections,
             streams,
             self.registry,
             self.number,
@@ -144,11 +144,11 @@ class _Arrival:
         transport.on_introduction = self.dialler.call_back
 
     def connect(self) -> Connected:
-        call = self.board.call
+        call = self.connections.call
         self.mine = call(self._entry())
         self.registry.entries[self.number] = self.mine
-        open_link = LinkManager(self.board, self._address_of, self.wire.silence_s).open_link
-        self.board.admits = lambda rank, address: (
+        open_link = LinkManager(self.connections, self._address_of, self.wire.silence_s).open_link
+        self.connections.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
         with waiting_for(self._whom, self.patience_s):
@@ -165,7 +165,7 @@ class _Arrival:
             call(self.streams.node.announce(self.place.admission.run, self._record(self.swarm)))  # before anybody looks
         founded_step = found.founded_step if found else max(0, self.held_step)
         SwarmDesk(
-            self.board,
+            self.connections,
             self.streams,
             self.registry,
             self.mine,
@@ -176,7 +176,7 @@ class _Arrival:
             step=lambda: self.transport.step,
             status=self.place.status,
         )
-        self.board.post(self._keep_announcing)
+        self.connections.post(self._keep_announcing)
         entries = dict(found.entries) if found else {}
         everybody = {**entries, self.number: self.mine}
         table = Table(everybody, found is not None, found.step if found else 0, founded_step)
@@ -195,7 +195,7 @@ class _Arrival:
 
     def _address_of(self, rank: int) -> PeerAddress:
         """Of a rank that is connected, or was when it asked; `OSError` for one that nobody knows."""
-        connected = self.board.address_of(rank)
+        connected = self.connections.address_of(rank)
         if connected is None and rank not in self.registry.entries:
             raise OSError(f"nobody knows where replica {rank} is")
         return PeerAddress(str(connected or self.registry.entries[rank].address))
@@ -220,7 +220,9 @@ class _Arrival:
 
     def _finish(self) -> None:
         self.finished = True
-        self.board.call(self.streams.node.announce(self.place.admission.run, self._record(self.swarm)), _LAST_WORD_S)
+        self.connections.call(
+            self.streams.node.announce(self.place.admission.run, self._record(self.swarm)), _LAST_WORD_S
+        )
 
     async def _find(self) -> SwarmTable | View:
         """The swarm, once all its members are connected; or the view that this peer is to found.
@@ -327,10 +329,10 @@ class _Arrival:
 
     def _refresh(self) -> None:
         """The members may be others by now."""
-        self.board.call(self._look_again())
+        self.connections.call(self._look_again())
 
     async def _look_again(self) -> None:
-        for rank in sorted(self.board.connected & self.registry.entries.keys()):
+        for rank in sorted(self.connections.connected & self.registry.entries.keys()):
             try:
                 await self.dialler.dial(await self.dialler.ask(self.registry.entries[rank].address))
                 return

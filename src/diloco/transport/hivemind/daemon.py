@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.peers.streams import stop_listening
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import stop_listening, within
 
 __all__ = ["Daemon", "Handler", "plainly"]
 

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import Callable
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.swarm import NotNowError, SwarmTable, ask_peer
-from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.peers.within import within
+from diloco.transport.peers.connection_manager import ConnectionManager
+from diloco.transport.peers.streams import within
 
 __all__ = ["Dialler"]
 
@@ -20,7 +20,7 @@ class Dialler:
     """Opens this peer's connections to others. In the control thread.
 
     Args:
-        board: of this peer.
+        connections: of this peer.
         streams: of this peer.
         registry: of all that are known; gets those that tables name.
         rank: of this peer.
@@ -30,7 +30,7 @@ class Dialler:
 
     def __init__(
         self,
-        board: Switchboard,
+        connections: ConnectionManager,
         streams: PeerStreams,
         registry: Registry,
         rank: int,
@@ -38,7 +38,7 @@ class Dialler:
         mine: Callable[[], Entry],
         silence_s: float,
     ) -> None:
-        self._board = board
+        self._connections = connections
         self._streams = streams
         self._registry = registry
         self._rank = rank
@@ -75,7 +75,7 @@ class Dialler:
             entry = table.entries[rank]
             self._streams.know(entry.address, entry.places)
             try:
-                await within(self._silence_s, self._board.connect(rank, PeerAddress(entry.address)))
+                await within(self._silence_s, self._connections.connect(rank, PeerAddress(entry.address)))
             except (OSError, EOFError, TransportError, TimeoutError) as error:
                 if rank in table.members and not await self._called_back(table, rank):
                     raise OSError(
@@ -84,7 +84,7 @@ class Dialler:
                         "let nothing in, a peer with a public address that relays, would work"
                     ) from error
 
-        wanted = [rank for rank in table.entries if rank != self._rank and rank not in self._board.connected]
+        wanted = [rank for rank in table.entries if rank != self._rank and rank not in self._connections.connected]
         for result in await asyncio.gather(*(one(rank) for rank in wanted), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
@@ -105,9 +105,11 @@ class Dialler:
         return False
 
     async def _connected_to(self, rank: int) -> None:
-        while not self._board.words(rank):  # the first says that it knows the connection, as members of a view must
-            self._board.arrived.clear()
-            await self._board.arrived.wait()
+        while not self._connections.words(
+            rank
+        ):  # the first says that it knows the connection, as members of a view must
+            self._connections.arrived.clear()
+            await self._connections.arrived.wait()
 
     def call_back(self, entry: Entry) -> None:
         """Open the connection that another one can't."""
@@ -115,8 +117,8 @@ class Dialler:
         async def call() -> None:
             self._streams.know(entry.address, entry.places)
             with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
-                await within(self._silence_s, self._board.connect(entry.rank, PeerAddress(entry.address)))
+                await within(self._silence_s, self._connections.connect(entry.rank, PeerAddress(entry.address)))
 
-        if entry.rank not in self._board.connected:
+        if entry.rank not in self._connections.connected:
             self._calls.add(task := asyncio.ensure_future(call()))
             task.add_done_callback(self._calls.discard)

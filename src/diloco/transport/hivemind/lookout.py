@@ -14,7 +14,7 @@ from diloco.transport.hivemind.node import Node, NodePlace
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.records import PeerRecord
 from diloco.transport.hivemind.swarm import ask_peer
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import within
 
 __all__ = ["Seen", "look", "stand"]
 

@@ -14,7 +14,7 @@ from diloco.transport.hivemind.daemon import Daemon, Handler, plainly
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import within
 
 __all__ = ["Node", "NodePlace", "same_port"]
 

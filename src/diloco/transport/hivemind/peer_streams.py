@@ -11,8 +11,7 @@ from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.hivemind.identity import PROOF_BYTES, Admission, Identity
 from diloco.transport.hivemind.node import Node, NodePlace
-from diloco.transport.peers.streams import Accept
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import Accept, within
 
 __all__ = ["PeerAddress", "PeerStreams"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError
+from diloco.protocol.registry import Entry, Registry, difference
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.registry import Entry, Registry, difference
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import within
 
 __all__ = ["NotNowError", "SwarmDesk", "SwarmTable", "ask_peer"]
 
@@ -70,10 +70,10 @@ class SwarmTable:
 
 
 class SwarmDesk:
-    """Answers at a member's board.
+    """Answers at a member's connections.
 
     Args:
-        board: of this peer.
+        connections: of this peer.
         streams: of this peer.
         registry: of all that are known.
         mine: this peer's own entry.
@@ -87,7 +87,7 @@ class SwarmDesk:
 
     def __init__(
         self,
-        board: Switchboard,
+        connections: ConnectionManager,
         streams: PeerStreams,
         registry: Registry,
         mine: Entry,
@@ -99,7 +99,7 @@ class SwarmDesk:
         step: Callable[[], int],
         status: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self._board = board
+        self._connections = connections
         self._streams = streams
         self._registry = registry
         self._mine = mine
@@ -109,14 +109,14 @@ class SwarmDesk:
         self._closed = closed
         self._step = step
         self._status = status
-        board.services["table"] = self._answer_table
-        board.services["introduce"] = self._introduce
-        board.services["status"] = self._answer_status
+        connections.services["table"] = self._answer_table
+        connections.services["introduce"] = self._introduce
+        connections.services["status"] = self._answer_status
 
     def table(self) -> SwarmTable:
         """The members, and who is connected and wants to be one."""
         members = self._members()
-        ranks = {*members, *(self._board.connected & self._registry.entries.keys())}
+        ranks = {*members, *(self._connections.connected & self._registry.entries.keys())}
         entries = {rank: self._registry.entries[rank] for rank in sorted(ranks) if rank in self._registry.entries}
         return SwarmTable(self._swarm, entries, members, self._step(), self._founded_step)
 
@@ -131,7 +131,7 @@ class SwarmDesk:
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         entry = Entry.from_message(message["entry"])
-        if entry.address != self._board.streams.identity(writer):
+        if entry.address != self._connections.streams.identity(writer):
             return
         if closed := self._closed() or ("" if self._members() else "it is joining itself"):
             answer: dict[str, Any] = {"kind": "refused", "reason": closed, "for_good": False}
@@ -147,8 +147,8 @@ class SwarmDesk:
     ) -> None:
         """Somebody can't open a connection to a member: ask the member to open one."""
         entry, to = Entry.from_message(message["entry"]), int(message["to"])
-        if entry.address == self._board.streams.identity(writer) and to in self._members():
-            self._board.send(to, {"kind": "introduce", "entry": entry.to_message()})
+        if entry.address == self._connections.streams.identity(writer) and to in self._members():
+            self._connections.send(to, {"kind": "introduce", "entry": entry.to_message()})
             await _say({"kind": "introduced"}, reader, writer)
 
     async def _answer_status(

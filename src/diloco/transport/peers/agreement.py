@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco.errors import ConfigurationError, RendezvousError
-from diloco.transport.peers.registry import Entry, difference
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.protocol.registry import Entry, difference
+from diloco.protocol.rules import Rules
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.waiting import waiting_for
 
 __all__ = ["Agreement"]
@@ -24,16 +24,20 @@ class Agreement:
 
     Args:
         rules: who I am.
-        board: control connections.
+        connections: control connections.
         present: the ranks of the view that can be reached, and this one.
         changed: notified where others come and go.
     """
 
     def __init__(
-        self, rules: Rules, board: Switchboard, present: Callable[[], set[int]], changed: threading.Condition
+        self,
+        rules: Rules,
+        connections: ConnectionManager,
+        present: Callable[[], set[int]],
+        changed: threading.Condition,
     ) -> None:
         self._rules = rules
-        self._board = board
+        self._connections = connections
         self._present = present
         self._changed = changed
         self._mine: Entry | None = None
@@ -43,8 +47,8 @@ class Agreement:
     def agree(self, facts: Mapping[str, str], timeout_s: float) -> None:
         """Tell ``facts`` to the others and wait for theirs; see `Transport.agree`."""
         with waiting_for(lambda: f"{_named(self._missing())} to make its DiLoCo", timeout_s), self._changed:
-            self._mine = Entry(self._rules.rank, str(self._board.address), facts)
-            self._board.post(self._tell_all)
+            self._mine = Entry(self._rules.rank, str(self._connections.address), facts)
+            self._connections.post(self._tell_all)
             self._changed.wait_for(lambda: self._refusal() or not self._awaited(), timeout_s)
             refusal, missing = self._refusal(), self._missing()
         if refusal:
@@ -79,11 +83,11 @@ class Agreement:
 
     def _tell_all(self) -> None:
         assert self._mine is not None
-        for rank in self._board.connected:
+        for rank in self._connections.connected:
             self._tell(rank, self._mine, answer=False)
 
     def _tell(self, rank: int, mine: Entry, *, answer: bool) -> None:
-        self._board.send(rank, {"kind": "facts", "answer": answer, **mine.to_message()})
+        self._connections.send(rank, {"kind": "facts", "answer": answer, **mine.to_message()})
 
     # With `changed` held.
 

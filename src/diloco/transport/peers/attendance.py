@@ -7,13 +7,13 @@ from typing import Any
 
 from diloco.membership.change import NextView, Report
 from diloco.membership.view import View
+from diloco.protocol.failure_detector import Loss
+from diloco.protocol.messages import Leaving, adopted
+from diloco.protocol.rules import Rules
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.lineup import Lineup
-from diloco.transport.peers.liveness import Loss
 from diloco.transport.peers.present import Present
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.peers.view_end import ViewEnd
-from diloco.transport.peers.view_messages import Leaving, adopted
 from diloco.transport.peers.waiting import Joiners
 
 __all__ = ["Attendance"]
@@ -27,7 +27,7 @@ class Attendance:
     Args:
         present: the view.
         rules: who I am.
-        board: control connections.
+        connections: control connections.
         lineup: the members' processes.
         ending: of the view; told of all that happens.
         stop: called, with the reason in words, when this replica can't take part any more.
@@ -40,7 +40,7 @@ class Attendance:
         self,
         present: Present,
         rules: Rules,
-        board: Switchboard,
+        connections: ConnectionManager,
         lineup: Lineup,
         ending: ViewEnd,
         stop: Callable[[str], None],
@@ -48,7 +48,7 @@ class Attendance:
         self.closed_to_joiners = ""
         self._present = present
         self._rules = rules
-        self._board = board
+        self._connections = connections
         self._lineup = lineup
         self._ending = ending
         self._stop = stop
@@ -69,11 +69,11 @@ class Attendance:
             return  # another member heard it first, and all have agreed since
         if self.closed_to_joiners or now.failure is not None or now.book is None:
             why = self.closed_to_joiners or str(now.failure or "this replica is joining itself")
-            self._board.send(rank, {"kind": "refused", "reason": why, "for_good": now.failure is not None})
+            self._connections.send(rank, {"kind": "refused", "reason": why, "for_good": now.failure is not None})
             return
         others = set(self._lineup.ranks(tuple(m for m in now.view.members if m != replica)))
         if not connected.issuperset(others):
-            self._board.send(rank, _AGAIN)
+            self._connections.send(rank, _AGAIN)
             return
         self._gone_before.discard(replica)
         if self._joiners.ask(rank):
@@ -86,7 +86,7 @@ class Attendance:
     def welcome(self, following: NextView, note: Mapping[str, Any] | None) -> None:
         """Tell those who join of the view that they are in, with a note from the owner."""
         for rank in self._lineup.ranks(following.joined) if following.view is not None else ():
-            self._board.send(rank, adopted(following) | {"kind": "welcome", "note": note})
+            self._connections.send(rank, adopted(following) | {"kind": "welcome", "note": note})
 
     # Who goes.
 
@@ -136,7 +136,7 @@ class Attendance:
     def broken(self, words: str) -> None:
         """A payload connection ended while the control connection stands: the same members connect anew."""
         if self._ending.change is None and self._present.failure is None:
-            self._board.loop.call_later(1.0, self._form_anew, self._present.view, words)
+            self._connections.loop.call_later(1.0, self._form_anew, self._present.view, words)
 
     # What a view begins with.
 
@@ -155,7 +155,7 @@ class Attendance:
             if following.joined or replica in mine.joining:  # it may have no connection to who has just joined
                 self._joiners.forget(replica)
                 for rank in self._lineup.ranks((replica,)):
-                    self._board.send(rank, _AGAIN)
+                    self._connections.send(rank, _AGAIN)
             else:
                 self._let_join(replica)
 

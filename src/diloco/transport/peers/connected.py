@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError
-from diloco.transport.peers.registry import Entry
+from diloco.protocol.registry import Entry
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["Connected", "Table", "join"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.peers.agreement import Agreement
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.joining import Joining
-from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.meetings import Meetings
-from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.speeds import Speeds
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.threads import Mailbox
 from diloco.transport.peers.views import ViewKeeper
 
 __all__ = ["Dispatch", "Received"]
@@ -28,7 +28,7 @@ class Dispatch:
 
     Args:
         ranks_per_replica: S.
-        board: control connections.
+        connections: control connections.
         mailbox: gets what payload connections are made with.
         meetings: get the numbers that ranks agree on.
         joining: gets what members answer to this rank's wish to be one.
@@ -40,7 +40,7 @@ class Dispatch:
     def __init__(
         self,
         ranks_per_replica: int,
-        board: Switchboard,
+        connections: ConnectionManager,
         mailbox: Mailbox,
         meetings: Meetings,
         joining: Joining,
@@ -49,7 +49,7 @@ class Dispatch:
         introduced: Callable[[Entry], None],
     ) -> None:
         self._size = ranks_per_replica
-        self._board = board
+        self._connections = connections
         self._mailbox = mailbox
         self._meetings = meetings
         self._joining = joining
@@ -105,7 +105,7 @@ class Dispatch:
         kind = message["kind"]
         if kind == "join":
             entry = Entry.from_message(message)
-            if entry.rank != sender or entry.address != str(self._board.address_of(sender)):
+            if entry.rank != sender or entry.address != str(self._connections.address_of(sender)):
                 raise ValueError("it wants to join in the name of another one")
             registry.entries[sender] = entry
             keeper.attendance.join(sender, frozenset(int(rank) for rank in message["connected"]))

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.transport.peers.registry import Entry
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.protocol.registry import Entry
+from diloco.transport.peers.connection_manager import ConnectionManager
 
 __all__ = ["Joining"]
 
@@ -18,11 +18,11 @@ class Joining:
     """One rank's wish to be a member.
 
     Args:
-        board: control connections.
+        connections: control connections.
     """
 
-    def __init__(self, board: Switchboard) -> None:
-        self._board = board
+    def __init__(self, connections: ConnectionManager) -> None:
+        self._connections = connections
         self._answers: list[Mapping[str, Any]] = []
         self._changed = threading.Condition()
 
@@ -30,9 +30,9 @@ class Joining:
 
     def ask(self, entry: Entry) -> None:
         """Tell all that this rank is connected to that it wants to be a member."""
-        message = {"kind": "join", **entry.to_message(), "connected": sorted(self._board.connected)}
-        for rank in self._board.connected:
-            self._board.post(self._board.send, rank, message)
+        message = {"kind": "join", **entry.to_message(), "connected": sorted(self._connections.connected)}
+        for rank in self._connections.connected:
+            self._connections.post(self._connections.send, rank, message)
 
     def answer(self, timeout_s: float) -> Mapping[str, Any] | None:
         """What a member answered, or None; a welcome rather than anything else.
@@ -49,6 +49,6 @@ class Joining:
     def heard(self, message: Mapping[str, Any]) -> None:
         """A member answers."""
         with self._changed:
-            lineup = {rank: self._board.connection(rank) for rank in self._board.connected}
+            lineup = {rank: self._connections.connection(rank) for rank in self._connections.connected}
             self._answers = [*self._answers[-_MOST_ANSWERS:], {**message, "lineup": lineup}]
             self._changed.notify_all()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from diloco.membership.view import View
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.protocol.rules import Rules
+from diloco.transport.peers.connection_manager import ConnectionManager
 
 __all__ = ["Lineup"]
 
@@ -19,7 +19,7 @@ class Lineup:
         board: control connections.
     """
 
-    def __init__(self, rules: Rules, board: Switchboard) -> None:
+    def __init__(self, rules: Rules, board: ConnectionManager) -> None:
         self._rules = rules
         self._board = board
         self._connections: dict[int, object | None] = {}

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.reliable_stream import ReliableStream, StreamWork
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import within
 
 __all__ = ["LinkManager", "ReliableLink"]
 
@@ -69,30 +69,30 @@ class LinkManager:
     """All payload links of one rank. The lower rank of a link opens its connections, and opens them again.
 
     Args:
-        board: whose loop does the work, and at which the others' connections come in.
+        connections: whose loop does the work, and at which the others' connections come in.
         address_of: rank -> where it listens.
         patience_s: how long a link may be broken before it ends.
     """
 
-    def __init__(self, board: Switchboard, address_of: Callable[[int], Address], patience_s: float) -> None:
-        self._board = board
+    def __init__(self, connections: ConnectionManager, address_of: Callable[[int], Address], patience_s: float) -> None:
+        self._connections = connections
         self._address_of = address_of
         self._patience_s = patience_s
         self._lines: dict[tuple[str, int], _Line] = {}
         self._opened = asyncio.Condition()
-        board.services["link"] = self._serve
+        connections.services["link"] = self._serve
 
     def open_link(self, request: LinkRequest) -> ReliableLink:
         """As `OpenLink` says."""
         opening = self._open(request)
         try:
-            return self._board.call(opening)
+            return self._connections.call(opening)
         except (CancelledError, RuntimeError) as error:
             opening.close()
             raise TransportError(f"the payload connection {request.key} was not made: the transport closed") from error
 
     async def _open(self, request: LinkRequest) -> ReliableLink:
-        lines = [_Line(request, index, self._board.loop) for index in range(request.streams)]
+        lines = [_Line(request, index, self._connections.loop) for index in range(request.streams)]
         async with self._opened:
             self._lines.update({(request.key, line.index): line for line in lines})
             self._opened.notify_all()
@@ -106,7 +106,7 @@ class LinkManager:
             self._end(lines, lacking[0].why)
             raise TransportError(f"the payload connection {request.key} could not be made: {lacking[0].why}")
         return ReliableLink(
-            [line.stream for line in lines], lambda: self._board.post(self._end, lines, "it was closed")
+            [line.stream for line in lines], lambda: self._connections.post(self._end, lines, "it was closed")
         )
 
     def _end(self, lines: Sequence[_Line], why: str) -> None:
@@ -138,14 +138,14 @@ class LinkManager:
 
     async def _dial(self, line: _Line, left_s: float) -> None:
         try:
-            opening = self._board.open(self._address_of(line.request.rank))
+            opening = self._connections.open(self._address_of(line.request.rank))
             reader, writer = await within(left_s, opening)
         except (OSError, TimeoutError) as error:
             line.why = str(error) or type(error).__name__
             return
         asking = {"kind": "link", "key": line.request.key, "stream": line.index, "received": line.stream.received}
         try:
-            writer.write(pack({**asking, "rank": self._board.rank}))
+            writer.write(pack({**asking, "rank": self._connections.rank}))
             answer, _ = await within(left_s, read_frame(reader))
             if answer["kind"] == "refused":
                 self._end([line], str(answer["reason"]))
@@ -165,7 +165,7 @@ class LinkManager:
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         key, rank = (str(message["key"]), int(message["stream"])), int(message["rank"])
-        identity = self._board.streams.identity(writer)
+        identity = self._connections.streams.identity(writer)
         if identity and identity != str(self._address_of(rank)):
             return
         async with self._opened:
@@ -185,7 +185,7 @@ class LinkManager:
             await self._use(line, reader, writer, int(message["received"]))
         finally:
             if not line.stream.ended:
-                self._board.loop.call_later(self._patience_s, self._give_up, line, line.uses)
+                self._connections.loop.call_later(self._patience_s, self._give_up, line, line.uses)
 
     def _give_up(self, line: _Line, uses: int) -> None:
         if line.uses == uses:

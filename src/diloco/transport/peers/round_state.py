@@ -14,12 +14,12 @@ from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
+from diloco.protocol.headers import Header
+from diloco.protocol.messages import RoundVote
+from diloco.protocol.rules import Rules
 from diloco.transport.base import Average
-from diloco.transport.peers.header import Header
 from diloco.transport.peers.payloads import Part
 from diloco.transport.peers.pending import PeerPending
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.view_messages import RoundVote
 
 __all__ = ["Begun", "RoundState", "Timer", "digest_of"]
 

@@ -18,16 +18,16 @@ from diloco.membership.ballot import Vote, tally
 from diloco.membership.change import Commits, NextView, Rounds
 from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
+from diloco.protocol.headers import Header, donor_for, header_of, judge_headers
+from diloco.protocol.messages import RoundVote
+from diloco.protocol.rules import Rules, expired_words, late_words
 from diloco.transport.base import Average
 from diloco.transport.peers.data_link import DataLink
 from diloco.transport.peers.decided import Decided
-from diloco.transport.peers.header import Header, donor_for, header_of, judge_headers
-from diloco.transport.peers.in_thread import Threads
 from diloco.transport.peers.payloads import PayloadExchange
 from diloco.transport.peers.postman import Postman
 from diloco.transport.peers.round_state import Begun, RoundState, Timer, digest_of
-from diloco.transport.peers.rules import Rules, expired_words, late_words
-from diloco.transport.peers.view_messages import RoundVote
+from diloco.transport.peers.threads import Threads
 
 __all__ = ["RoundBook"]
 

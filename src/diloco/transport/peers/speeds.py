@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from diloco.transport.peers.fields import Fields
+from diloco.protocol.fields import Fields
 
 __all__ = ["Speeds", "speed_message"]
 

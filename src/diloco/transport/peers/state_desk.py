@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco.errors import TransportError
+from diloco.protocol.registry import Entry
+from diloco.protocol.rules import Rules
 from diloco.transport.base import SnapshotSource
-from diloco.transport.peers.registry import Entry
-from diloco.transport.peers.rules import Rules
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.state_choice import donors_in_turn
 from diloco.transport.peers.state_fetch import Meter, fetch_state
 from diloco.transport.peers.state_service import serve_state
-from diloco.transport.peers.switchboard import Switchboard
 
 __all__ = ["StateDesk"]
 
@@ -22,15 +22,15 @@ class StateDesk:
 
     Args:
         rules: who I am.
-        board: whose loop does the work.
+        connections: whose loop does the work.
         state_bytes_per_s: what those who ask get together; None: as much as the way carries.
     """
 
-    def __init__(self, rules: Rules, board: Switchboard, state_bytes_per_s: float | None) -> None:
+    def __init__(self, rules: Rules, connections: ConnectionManager, state_bytes_per_s: float | None) -> None:
         self._rules = rules
-        self._board = board
+        self._connections = connections
         self.meter = Meter()
-        self._publication = serve_state(board, state_bytes_per_s)
+        self._publication = serve_state(connections, state_bytes_per_s)
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None) -> None:
         """As `Transport.publish`."""
@@ -59,7 +59,7 @@ class StateDesk:
         Raises:
             TransportError: if none of the donors gave it.
         """
-        rules, streams = self._rules, self._board.streams
+        rules, streams = self._rules, self._connections.streams
         size = rules.ranks_per_replica
         ranks = {donor: donor * size + rules.rank % size for donor in donors if donor != rules.replica}
         there = [donor for donor in ranks if donor in members and ranks[donor] in entries]
@@ -77,7 +77,7 @@ class StateDesk:
                 streams, addresses, fragment, after, timeout_s, expected_bytes=expected_bytes, meter=self.meter
             )
             try:
-                return self._board.call(fetching)
+                return self._connections.call(fetching)
             except TransportError as error:  # the next ones may answer
                 errors.append(str(error))
         raise TransportError(" ".join(errors), replicas=there)

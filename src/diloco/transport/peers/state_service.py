@@ -26,10 +26,10 @@ import xxhash
 
 from diloco.errors import TransportError
 from diloco.transport.base import SnapshotSource
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.state_shelf import Shelf, Snapshot
 from diloco.transport.peers.state_wire import describe
-from diloco.transport.peers.switchboard import Switchboard
 from diloco.transport.shaping import TokenBucket
 
 __all__ = ["MAX_CHUNK_BYTES", "StateService", "serve_state"]
@@ -73,7 +73,7 @@ class StateService:
     async def serve(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer one connection's requests until it ends: a `Switchboard` service."""
+        """Answer one connection's requests until it ends: a `ConnectionManager` service."""
         if self._askers >= MAX_ASKERS:
             await _say(writer, {"kind": "later", "reason": f"it is serving {self._askers} others"})
             return
@@ -188,18 +188,18 @@ class _Asker:
         return {"kind": "offer", **snapshot.description.to_message()}
 
 
-def serve_state(board: Switchboard, limit_bytes_per_s: float | None = None) -> StateService:
-    """Answer ``fetch`` on ``board`` with what the result's ``source`` gives.
+def serve_state(connections: ConnectionManager, limit_bytes_per_s: float | None = None) -> StateService:
+    """Answer ``fetch`` on ``connections`` with what the result's ``source`` gives.
 
     Args:
-        board: of the donor.
+        connections: of the donor.
         limit_bytes_per_s: of all answers together; None: none.
 
     Raises:
         ConfigurationError: if the limit is no positive number.
     """
     service = StateService(limit_bytes_per_s)
-    board.services["fetch"] = service.serve
+    connections.services["fetch"] = service.serve
     return service
 
 

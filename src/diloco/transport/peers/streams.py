@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address, parse_address
 
-__all__ = ["Accept", "Streams", "TcpStreams", "stop_listening"]
+__all__ = ["Accept", "Streams", "TcpStreams", "hear_out", "stop_listening", "within"]
+
+T = TypeVar("T")
 
 _LOW_DELAY = 0x10  # of the type-of-service byte: routers that know it let these packets pass payloads
 
@@ -140,3 +143,65 @@ class TcpStreams:
 
     async def close(self) -> None:
         """Nothing is left."""
+
+
+async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
+    """As ``asyncio.wait_for``, which in Python 3.11 forgets that its task is to end when that comes in the moment in
+    which what it waits for is done: the task then goes on, and whoever waits for its end waits for ever.
+
+    Raises:
+        TimeoutError: if it takes longer.
+    """
+    async with asyncio.timeout(seconds):
+        return await awaited
+
+
+_MOST_BYTES = 1 << 20
+"""More than any peer's last words; what is beyond is not read."""
+
+
+def hear_out(transport: asyncio.BaseTransport) -> None:
+    """From now on what has arrived is handed on before a connection that broke counts as ended.
+
+    Args:
+        transport: of a connection over a socket, whose protocol is that of asyncio's streams.
+    """
+    if isinstance(transport, asyncio.Transport):
+        protocol = transport.get_protocol()
+        assert isinstance(protocol, asyncio.Protocol)
+        transport.set_protocol(_LastWords(transport, protocol))
+
+
+class _LastWords(asyncio.Protocol):
+    """Stands before another protocol."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+
+    def data_received(self, data: bytes) -> None:
+        self._protocol.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, OSError) and (words := self._unread()):
+            self._protocol.data_received(words)
+            exc = None  # else the reader would raise before it gives them out
+        self._protocol.connection_lost(exc)
+
+    def _unread(self) -> bytes:
+        words = bytearray()
+        socket = self._transport.get_extra_info("socket")
+        with contextlib.suppress(OSError), socket.dup() as mine:  # what asyncio has given out can't be read from
+            mine.setblocking(False)
+            while len(words) < _MOST_BYTES and (more := mine.recv(_MOST_BYTES)):
+                words += more
+        return bytes(words)

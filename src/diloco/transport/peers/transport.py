@@ -11,28 +11,26 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership.change import NextView
 from diloco.membership.view import View
+from diloco.protocol.failure_detector import Loss, Timing
+from diloco.protocol.messages import next_view
+from diloco.protocol.registry import Entry, Registry
+from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
 from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
 from diloco.transport.peers.agreement import Agreement
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.dispatch import Dispatch
-from diloco.transport.peers.in_thread import Threads, in_thread
 from diloco.transport.peers.joining import Joining
-from diloco.transport.peers.liveness import Loss, Timing
-from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.meetings import Meetings
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.postman import Postman
-from diloco.transport.peers.registry import Entry, Registry
 from diloco.transport.peers.round_desk import RoundDesk
-from diloco.transport.peers.rules import Rules
 from diloco.transport.peers.speeds import Speeds, speed_message
 from diloco.transport.peers.state_desk import StateDesk
 from diloco.transport.peers.streams import Streams
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.peers.view_messages import next_view
-from diloco.transport.peers.view_policies import Policies
+from diloco.transport.peers.threads import Mailbox, Threads, in_thread
 from diloco.transport.peers.views import ViewKeeper
 from diloco.transport.shaping import Pacer
 
@@ -94,18 +92,18 @@ class PeerTransport(Transport):
         self._threads = Threads()
         self._postman = Postman(Pacer(link) if link else None)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
-        self.board = Switchboard(rules.rank, self.timing, self._deliver, self._lost, streams)
-        self._state = StateDesk(rules, self.board, state_bytes_per_s)
-        self._meetings = Meetings(rules.rank, self._tell, self.board.post, self._present, lambda: self.step)
-        self._agreement = Agreement(rules, self.board, self._present, self._meetings.changed)
+        self.connections = ConnectionManager(rules.rank, self.timing, self._deliver, self._lost, streams)
+        self._state = StateDesk(rules, self.connections, state_bytes_per_s)
+        self._meetings = Meetings(rules.rank, self._tell, self.connections.post, self._present, lambda: self.step)
+        self._agreement = Agreement(rules, self.connections, self._present, self._meetings.changed)
         self._rounds = RoundDesk(rules.replica, self._missing, self._taken)
         self.digests = self._rounds.digests
         self._keeper: ViewKeeper | None = None
         self._speeds = Speeds()
-        self.joining = Joining(self.board)
+        self.joining = Joining(self.connections)
         self._dispatch = Dispatch(
             rules.ranks_per_replica,
-            self.board,
+            self.connections,
             self.mailbox,
             self._meetings,
             self.joining,
@@ -119,7 +117,7 @@ class PeerTransport(Transport):
 
     @property
     def address(self) -> Address:
-        return self.board.address
+        return self.connections.address
 
     @property
     def failure(self) -> TransportError | None:
@@ -133,7 +131,7 @@ class PeerTransport(Transport):
         assert keeper is not None, "connect comes first"
 
         def begin(contribution: Contribution, pending: PeerPending) -> None:
-            self.board.post(keeper.intake.begin, contribution, pending, step)
+            self.connections.post(keeper.intake.begin, contribution, pending, step)
 
         return self._rounds.hand_in(contribution, self._guard_s(), begin)
 
@@ -198,7 +196,7 @@ class PeerTransport(Transport):
     def tell_speed(self, steps_per_s: float) -> None:
         """Tell the other members that this replica takes so many inner steps a second."""
         assert self._keeper is not None, "connect comes first"
-        self.board.post(self._keeper.tell, speed_message(steps_per_s))
+        self.connections.post(self._keeper.tell, speed_message(steps_per_s))
 
     def speeds(self) -> Mapping[int, float]:
         """Replica -> inner steps per second, of those other members that have told."""
@@ -221,7 +219,7 @@ class PeerTransport(Transport):
     def finish(self) -> None:
         """All steps are done here: wait until the others are as far. Those that take more steps are told of the end."""
         self._finished = True
-        self.board.post(self._look_who_goes_on)
+        self.connections.post(self._look_who_goes_on)
         self._meetings.meet("finished", self.step, self._guard_s(), unless=lambda: self._others_go_on)
         if self._others_go_on:
             self.leave()
@@ -232,9 +230,9 @@ class PeerTransport(Transport):
             return
         members = set(self.view.members) - {self.replica}
         with contextlib.suppress(TimeoutError):  # the others find out, then
-            self.board.call(_called(self._tell_leaving, self._keeper), _LEAVING_S)
+            self.connections.call(_called(self._tell_leaving, self._keeper), _LEAVING_S)
         with self._meetings.changed:
-            self._meetings.changed.wait_for(lambda: not self.board.connected & members, _LEAVING_S)
+            self._meetings.changed.wait_for(lambda: not self.connections.connected & members, _LEAVING_S)
 
     def leave_at_once(self) -> None:
         """Tell the others that this replica leaves, and wait for nothing; rounds in flight are over for it.
@@ -242,7 +240,7 @@ class PeerTransport(Transport):
         From any thread.
         """
         if self._keeper is not None:
-            self.board.post(self._tell_leaving, self._keeper)
+            self.connections.post(self._tell_leaving, self._keeper)
 
     def close(self) -> None:
         """Leave: all connections end, in seconds. The others notice, so `meet` them first where they shall not mind."""
@@ -253,9 +251,9 @@ class PeerTransport(Transport):
         if keeper is not None:
             left = TransportError(f"replica {self.replica} has closed its transport")
             with contextlib.suppress(TimeoutError):
-                self.board.call(_called(keeper.close, left), _ENDING_S)
+                self.connections.call(_called(keeper.close, left), _ENDING_S)
         self.mailbox.close("the transport was closed")
-        self.board.close()
+        self.connections.close()
         self._postman.close(_ENDING_S)
         self._threads.join(_ENDING_S)
         self._rounds.close()
@@ -283,11 +281,11 @@ class PeerTransport(Transport):
         """
         self.view = view
         self._registry = registry
-        self.board.call(_called(self._begin, view, open_link, member, closed))
+        self.connections.call(_called(self._begin, view, open_link, member, closed))
 
     def enter(self, answer: Mapping[str, Any]) -> None:
         """Take part in the view that a welcome names: an answer of `joining`."""
-        self.board.call(_called(self._enter, answer))
+        self.connections.call(_called(self._enter, answer))
 
     # In the control thread.
 
@@ -296,7 +294,7 @@ class PeerTransport(Transport):
             view,
             self.rules,
             self.policies,
-            self.board,
+            self.connections,
             self._postman,
             self._threads,
             open_link,
@@ -355,7 +353,7 @@ class PeerTransport(Transport):
             self._keeper.tell(message)
 
     def _present(self) -> set[int]:
-        size, there = self.rules.ranks_per_replica, self.board.connected | {self.rules.rank}
+        size, there = self.rules.ranks_per_replica, self.connections.connected | {self.rules.rank}
         return {rank for m in self.view.members for rank in range(m * size, (m + 1) * size) if rank in there}
 
     def _tell_leaving(self, keeper: ViewKeeper) -> None:
@@ -385,5 +383,5 @@ class PeerTransport(Transport):
 
 
 async def _called(function: Callable[..., object], *arguments: Any) -> None:
-    """To have a function done in the control thread by `Switchboard.call`, which waits for it."""
+    """To have a function done in the control thread by `ConnectionManager.call`, which waits for it."""
     function(*arguments)

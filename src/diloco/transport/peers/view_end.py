@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from diloco.membership.change import Change, NextView, Report
 from diloco.membership.quorum import Policy, enough_without
+from diloco.protocol.messages import ChangeReport, change_message
+from diloco.protocol.rules import Rules
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.lineup import Lineup
 from diloco.transport.peers.present import Present
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.peers.view_messages import ChangeReport, change_message
 
 __all__ = ["ViewEnd"]
 
@@ -22,7 +22,7 @@ class ViewEnd:
         present: the view.
         rules: who I am.
         quorum: who may go on.
-        board: control connections.
+        connections: control connections.
         lineup: the members' processes.
         step: tells the inner step that this rank has begun to synchronise.
         adopt: called with what follows, once all who stay are ready for it, or this rank can't be one of them.
@@ -36,7 +36,7 @@ class ViewEnd:
         present: Present,
         rules: Rules,
         quorum: Policy,
-        board: Switchboard,
+        connections: ConnectionManager,
         lineup: Lineup,
         step: Callable[[], int],
         adopt: Callable[[NextView], None],
@@ -45,7 +45,7 @@ class ViewEnd:
         self._present = present
         self._rules = rules
         self._quorum = quorum
-        self._board = board
+        self._connections = connections
         self._lineup = lineup
         self._step = step
         self._adopt = adopt
@@ -129,4 +129,4 @@ class ViewEnd:
             self._present.agreed = change.mine.agreed.following.view
         message = change_message(change.mine, change.why)
         for rank in change.audience:
-            self._board.send(rank, message)
+            self._connections.send(rank, message)

@@ -8,10 +8,10 @@ from concurrent.futures import Future
 
 from diloco.errors import TransportError
 from diloco.membership.view import View
+from diloco.protocol.rules import Rules
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import DataLink, LinkRequest, OpenLink
-from diloco.transport.peers.in_thread import Threads
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.threads import Threads
 
 __all__ = ["ViewLinks"]
 
@@ -25,7 +25,7 @@ class ViewLinks:
         rules: who I am.
         streams: payload connections to each peer.
         timeout_s: the longest that making one may take.
-        board: control connections.
+        connections: control connections.
         threads: of this rank.
         open_link: makes a link.
         failed: told of replicas, in words by number, to which no link came to be.
@@ -36,7 +36,7 @@ class ViewLinks:
         rules: Rules,
         streams: int,
         timeout_s: float,
-        board: Switchboard,
+        connections: ConnectionManager,
         threads: Threads,
         open_link: OpenLink,
         failed: Callable[[Mapping[int, str]], None],
@@ -44,7 +44,7 @@ class ViewLinks:
         self._rules = rules
         self._streams = streams
         self._timeout_s = timeout_s
-        self._board = board
+        self._connections = connections
         self._threads = threads
         self._open_link = open_link
         self._failed = failed
@@ -78,7 +78,7 @@ class ViewLinks:
             rank = peer * size + position
 
             def tell(key: str, value: bytes) -> None:
-                self._board.post(self._board.send, rank, {"kind": "store", "key": key}, value)
+                self._connections.post(self._connections.send, rank, {"kind": "store", "key": key}, value)
 
             low, high = sorted((me, peer))
             request = LinkRequest(
@@ -104,7 +104,7 @@ class ViewLinks:
             thread.start()
         for thread in threads:
             thread.join()
-        self._board.post(self._connected, links, made, failed)
+        self._connections.post(self._connected, links, made, failed)
 
     def _connected(self, links: Future[Links], made: Links, failed: Mapping[int, str]) -> None:
         if links is not self._wanted:

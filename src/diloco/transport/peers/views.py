@@ -11,23 +11,21 @@ from typing import Any
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership.change import NextView, Rounds
 from diloco.membership.view import View
+from diloco.protocol.headers import Header
+from diloco.protocol.messages import Adopted, ChangeReport, Leaving, RoundVote, adopted, read
+from diloco.protocol.rules import Policies, Rules, left_out, stopped
 from diloco.transport.peers.attendance import Attendance
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import OpenLink
-from diloco.transport.peers.header import Header
-from diloco.transport.peers.in_thread import Threads
 from diloco.transport.peers.intake import Intake
 from diloco.transport.peers.lineup import Lineup
-from diloco.transport.peers.mailbox import Mailbox
 from diloco.transport.peers.postman import Postman
 from diloco.transport.peers.present import Present
 from diloco.transport.peers.round_state import Begun
 from diloco.transport.peers.rounds import RoundBook
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.threads import Mailbox, Threads
 from diloco.transport.peers.view_end import ViewEnd
 from diloco.transport.peers.view_links import ViewLinks
-from diloco.transport.peers.view_messages import Adopted, ChangeReport, Leaving, RoundVote, adopted, read
-from diloco.transport.peers.view_policies import Policies, left_out, stopped
 from diloco.transport.peers.waiting import Early, Letter
 
 __all__ = ["ViewKeeper"]
@@ -40,7 +38,7 @@ class ViewKeeper:
         view: the first one; for a joiner, without itself.
         rules: of rounds.
         policies: see there.
-        board: control connections.
+        connections: control connections.
         postman: of payloads.
         threads: in which payloads move, and links are made.
         open_link: makes payload connections.
@@ -59,7 +57,7 @@ class ViewKeeper:
         view: View,
         rules: Rules,
         policies: Policies,
-        board: Switchboard,
+        connections: ConnectionManager,
         postman: Postman,
         threads: Threads,
         open_link: OpenLink,
@@ -70,20 +68,20 @@ class ViewKeeper:
         self._present = present = Present(view)
         self._rules = rules
         self._policies = policies
-        self._board = board
+        self._connections = connections
         self._postman = postman
         self._threads = threads
         self._mailbox = mailbox
         self._on_change = on_change
         self._last: NextView | None = None
         self._early = Early()
-        self._lineup = Lineup(rules, board)
-        self._ending = ViewEnd(present, rules, policies.quorum, board, self._lineup, step, self._adopt)
+        self._lineup = Lineup(rules, connections)
+        self._ending = ViewEnd(present, rules, policies.quorum, connections, self._lineup, step, self._adopt)
         self.intake = Intake(present, self._ending, raise_on_loss=policies.raise_on_loss)
-        self.attendance = Attendance(present, rules, board, self._lineup, self._ending, self._stop)
+        self.attendance = Attendance(present, rules, connections, self._lineup, self._ending, self._stop)
         unlinked = self.attendance.unlinked
         self._links = ViewLinks(
-            rules, policies.streams, policies.connect_timeout_s, board, threads, open_link, unlinked
+            rules, policies.streams, policies.connect_timeout_s, connections, threads, open_link, unlinked
         )
 
     @property
@@ -123,7 +121,7 @@ class ViewKeeper:
 
     def heard(self, sender: int, message: Mapping[str, Any]) -> None:
         """A message about a view or a round. One that can't be read makes its sender lost, and raises nothing."""
-        connection = self._board.connection(sender)
+        connection = self._connections.connection(sender)
         try:
             view_id, said = read(sender, message, self.view)
         except ValueError as error:
@@ -160,13 +158,13 @@ class ViewKeeper:
     def part(self) -> None:
         """End the connections to all members; nobody here is told of a loss."""
         for rank in self._lineup.ranks(self.view.members):
-            self._board.hang_up(rank)
+            self._connections.hang_up(rank)
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """To all other ranks of the view."""
         for rank in self._lineup.ranks(self.view.members):
             if rank != self._rules.rank:
-                self._board.send(rank, message)
+                self._connections.send(rank, message)
 
     def exclude(self, reason: str) -> None:
         """The others go on, or stop, without this replica."""
@@ -210,7 +208,7 @@ class ViewKeeper:
                 self._ending.absorb(said)
                 self._ending.settle()
         elif self._last is not None and letter.view_id == self._last.previous.id:
-            self._board.send(letter.sender, adopted(self._last))  # it asks about a view that I have left behind
+            self._connections.send(letter.sender, adopted(self._last))  # it asks about a view that I have left behind
 
     def _hear_leaving(self, sender: int, said: Leaving) -> None:
         replica = sender // self._rules.ranks_per_replica
@@ -233,12 +231,12 @@ class ViewKeeper:
                 postman=self._postman,
                 threads=self._threads,
                 tell=self.tell,
-                later=self._board.loop.call_later,
-                post=self._board.post,
+                later=self._connections.loop.call_later,
+                post=self._connections.post,
                 broken=self.attendance.broken,
                 confirmed=self.intake.confirmed,
                 late=self.attendance.late,
-                words=self._board.words,
+                words=self._connections.words,
                 void=void,
             )
             self.intake.go_on(book, kept)
@@ -282,7 +280,9 @@ class ViewKeeper:
         if following.view is not None:
             self._present.view = following.view
             for rank in self._lineup.ranks([m for m in staying if m not in change.staying]):
-                self._board.send(rank, adopted(following))  # it was agreed on before it was lost, and may not know
+                self._connections.send(
+                    rank, adopted(following)
+                )  # it was agreed on before it was lost, and may not know
         note = self._on_change(following)  # before `_open`, which may adopt the view after this one
         self.attendance.welcome(following, note)
         if following.joined:
@@ -296,5 +296,5 @@ class ViewKeeper:
         for rank in self._lineup.ranks(lost):
             knows = following.view is None or rank // self._rules.ranks_per_replica in left  # or is the larger side
             if not knows and self._lineup.is_connected(rank):
-                self._board.send(rank, excluded)
+                self._connections.send(rank, excluded)
             self._lineup.part_from(rank)

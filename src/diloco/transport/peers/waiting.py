@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco.transport.peers.view_messages import Said
+from diloco.protocol.messages import Said
 
 __all__ = ["Early", "Joiners", "Letter"]
 

@@ -9,9 +9,8 @@ from typing import Literal
 from diloco.algorithm.numbers import check_whole
 from diloco.errors import ConfigurationError
 from diloco.membership.quorum import Policy
+from diloco.protocol.rules import Policies, Rules
 from diloco.transport.links import Link
-from diloco.transport.peers.rules import Rules
-from diloco.transport.peers.view_policies import Policies
 from diloco.transport.shaping import congestion_control, streams_to_each
 
 __all__ = ["Wire"]

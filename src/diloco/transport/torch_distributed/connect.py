@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership.founding import Looker
 from diloco.membership.view import View
+from diloco.protocol.failure_detector import Timing
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.peers.connected import Connected, Table
-from diloco.transport.peers.liveness import Timing
-from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.streams import TcpStreams
-from diloco.transport.peers.switchboard import Switchboard
+from diloco.transport.peers.connection_manager import ConnectionManager
+from diloco.transport.peers.streams import TcpStreams, within
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
-from diloco.transport.peers.within import within
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.gloo_link import link_opener, make_device
 from diloco.transport.torch_distributed.reconnect import LookAgain, serve_lookers, tell_that_it_is_over
@@ -114,7 +113,7 @@ def connect_again(
     before, transport = lost.transport, _open(place, wire, listening)
     try:
         host, transport.run_is_over = before.address.host, before.run_is_over
-        transport.board.listen(host, range(0), host)
+        transport.connections.listen(host, range(0), host)
         entry = Entry(place.rank, str(transport.address), wire.facts, before.step)
         look = LookAgain(
             transport=transport,
@@ -137,24 +136,24 @@ def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -
     timing = Timing(wire.heartbeat_s, wire.silence_s)
     streams = TcpStreams(listening)
     transport = PeerTransport(rules, policies, timing, streams, wire.link, together=not wire.comes_back)
-    serve_probes(transport.board)
+    serve_probes(transport.connections)
     return transport
 
 
 def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: int) -> Connected:
-    board, size = transport.board, place.ranks_per_replica
+    connections, size = transport.connections, place.ranks_per_replica
     host = wire.host or _my_host(place)
     ports = parse_ports(wire.ports, key="transport.ports")
     hosting = place.torchrun is not None and place.rank == 0
     if place.rank == 0 and place.rendezvous is not None:
-        hosting = board.call(_host_rendezvous(board, place.rendezvous, host))
-    if board.address.port == 0:
-        board.listen(host, ports, host)
+        hosting = connections.call(_host_rendezvous(connections, place.rendezvous, host))
+    if connections.address.port == 0:
+        connections.listen(host, ports, host)
     if hosting:
-        serve(board, Registry(place.num_replicas * size, size))
-    meeting = board.address if hosting else place.rendezvous
+        serve(connections, Registry(place.num_replicas * size, size))
+    meeting = connections.address if hosting else place.rendezvous
     if place.torchrun is not None:
-        mine = str(board.address) if place.rank == 0 else None
+        mine = str(connections.address) if place.rank == 0 else None
         word = exchange_word(place.torchrun, mine, wire.rendezvous_timeout_s, f"address (attempt {place.attempt})")
         meeting = parse_address(word, key="the address of rank 0")
     if meeting is None:
@@ -162,12 +161,12 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
             f"replica {place.replica} was given no rendezvous; HOST:PORT of replica 0, or of any replica "
             "of a run that is going on, would work. Nothing was started."
         )
-    entry = Entry(place.rank, str(board.address), wire.facts, held_step)
-    table = ask(board, meeting, entry, wire.rendezvous_timeout_s)
+    entry = Entry(place.rank, str(connections.address), wire.facts, held_step)
+    table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
     open_link = link_opener(make_device(host, wire.interface), transport.mailbox)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
-    with waiting_for(lambda: _named(table, _unreached(board, table, place)), wire.rendezvous_timeout_s):
-        reached = board.call(_dial(board, table, place, wire.rendezvous_timeout_s))
+    with waiting_for(lambda: _named(table, _unreached(connections, table, place)), wire.rendezvous_timeout_s):
+        reached = connections.call(_dial(connections, table, place, wire.rendezvous_timeout_s))
     if table.running:
         if not reached:
             raise RendezvousError(
@@ -175,7 +174,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
                 "would work. Nothing was started."
             )
         members = tuple(sorted({rank // size for rank in reached}))
-        serve(board, registry)
+        serve(connections, registry)
         serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
         transport.begin(View(-1, members), registry, open_link, member=False)
         look = LookAgain(
@@ -187,9 +186,9 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
             patience_s=wire.rendezvous_timeout_s,
         )
     else:
-        with waiting_for(lambda: _named(table, _unreached(board, table, place)), wire.rendezvous_timeout_s):
-            board.call(_arrived(board, place, wire.rendezvous_timeout_s, table))
-        serve(board, registry)
+        with waiting_for(lambda: _named(table, _unreached(connections, table, place)), wire.rendezvous_timeout_s):
+            connections.call(_arrived(connections, place, wire.rendezvous_timeout_s, table))
+        serve(connections, registry)
         serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
         transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
         return Connected(transport, table, False, finish=lambda: tell_that_it_is_over(transport))
@@ -202,7 +201,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     )
 
 
-async def _dial(board: Switchboard, table: Table, place: Place, timeout_s: float) -> set[int]:
+async def _dial(connections: ConnectionManager, table: Table, place: Place, timeout_s: float) -> set[int]:
     """Open connections: to all lower ranks at the start, to all others that answer for a joiner; the ranks reached."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
@@ -214,7 +213,7 @@ async def _dial(board: Switchboard, table: Table, place: Place, timeout_s: float
         why = ""
         while (left_s := deadline_s - loop.time()) > 0:
             try:
-                await within(left_s, board.connect(rank, address))
+                await within(left_s, connections.connect(rank, address))
                 reached.add(rank)
                 return
             except ConnectionRefusedError as error:
@@ -239,31 +238,31 @@ async def _dial(board: Switchboard, table: Table, place: Place, timeout_s: float
     return reached - set(mine)
 
 
-async def _arrived(board: Switchboard, place: Place, timeout_s: float, table: Table) -> None:
+async def _arrived(connections: ConnectionManager, place: Place, timeout_s: float, table: Table) -> None:
     """Wait for the connections that higher ranks open."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
-    while missing := _unreached(board, table, place):
-        board.arrived.clear()
+    while missing := _unreached(connections, table, place):
+        connections.arrived.clear()
         try:
-            await within(deadline_s - loop.time(), board.arrived.wait())
+            await within(deadline_s - loop.time(), connections.arrived.wait())
         except TimeoutError:
             raise RendezvousError(
-                f"rank {place.rank} at {board.address} was not reached by {_named(table, missing)} "
+                f"rank {place.rank} at {connections.address} was not reached by {_named(table, missing)} "
                 f"within {timeout_s:g} s. "
                 "Opening that port would work; `diloco doctor` checks the way. Nothing was started."
             ) from None
 
 
-def _unreached(board: Switchboard, table: Table, place: Place) -> frozenset[int]:
-    return frozenset(table.entries) - {place.rank} - board.connected
+def _unreached(connections: ConnectionManager, table: Table, place: Place) -> frozenset[int]:
+    return frozenset(table.entries) - {place.rank} - connections.connected
 
 
 def _named(table: Table, ranks: Collection[int]) -> str:
     return f"rank {', '.join(f'{rank} ({table.entries[rank].address})' for rank in sorted(ranks))}"
 
 
-async def _host_rendezvous(board: Switchboard, address: Address, host: str) -> bool:
+async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
     """Listen at the rendezvous as rank 0 does, unless it is elsewhere: a launcher's, or another replica's.
 
     Raises:
@@ -273,7 +272,7 @@ async def _host_rendezvous(board: Switchboard, address: Address, host: str) -> b
     deadline_s = clock.time() + _PORT_S
     while True:
         try:
-            await board.listen_at(address.host, range(address.port, address.port + 1), host)
+            await connections.listen_at(address.host, range(address.port, address.port + 1), host)
             return True
         except TransportError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):

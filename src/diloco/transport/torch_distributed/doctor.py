@@ -13,9 +13,9 @@ from typing import Any
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import within
 
 __all__ = ["Finding", "examine", "serve_probes"]
 
@@ -50,8 +50,8 @@ class Finding:
     advice: str = ""
 
 
-def serve_probes(board: Switchboard) -> None:
-    """Answer probes at ``board``; bytes are moved for one asker at a time, so that training keeps its link."""
+def serve_probes(connections: ConnectionManager) -> None:
+    """Answer probes at ``connections``; bytes are moved for one asker at a time, so that training keeps its link."""
     busy = asyncio.Lock()
 
     async def answer(
@@ -73,7 +73,7 @@ def serve_probes(board: Switchboard) -> None:
             await writer.drain()
             message, _ = await read_frame(reader)
 
-    board.services["probe"] = answer
+    connections.services["probe"] = answer
 
 
 async def examine(address: Address, num_bytes: int, timeout_s: float) -> Finding:

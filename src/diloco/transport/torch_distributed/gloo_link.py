@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 from diloco.errors import TransportError
 from diloco.transport.peers.data_link import LinkRequest, OpenLink
-from diloco.transport.peers.mailbox import Mailbox
+from diloco.transport.peers.threads import Mailbox
 
 __all__ = ["GlooLink", "gloo_words", "link_opener", "make_device"]
 

@@ -11,12 +11,12 @@ from typing import Any
 from diloco.errors import ConfigurationError, RendezvousError, RunOverError, TransportError
 from diloco.membership.founding import Founding, Looker
 from diloco.membership.view import View
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.registry import Entry, Registry
+from diloco.transport.peers.streams import within
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.within import within
 from diloco.transport.torch_distributed.rendezvous import serve
 from diloco.waiting import waiting_for
 
@@ -62,8 +62,8 @@ def serve_lookers(transport: PeerTransport, registry: Registry, looker: Callable
     ) -> None:
         transport.run_is_over = True
 
-    transport.board.services["look"] = answer
-    transport.board.services["over"] = hear_that_it_is_over
+    transport.connections.services["look"] = answer
+    transport.connections.services["over"] = hear_that_it_is_over
 
 
 def tell_that_it_is_over(transport: PeerTransport) -> None:
@@ -81,7 +81,7 @@ def tell_that_it_is_over(transport: PeerTransport) -> None:
     async def tell_all() -> None:
         await asyncio.gather(*(tell(parse_address(entry.address)) for entry in absent))
 
-    transport.board.call(tell_all())
+    transport.connections.call(tell_all())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +113,14 @@ class LookAgain:
         Raises:
             RendezvousError: if neither is possible in time.
         """
-        transport, board = self.transport, self.transport.board
+        transport, connections = self.transport, self.transport.connections
         entries = [self.entry, *(each for each in self.known if each.rank != self.entry.rank)]
         registry = Registry(len(entries), transport.rules.ranks_per_replica, entries)
         serve_lookers(transport, registry, lambda: self.looker)
         there: set[int] = set()
         with waiting_for(lambda: self._whom(there), self.patience_s):
-            found = board.call(self._find(registry, there))
-        serve(board, registry)
+            found = connections.call(self._find(registry, there))
+        serve(connections, registry)
         if isinstance(found, View):
             transport.step = self.looker.held_step  # what those who join are told
             transport.begin(found, registry, open_link, member=True, closed="it is coming back itself")
@@ -140,7 +140,7 @@ class LookAgain:
 
     def dial_members(self, registry: Registry) -> None:
         """For one that asks to join: ask who the members are by now, and connect to those that have come since."""
-        self.transport.board.call(self._members(registry))
+        self.transport.connections.call(self._members(registry))
 
     def _whom(self, there: set[int]) -> str:
         members = () if self.looker.last is None else self.looker.last.members
@@ -209,7 +209,7 @@ class LookAgain:
 
     async def _dialled(self, answer: Mapping[str, Any], registry: Registry) -> tuple[int, ...]:
         """The members that an answer names, once all of them are connected; () if one can't be."""
-        board, size = self.transport.board, self.transport.rules.ranks_per_replica
+        connections, size = self.transport.connections, self.transport.rules.ranks_per_replica
         try:
             entries = {entry.rank: entry for entry in map(Entry.from_message, answer["entries"])}
             members = tuple(sorted(int(each) for each in answer["members"]))
@@ -221,8 +221,8 @@ class LookAgain:
         registry.entries.update(entries | mine)
         try:
             for rank, address in places.items():
-                if rank not in board.connected:
-                    await within(_ANSWER_S, board.connect(rank, address))
+                if rank not in connections.connected:
+                    await within(_ANSWER_S, connections.connect(rank, address))
         except (OSError, EOFError, TimeoutError, TransportError):
             return ()
         return tuple(member for member in members if member != self.looker.number)

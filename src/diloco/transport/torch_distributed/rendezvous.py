@@ -14,12 +14,12 @@ from datetime import timedelta
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
 from diloco.transport.peers.connected import Table
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.registry import Entry, Registry
-from diloco.transport.peers.switchboard import Switchboard
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import within
 from diloco.waiting import waiting_for
 
 __all__ = ["ask", "exchange_word", "greet", "said", "serve"]
@@ -32,8 +32,8 @@ _TELL_S = 1.5
 """Those who wait are told who is missing once in so long: before they would tell anybody themselves."""
 
 
-def serve(board: Switchboard, registry: Registry) -> None:
-    """Answer those who register at ``board``; the table goes to all as soon as all are in."""
+def serve(connections: ConnectionManager, registry: Registry) -> None:
+    """Answer those who register at ``connections``; the table goes to all as soon as all are in."""
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
     refusals: list[dict[str, Any]] = []  # of a run that can't begin: who comes later is told the same
 
@@ -87,7 +87,7 @@ def serve(board: Switchboard, registry: Registry) -> None:
             writer.write(pack(answer))
             await writer.drain()
 
-    board.services["register"] = register
+    connections.services["register"] = register
 
 
 async def _tell_missing(registry: Registry, writer: asyncio.StreamWriter) -> None:
@@ -97,7 +97,7 @@ async def _tell_missing(registry: Registry, writer: asyncio.StreamWriter) -> Non
         writer.write(pack({"kind": "waiting", "missing": list(registry.missing)}))
 
 
-def ask(board: Switchboard, address: Address, entry: Entry, timeout_s: float) -> Table:
+def ask(connections: ConnectionManager, address: Address, entry: Entry, timeout_s: float) -> Table:
     """Register ``entry`` at ``address`` and wait for the others.
 
     Raises:
@@ -105,7 +105,7 @@ def ask(board: Switchboard, address: Address, entry: Entry, timeout_s: float) ->
     """
     missing: list[str] = []
     with waiting_for(lambda: missing[-1] if missing else f"an answer at the rendezvous {address}", timeout_s):
-        return board.call(_ask(address, entry, timeout_s, missing))
+        return connections.call(_ask(address, entry, timeout_s, missing))
 
 
 async def _ask(address: Address, entry: Entry, timeout_s: float, missing: list[str]) -> Table:

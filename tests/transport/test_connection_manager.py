@@ -11,22 +11,22 @@ from contextlib import closing
 import pytest
 
 from diloco.errors import TransportError
+from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.address import Address
-from diloco.transport.peers import switchboard
+from diloco.transport.peers import connection_manager
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import MAX_BLOB_BYTES, pack
-from diloco.transport.peers.liveness import Loss, Timing
 from diloco.transport.peers.streams import TcpStreams
-from diloco.transport.peers.switchboard import Switchboard
 from tests.processes import Processes, report, told
-from tests.transport.switchboards import LIMIT_S, QUICK, MakeRank, Rank, pair
+from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair
 
 # Messages.
 
 
 def test_messages_and_blobs_arrive_in_order_both_ways(make_rank: MakeRank) -> None:
     first, second = pair(make_rank)
-    assert first.board.connected == {1}
-    assert second.board.connected == {0}
+    assert first.connections.connected == {1}
+    assert second.connections.connected == {0}
     for number in range(200):
         first.say(1, {"kind": "n", "number": number}, bytes([number]) * number)
         second.say(0, {"kind": "m", "number": number})
@@ -42,10 +42,10 @@ def test_a_message_to_nobody_is_dropped_and_one_that_is_too_large_is_an_error(ma
     assert second.heard.get(timeout=LIMIT_S)[1] == {"kind": "arrives"}
 
     async def too_large() -> None:
-        first.board.send(1, {"kind": "x"}, bytes(MAX_BLOB_BYTES + 1))
+        first.connections.send(1, {"kind": "x"}, bytes(MAX_BLOB_BYTES + 1))
 
     with pytest.raises(TransportError, match="Nothing was sent"):
-        first.board.call(too_large(), LIMIT_S)
+        first.connections.call(too_large(), LIMIT_S)
 
 
 def test_an_emulated_latency_delays_every_message_and_keeps_their_order(make_rank: MakeRank) -> None:
@@ -64,18 +64,18 @@ def test_an_emulated_latency_delays_every_message_and_keeps_their_order(make_ran
 
 def test_a_rank_that_leaves_is_gone_and_nobody_is_told_on_its_own_side(make_rank: MakeRank) -> None:
     first, second = pair(make_rank)
-    second.board.close()
+    second.connections.close()
     rank, loss = first.losses.get(timeout=LIMIT_S)
     assert (rank, loss.kind) == (1, "gone")
     assert loss.text == f"its process at {second.address} has ended"
-    assert first.board.connected == frozenset()
+    assert first.connections.connected == frozenset()
     assert second.losses.empty()
 
 
 def member(rank: int, address: Address) -> None:
     """In a process of its own: connected until it is killed."""
     other = Rank(1)
-    other.board.call(other.board.connect(0, address), LIMIT_S)
+    other.connections.call(other.connections.connect(0, address), LIMIT_S)
     report(str(other.address))
     told(600.0)
 
@@ -105,7 +105,7 @@ def test_beats_alone_keep_a_rank_and_nobody_hears_of_them(make_rank: MakeRank) -
     quiet = Timing(heartbeat_s=0.02, silence_s=2.0)
     first, second = pair(make_rank, quiet)
     over = threading.Event()
-    first.board.post(lambda: first.board.loop.call_later(3.0, over.set))
+    first.connections.post(lambda: first.connections.loop.call_later(3.0, over.set))
     assert over.wait(LIMIT_S)
     assert first.losses.empty()
     assert second.losses.empty()
@@ -117,17 +117,17 @@ def test_who_opened_a_connection_says_that_it_stands_and_not_with_the_next_beat(
     first, second = pair(make_rank, Timing(heartbeat_s=300.0, silence_s=900.0))  # the second one opened it
 
     async def heard() -> None:
-        while not first.board.words(1):
-            first.board.arrived.clear()
-            await first.board.arrived.wait()
+        while not first.connections.words(1):
+            first.connections.arrived.clear()
+            await first.connections.arrived.wait()
 
-    first.board.call(heard(), LIMIT_S)
-    assert second.board.words(0) == 0
+    first.connections.call(heard(), LIMIT_S)
+    assert second.connections.words(0) == 0
 
 
 def test_who_hangs_up_hears_no_loss_and_the_other_one_does(make_rank: MakeRank) -> None:
     first, second = pair(make_rank)
-    first.board.post(first.board.hang_up, 1)
+    first.connections.post(first.connections.hang_up, 1)
     rank, loss = second.losses.get(timeout=LIMIT_S)
     assert (rank, loss.kind) == (0, "cut"), "somebody listens there: the process has not ended"
     assert f"the connection to {first.address} ended" in loss.text
@@ -155,12 +155,12 @@ def test_a_member_that_sends_what_is_no_message_is_lost(make_rank: MakeRank) -> 
 
 def test_a_new_connection_of_a_rank_takes_the_place_of_the_old_one_which_is_told(make_rank: MakeRank) -> None:
     first, second = pair(make_rank)
-    before = first.board.connection(1)
+    before = first.connections.connection(1)
     again = make_rank(1)
     again.reach(first)
     assert second.heard.get(timeout=LIMIT_S)[1] == {"kind": "replaced"}
     first.settled()
-    assert first.board.connection(1) not in (None, before)
+    assert first.connections.connection(1) not in (None, before)
     again.say(0, {"kind": "me"})
     assert first.heard.get(timeout=LIMIT_S)[1] == {"kind": "me"}
     assert first.losses.empty(), "who comes in its place says so itself"
@@ -168,10 +168,10 @@ def test_a_new_connection_of_a_rank_takes_the_place_of_the_old_one_which_is_told
 
 def test_closing_ends_the_thread_and_may_be_done_twice(make_rank: MakeRank) -> None:
     first, second = pair(make_rank)
-    second.board.close()
-    second.board.close()
-    second.board.post(lambda: pytest.fail("after the end"))
-    assert not second.board._thread.is_alive()
+    second.connections.close()
+    second.connections.close()
+    second.connections.post(lambda: pytest.fail("after the end"))
+    assert not second.connections._thread.is_alive()
     assert first.losses.get(timeout=LIMIT_S)[0] == 1
 
 
@@ -183,14 +183,14 @@ class NeverEnding(TcpStreams):
 
 
 def test_closing_takes_seconds_also_where_the_network_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switchboard, "_CLOSING_S", 0.3)
-    board = Switchboard(0, QUICK, lambda *_: None, lambda *_: None, NeverEnding())
-    board.listen("127.0.0.1", range(1), "127.0.0.1")
-    closing = threading.Thread(target=board.close, daemon=True)
+    monkeypatch.setattr(connection_manager, "_CLOSING_S", 0.3)
+    connections = ConnectionManager(0, QUICK, lambda *_: None, lambda *_: None, NeverEnding())
+    connections.listen("127.0.0.1", range(1), "127.0.0.1")
+    closing = threading.Thread(target=connections.close, daemon=True)
     closing.start()
     closing.join(LIMIT_S)
     assert not closing.is_alive()
-    assert board.loop.is_closed()
+    assert connections.loop.is_closed()
 
 
 def test_a_call_that_takes_too_long_is_ended(make_rank: MakeRank) -> None:
@@ -203,17 +203,17 @@ def test_a_call_that_takes_too_long_is_ended(make_rank: MakeRank) -> None:
             ended.set()
 
     with pytest.raises(TimeoutError):
-        make_rank(0).board.call(for_ever(), 0.1)
+        make_rank(0).connections.call(for_ever(), 0.1)
     assert ended.wait(LIMIT_S)
 
 
 def test_closing_takes_seconds_also_where_the_thread_is_busy(
     monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank
 ) -> None:
-    board, free = make_rank(0).board, threading.Event()
-    board.post(free.wait)
+    connections, free = make_rank(0).connections, threading.Event()
+    connections.post(free.wait)
     with monkeypatch.context() as patch:
-        patch.setattr(switchboard, "_CLOSING_S", 0.1)
-        board.close()
-    assert not board.loop.is_closed(), "it is in use"
+        patch.setattr(connection_manager, "_CLOSING_S", 0.1)
+        connections.close()
+    assert not connections.loop.is_closed(), "it is in use"
     free.set()

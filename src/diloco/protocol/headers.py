@@ -10,7 +10,7 @@ import torch
 
 from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
 from diloco.errors import CodecError
-from diloco.transport.peers.fields import Fields
+from diloco.protocol.fields import Fields
 
 __all__ = ["Header", "donor_for", "header_of", "judge_headers"]
 

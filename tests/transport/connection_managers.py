@@ -1,4 +1,4 @@
-"""Switchboards that remember what they are told, each with its thread and connections."""
+"""Connection managers that remember what they are told, each with its thread and connections."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from diloco.transport.peers.liveness import Loss, Timing
+from diloco.protocol.failure_detector import Loss, Timing
+from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import TcpStreams
-from diloco.transport.peers.switchboard import Switchboard
 
 
 class HasBoard(Protocol):
-    board: Switchboard
+    connections: ConnectionManager
 
 
 Made = TypeVar("Made", bound=HasBoard)
@@ -23,31 +23,31 @@ LIMIT_S = 30.0
 
 
 class Rank:
-    """A switchboard that remembers what it is told."""
+    """A connection manager that remembers what it is told."""
 
     def __init__(self, rank: int, timing: Timing = QUICK) -> None:
         self.heard: queue.Queue[tuple[int, dict[str, Any], bytes, float]] = queue.Queue()
         self.losses: queue.Queue[tuple[int, Loss]] = queue.Queue()
-        self.board = Switchboard(
+        self.connections = ConnectionManager(
             rank,
             timing,
             lambda sender, message, blob: self.heard.put((sender, message, blob, time.monotonic())),
             lambda other, loss: self.losses.put((other, loss)),
             TcpStreams(),
         )
-        self.address = self.board.listen("127.0.0.1", range(1), "127.0.0.1")
+        self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
 
     def reach(self, other: Rank) -> None:
-        self.board.call(self.board.connect(other.board.rank, other.address), LIMIT_S)
+        self.connections.call(self.connections.connect(other.connections.rank, other.address), LIMIT_S)
         other.settled()  # it answers first and remembers the connection then
 
     def say(self, other: int, message: dict[str, Any], blob: bytes = b"") -> None:
-        self.board.post(self.board.send, other, message, blob)
+        self.connections.post(self.connections.send, other, message, blob)
 
     def settled(self) -> None:
         """Afterwards everything that was posted before has been done."""
         done = threading.Event()
-        self.board.post(done.set)
+        self.connections.post(done.set)
         assert done.wait(LIMIT_S)
 
 
@@ -62,7 +62,7 @@ def pair(make_rank: MakeRank, *timing: Timing) -> tuple[Rank, Rank]:
 
 
 def makes(kind: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
-    """For a fixture: makes those who have a board each, and closes the boards."""
+    """For a fixture: makes those who have connections, and closes them."""
     made: list[Made] = []
 
     def one(*arguments: Any) -> Made:
@@ -71,4 +71,4 @@ def makes(kind: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
 
     yield one
     for each in made:
-        each.board.close()
+        each.connections.close()

@@ -10,8 +10,8 @@ from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Agreed, Commits, NextView, Report
 from diloco.membership.view import View
-from diloco.transport.peers.fields import Fields
-from diloco.transport.peers.header import Header
+from diloco.protocol.fields import Fields
+from diloco.protocol.headers import Header
 
 __all__ = ["Adopted", "ChangeReport", "Leaving", "RoundVote", "Said", "adopted", "change_message", "next_view", "read"]
 

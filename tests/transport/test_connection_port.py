@@ -1,4 +1,4 @@
-"""Who comes to the port of a switchboard: strangers, who asks a service, and whoever comes when it ends."""
+"""Who comes to the port of a connection manager: strangers, who asks a service, and whoever comes when it ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from diloco.errors import TransportError
-from diloco.transport.peers import switchboard
+from diloco.transport.peers import connection_manager
 from diloco.transport.peers.frames import pack, read_frame
-from tests.transport.switchboards import LIMIT_S, MakeRank, pair
+from tests.transport.connection_managers import LIMIT_S, MakeRank, pair
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
@@ -42,7 +42,7 @@ def test_a_stranger_harms_nobody(make_rank: MakeRank, opening: bytes) -> None:
         stranger.settimeout(LIMIT_S)
         while stranger.recv(4096):
             pass
-    assert first.board.connected == {1}
+    assert first.connections.connected == {1}
     second.say(0, {"kind": "hello again"})
     assert first.heard.get(timeout=LIMIT_S)[1] == {"kind": "hello again"}
     assert first.losses.empty()
@@ -66,7 +66,7 @@ def test_a_huge_announced_size_costs_no_memory(make_rank: MakeRank) -> None:
 
 
 def test_a_stranger_who_says_nothing_is_shown_out(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switchboard, "_FIRST_MESSAGE_S", 0.05)
+    monkeypatch.setattr(connection_manager, "_FIRST_MESSAGE_S", 0.05)
     first = make_rank(0)
     with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
         stranger.settimeout(LIMIT_S)
@@ -76,8 +76,8 @@ def test_a_stranger_who_says_nothing_is_shown_out(make_rank: MakeRank, monkeypat
 def test_somebody_else_behind_an_address_is_told_apart(make_rank: MakeRank) -> None:
     first, other = make_rank(0), make_rank(4)
     with pytest.raises(TransportError, match=rf"{other.address} was to be rank 1 and answered .*another diloco"):
-        first.board.call(first.board.connect(1, other.address), LIMIT_S)
-    assert first.board.connected == frozenset()
+        first.connections.call(first.connections.connect(1, other.address), LIMIT_S)
+    assert first.connections.connected == frozenset()
 
 
 # Services, and the end.
@@ -103,11 +103,11 @@ def test_a_service_takes_over_a_connection_which_ends_with_it(make_rank: MakeRan
             writer.close()
 
     first, second = pair(make_rank)
-    first.board.services["echo"] = echo
-    assert second.board.call(ask("hello"), LIMIT_S) == ({"kind": "echo", "words": "hello"}, b"blob")
+    first.connections.services["echo"] = echo
+    assert second.connections.call(ask("hello"), LIMIT_S) == ({"kind": "echo", "words": "hello"}, b"blob")
     with pytest.raises(asyncio.IncompleteReadError):
-        second.board.call(ask("fail"), LIMIT_S)
-    assert first.board.connected == {1}
+        second.connections.call(ask("fail"), LIMIT_S)
+    assert first.connections.connected == {1}
 
 
 def test_who_says_hello_while_the_other_one_closes_is_shown_out(make_rank: MakeRank) -> None:
@@ -120,11 +120,11 @@ def test_who_says_hello_while_the_other_one_closes_is_shown_out(make_rank: MakeR
             late.sendall(pack({"kind": "hello", "rank": 5, "address": "127.0.0.1:1"}))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await first.board._close()
+            await first.connections._close()
 
-        first.board.call(hello_in_the_last_moment(0), LIMIT_S)
-        assert first.board.connected == frozenset()
-        first.board.close()
+        first.connections.call(hello_in_the_last_moment(0), LIMIT_S)
+        assert first.connections.connected == frozenset()
+        first.connections.close()
         late.settimeout(LIMIT_S)
         while late.recv(4096):
             pass
@@ -139,11 +139,11 @@ def test_who_comes_while_the_other_one_closes_leaves_nothing_open(make_rank: Mak
         late.connect((first.address.host, first.address.port))
         for _ in range(turns):
             await asyncio.sleep(0)
-        await first.board._close()
+        await first.connections._close()
 
     with closing(socket.socket()) as late:
-        first.board.call(come_and_close(), LIMIT_S)
-        first.board.close()
+        first.connections.call(come_and_close(), LIMIT_S)
+        first.connections.close()
         late.settimeout(LIMIT_S)
         with contextlib.suppress(ConnectionError):
             while late.recv(4096):
@@ -159,12 +159,12 @@ def test_what_nobody_takes_keeps_no_connection_open_after_the_end(make_rank: Mak
         asked.set()
 
     first, asked = make_rank(0), threading.Event()
-    first.board.services["pour"] = pour
+    first.connections.services["pour"] = pour
     with closing(socket.create_connection((first.address.host, first.address.port))) as idle:
         idle.sendall(pack({"kind": "pour"}))
         assert asked.wait(LIMIT_S)
         first.settled()
-        first.board.close()
+        first.connections.close()
         gc.collect()
         idle.settimeout(LIMIT_S)
         with contextlib.suppress(ConnectionError):

@@ -16,15 +16,13 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
+from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.transport.address import Address
+from diloco.transport.peers.control_connection import Line, inquire
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.last_words import hear_out
-from diloco.transport.peers.line import Line, inquire
-from diloco.transport.peers.liveness import Loss, Pulse, Timing, silent_ones
-from diloco.transport.peers.streams import Streams
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import Streams, hear_out, within
 
-__all__ = ["Service", "Switchboard"]
+__all__ = ["ConnectionManager", "Service"]
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -39,7 +37,7 @@ _CLOSING_S = 8.0
 """What has not ended by then ends with the process: a network that answers nothing any more, a busy thread."""
 
 
-class Switchboard:
+class ConnectionManager:
     """Connections by rank.
 
     Args:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import TransportError
+from diloco.protocol.failure_detector import Loss
 from diloco.transport.address import Address
 from diloco.transport.peers.frames import read_frame
-from diloco.transport.peers.liveness import Loss
-from diloco.transport.peers.within import within
+from diloco.transport.peers.streams import within
 
 __all__ = ["Ended", "Line", "inquire"]
 
