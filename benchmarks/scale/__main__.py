@@ -1,6 +1,6 @@
 """``python -m benchmarks.scale``: simulate up to 1000 replicas of 400B parameters, and write the tables into README.md.
 
-Every table is one call of `diloco.simulate.scale.sweep`; all rows are kept in results.json.
+Every table is one call of `benchmarks.scale.sweep.sweep`; all rows are kept in results.json.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.scale.churn import Churn, void_probability
+from benchmarks.scale.round_cost import RoundCost
+from benchmarks.scale.sweep import sweep
 from diloco.algorithm.codec import make_codec
-from diloco.simulate.churn import Churn, void_probability
-from diloco.simulate.round_cost import RoundCost
-from diloco.simulate.scale import sweep
 from diloco.simulate.workload import Workload
 
 HERE = Path(__file__).parent

@@ -2,7 +2,7 @@
 
 Schedule, sizes and links are those of `diloco.simulate.utilization`. Membership follows the torch transport: a loss or
 a joiner ends the view and voids the rounds in flight, whose work travels with the next round of their fragment. Who
-comes and goes is drawn by `diloco.simulate.churn`.
+comes and goes is drawn by `benchmarks.scale.churn`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.scale.churn import Churn, Membership, ViewChange
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.churn import Churn, Membership, ViewChange
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.traffic import Traffic
 from diloco.simulate.utilization import handed_in_s

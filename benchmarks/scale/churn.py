@@ -92,7 +92,7 @@ class Membership:
         self._events: list[tuple[float, int, Literal["fail", "return", "join"], int]] = []
         if math.isfinite(churn.mtbf_s):
             for replica, time_s in enumerate(self.random.exponential(churn.mtbf_s, number)):
-                self._at(float(time_s), "fail", replica)
+                self.expect(float(time_s), "fail", replica)
 
     def draw(self, until_s: float) -> None:
         """Draw all changes with a cause up to then."""
@@ -104,12 +104,16 @@ class Membership:
                 silent = self.random.random() < self.churn.silent_share
                 notice_s = time_s + silent * self.churn.silence_s
                 heapq.heappush(self.pending, ViewChange(notice_s, time_s, replica, joins=False))
-                self._at(max(notice_s, time_s + self.random.exponential(self.churn.away_s)), "return", replica)
+                self.expect(max(notice_s, time_s + self.random.exponential(self.churn.away_s)), "return", replica)
             elif kind == "return":
                 self._download(replica, time_s)
             else:
                 self.running[replica] = True
                 heapq.heappush(self.pending, ViewChange(time_s, time_s, replica, joins=True))
+
+    def expect(self, time_s: float, kind: Literal["fail", "return", "join"], replica: int) -> None:
+        """Let a replica fail, come back, or join with the state it has fetched, at ``time_s``."""
+        heapq.heappush(self._events, (time_s, next(self._order), kind, replica))
 
     def void_at_s(self, committed_s: float) -> float:
         """When a round in flight, which else is committed then, turns out to be void; infinite if it does not."""
@@ -149,10 +153,7 @@ class Membership:
             self.serves_until_s[donor] = max(float(self.serves_until_s[donor]), min(ready_s, fails_s))
         self.fetched_s[replica] = begin_s
         if fails_s < ready_s:
-            self._at(fails_s + self.random.exponential(self.churn.away_s), "return", replica)
+            self.expect(fails_s + self.random.exponential(self.churn.away_s), "return", replica)
         else:
-            self._at(ready_s, "join", replica)
-            self._at(fails_s, "fail", replica)
-
-    def _at(self, time_s: float, kind: Literal["fail", "return", "join"], replica: int) -> None:
-        heapq.heappush(self._events, (time_s, next(self._order), kind, replica))
+            self.expect(ready_s, "join", replica)
+            self.expect(fails_s, "fail", replica)

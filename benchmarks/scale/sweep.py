@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.scale.churn import Churn
+from benchmarks.scale.churn_run import ChurnRun
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.simulate.churn import Churn
-from diloco.simulate.churn_run import ChurnRun
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.workload import Workload
 from diloco.transport.links import Link

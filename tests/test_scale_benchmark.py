@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.scale.churn import Churn, void_probability
+from benchmarks.scale.churn_run import ChurnRun
+from benchmarks.scale.round_cost import RoundCost
+from benchmarks.scale.sweep import Scaled, simulate_churn, sweep
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.simulate.churn import Churn, void_probability
-from diloco.simulate.churn_run import ChurnRun
 from diloco.simulate.cluster import Cluster, Overheads
-from diloco.simulate.round_cost import RoundCost
-from diloco.simulate.scale import Scaled, simulate_churn, sweep
 from diloco.simulate.utilization import simulate
 from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
@@ -57,7 +57,7 @@ def test_a_loss_by_hand() -> None:
     """Rounds of three take 5.53 s; replica 2 ends at 12 s and is noticed at 27 s, so the merge of step 10 at 27.5 s."""
     churn = Churn(silence_s=15.0, silent_share=1.0, view_change_s=0.5, away_s=1e9)
     simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(3), churn, 30)
-    simulated.membership._at(12.0, "fail", 2)
+    simulated.membership.expect(12.0, "fail", 2)
     for step in BLOCKING.busy_steps(20):
         simulated.come_and_go(step)
         simulated.send(0, step)
@@ -75,7 +75,7 @@ def test_a_loss_by_hand() -> None:
 @pytest.mark.parametrize(("ends_s", "void"), [(9.9, True), (10.1, True), (14.1, True), (14.3, False)])
 def test_only_a_loss_before_the_commit_makes_a_round_void(ends_s: float, void: bool) -> None:
     simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(2), Churn(away_s=1e9, silent_share=1.0), 10)
-    simulated.membership._at(ends_s, "fail", 1)
+    simulated.membership.expect(ends_s, "fail", 1)
     simulated.come_and_go(10)
     simulated.send(0, 10)
     simulated.merge(0, 10)
@@ -86,7 +86,7 @@ def test_a_joiner_by_hand() -> None:
     """Down at once and back soon: in the view as soon as it has the state, in the mean two rounds later."""
     churn = Churn(silent_share=0.0, away_s=0.0, state_share=0.95, view_change_s=0.0)
     simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(2), churn, 60)
-    simulated.membership._at(1.0, "fail", 1)  # 8 MB at 0.95 MB/s: has joined at 9.4 s, before the first round
+    simulated.membership.expect(1.0, "fail", 1)  # 8 MB at 0.95 MB/s: has joined at 9.4 s, before the first round
     for step in BLOCKING.busy_steps(40):
         simulated.come_and_go(step)
         simulated.send(0, step)
@@ -103,7 +103,7 @@ def test_what_has_changed_since_the_download_is_fetched_in_the_joiners_merge() -
     for refetch in (True, False):
         churn = Churn(silent_share=0.0, away_s=0.0, view_change_s=0.0, refetch=refetch)
         simulated = ChurnRun(SMALL, BLOCKING, FLOAT32, cluster(3), churn, 60)
-        simulated.membership._at(16.0, "fail", 2)
+        simulated.membership.expect(16.0, "fail", 2)
         simulated.membership.serves_until_s[0] = 21.0
         merged_s = []
         for step in BLOCKING.busy_steps(50):
