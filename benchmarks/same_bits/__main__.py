@@ -1,0 +1,215 @@
+"""``python -m benchmarks.same_bits --before CHECKOUT``: the same runs with the package of CHECKOUT and with this one.
+
+Every run is a `diloco train` in a process whose ``PYTHONPATH`` is the ``src`` of either checkout. Compared are the
+digests of the final global parameters, the losses of all steps, and all that `config.toml`, `summary.json` and
+`metrics.jsonl` hold but times, paths and sentences. Some runs are also stopped and resumed, and must end like the run
+that was not: resumed by the version that stopped them, and by this version from the checkpoint of CHECKOUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.same_bits.cases import CASES, Case, write_text
+
+HERE = Path(__file__).parents[2]
+SERVER = """
+import json, os, sys, traceback
+replies = os.dup(1)
+os.dup2(2, 1)
+from diloco.cli import main
+for line in sys.stdin:
+    try:
+        code = main(json.loads(line))
+    except Exception:
+        code = traceback.print_exc()
+    os.write(replies, f"{code}\\n".encode())
+"""
+VARYING = {"time_s", "step_s", "wall_s", "tokens_per_s", "save_s", "model_flops_utilization", "size_bytes"} | {
+    "path", "out", "resumed_from", "facts", "note", "reason"
+}  # fmt: skip
+FILES = ("config.toml", "summary.json", "metrics.jsonl")
+WAITS = {"wait_s", "compute_utilization"}
+"""Exact where there is a virtual clock."""
+PEER = "--swarm.listen /ip4/127.0.0.1/tcp/0 --swarm.no-map-ports"
+SWARM = f"--run same-bits --start-replicas 2 --transport.heartbeat-s 0.5 {PEER}"
+
+
+class Version:
+    """A checkout of the package and the folder of its runs. One process imports the package and serves many runs."""
+
+    def __init__(self, checkout: Path, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.environment = os.environ | {"PYTHONPATH": str(checkout.resolve() / "src"), "OMP_NUM_THREADS": "1"}
+        self.log = (folder / "output.txt").open("a")
+        self.server = self._python("-c", SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log)
+
+    def _python(self, *words: str, **pipes: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, *words], env=self.environment, text=True, **pipes)
+
+    def train(self, case: Case, text: Path, name: str, *more: str) -> Path:
+        """Train in a new folder, and return it; of a swarm, with a folder in it for each of two peers."""
+        folder = self.folder / case.name.replace(" ", "-") / name
+        if not any(folder.rglob("summary.json")):
+            shutil.rmtree(folder, ignore_errors=True)
+            peers = [["--out", str(where), "--replica", str(m)] for m, where in enumerate(peer_folders(case, folder))]
+            common = [*case.arguments(text), *more]
+            if peers:
+                self._swarm([[*common, *SWARM.split(), *peer] for peer in peers])
+            else:
+                self._serve([*common, "--out", str(folder)])
+        return folder
+
+    def resume(self, case: Case, folder: Path) -> None:
+        """Go on with the run in ``folder``."""
+        if peers := peer_folders(case, folder):
+            self._swarm([["train", "--resume", str(where), *PEER.split()] for where in peers])
+        else:
+            self._serve(["train", "--resume", str(folder)])
+
+    def _serve(self, arguments: Sequence[str]) -> None:
+        assert self.server.stdin
+        assert self.server.stdout
+        print(json.dumps(arguments), file=self.server.stdin, flush=True)
+        if self.server.stdout.readline().strip() != "0":
+            raise self._failed(arguments)
+
+    def _swarm(self, commands: Sequence[Sequence[str]]) -> None:
+        """Two peers; the second one joins at the address that the first one prints."""
+        first = self._python("-m", "diloco", *commands[0], stderr=subprocess.PIPE)
+        assert first.stderr
+        said = iter(first.stderr.readline, "")
+        address = next((match[1] for line in said if (match := re.search(r"--join (/ip4/127\S+)", line))), "")
+        second = self._python("-m", "diloco", *commands[1], "--join", address, stderr=self.log)
+        self.log.writelines(said)
+        if first.wait() or second.wait():
+            raise self._failed(commands[0])
+
+    def _failed(self, arguments: Sequence[str]) -> SystemError:
+        return SystemError(f"`diloco {shlex.join(arguments)}` failed; the end of {self.log.name} says why")
+
+    def close(self) -> None:
+        self.server.communicate()
+        self.log.close()
+
+
+def peer_folders(case: Case, folder: Path) -> list[Path]:
+    return [folder / "a", folder / "b"] if case.transport == "hivemind" else []
+
+
+def end(folder: Path) -> tuple[list[str], list[float]]:
+    """The digests that the processes of a run end with, and the losses of their steps."""
+    summaries = [json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))]
+    metrics = (path.read_text().splitlines() for path in sorted(folder.rglob("metrics.jsonl")))
+    events = (json.loads(line) for lines in metrics for line in lines)
+    losses = [event["loss"] for event in events if event["event"] == "StepFinished"]
+    return [summary["global_params_digest"] for summary in summaries], losses
+
+
+def lasting(value: Any, without: set[str]) -> Any:
+    """A record, less the fields in ``without``."""
+    if isinstance(value, Mapping):
+        return {name: lasting(part, without) for name, part in value.items() if name not in without}
+    return [lasting(part, without) for part in value] if isinstance(value, list) else value
+
+
+def contents(case: Case, folder: Path) -> dict[str, list[Any]]:
+    """What of a run has to be the same: for each file, a list of comparable parts."""
+    without = VARYING | (set() if "step-time-s" in case.flags else WAITS)
+    found: dict[str, list[Any]] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.name in FILES):
+        lines = path.read_text().splitlines()
+        if path.name == "metrics.jsonl":
+            parts = [lasting(json.loads(line), without) for line in lines if '"event": "Note"' not in line]
+        elif path.name == "summary.json":
+            parts = list(lasting(json.loads("".join(lines)), without).items())
+        else:
+            parts = [line for line in lines if not line.startswith("#")]
+        found[str(path.relative_to(folder))] = parts
+    return found
+
+
+def first_difference(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> str:
+    """A sentence; empty where there is none."""
+    if before.keys() != after.keys():
+        return f"files {', '.join(before)} before, {', '.join(after)} after"
+    for name, parts in before.items():
+        for one, other in itertools.zip_longest(parts, after[name]):
+            if one != other:
+                return f"{name}: {one} before, {other} after"
+    return ""
+
+
+def compare(case: Case, before: Version, after: Version, text: Path) -> list[str]:
+    """A row of the table, less its first and last cells: what the runs are, and whether they are the same.
+
+    Raises:
+        SystemError: a run failed.
+    """
+    runs = [version.train(case, text, "run") for version in (before, after)]
+    digests, losses = end(runs[0])
+    wrong = [] if len(set(digests)) == 1 else [f"the processes of one run end with {digests}"]
+    wrong += [found] if (found := first_difference(*(contents(case, run) for run in runs))) else []
+    resumed = []
+    if case.stop_after is not None:
+        stop = ("--stop-after", str(case.stop_after))
+        old, new = (version.train(case, text, "stopped", *stop) for version in (before, after))
+        for name, stopped, version in (("old", old, before), ("new", new, after), ("old by new", old, after)):
+            folder = runs[1].parent / f"resumed {name}"
+            shutil.copytree(stopped, folder)
+            version.resume(case, folder)
+            if end(folder) == (digests, losses):
+                resumed.append(name)
+            else:
+                wrong.append(f"resumed {name}: another end")
+    same = [one == other for one, other in zip((digests, losses), end(runs[1]), strict=True)]
+    words = ["same" if part else "DIFFERENT" for part in same]
+    return [digests[0][:12], words[0], f"{len(losses)} {words[1]}", ", ".join(resumed), "; ".join(wrong) or "same"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.same_bits", description=__doc__)
+    parser.add_argument("--before", type=Path, required=True, help="a checkout of the version to compare with")
+    parser.add_argument("--only", nargs="*", default=[""], help="runs whose names begin with one of these")
+    parser.add_argument("--work", type=Path, help="keep the runs in this folder; those of BEFORE are used again")
+    given = parser.parse_args(arguments)
+    work: Path = given.work.resolve() if given.work else Path(tempfile.mkdtemp(prefix="same-bits-"))
+    shutil.rmtree(work / "after", ignore_errors=True)
+    before, after = Version(given.before, work / "before"), Version(HERE, work / "after")
+    text = write_text(work / "text.jsonl")
+    print(
+        "| run | digest before | after | losses | ends alike when resumed | all else | seconds |\n" + "|---" * 7 + "|"
+    )
+    failures = 0
+    for case in (case for case in CASES if case.name.startswith(tuple(given.only))):
+        started_s = time.perf_counter()
+        try:
+            row = compare(case, before, after, text)
+        except SystemError as error:
+            row = ["FAILED", "", "", "", str(error)]
+        failures += row[-1] != "same"
+        print(f"| {case.name} | {' | '.join(row)} | {time.perf_counter() - started_s:.0f} |", flush=True)
+    for version in (before, after):
+        version.close()
+    print(f"\n{failures} runs with a difference" + (f"; all are in {work}" if failures or given.work else ""))
+    if not failures and given.work is None:
+        shutil.rmtree(work)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

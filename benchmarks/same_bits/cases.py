@@ -1,0 +1,134 @@
+"""The runs that are compared. Each takes seconds and goes through a path that no other one here does."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from diloco.model.presets import get_preset, preset_names
+
+__all__ = ["CASES", "Case", "write_text"]
+
+COMMON = """
+--train.threads 1 --train.device cpu --train.sequence-length 16 --train.batch-size 2 --train.gradient-accumulation 1
+--inner-steps 4 --evaluation.every-steps 5 --evaluation.sequences 8 --evaluation.sample-tokens 4
+--checkpoint.every-steps 0 --monitor.console quiet --monitor.no-tensorboard
+"""
+SMALL = "--replicas 2 --steps 14 --data-parallel-steps 0 --inner.learning-rate 1e-2 --inner.warmup-steps 2"
+DECODER = "--model.layers 2 --model.width 16 --model.ffn-width 32 --model.heads 2"
+STREAMING = "--fragments 3 --overlap-steps 2"
+FEEDBACK = f"{STREAMING} --codec.error-feedback"
+NORMED = f"--model {Path(__file__).with_name('normed.py')}:normed"
+IN_FLIGHT = 9
+"""With H = 4, P = 3 and tau = 2: a step at which a fragment has been sent and not yet merged."""
+
+Transport = Literal["in-process", "torch", "hivemind"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of `diloco train`.
+
+    Args:
+        name: unique.
+        flags: of the command.
+        transport: in-process: all replicas in one process; torch: the command starts the others; hivemind: two peers.
+        stop_after: this run is also stopped after this step and resumed.
+    """
+
+    name: str
+    flags: str
+    transport: Transport = "in-process"
+    stop_after: int | None = None
+
+    def arguments(self, text: Path) -> list[str]:
+        """Those of the command, but for its folder."""
+        flags = shlex.split(f"{COMMON} {self.flags} --transport {self.transport}")
+        return ["train", *flags, "--data", str(text)]
+
+
+def small(name: str, flags: str, transport: Transport = "in-process", stop_after: int | None = None) -> Case:
+    """A case with the small decoder, where ``flags`` name no other model."""
+    model = "" if NORMED in flags else DECODER
+    return Case(name, f"{SMALL} {model} {flags}", transport, stop_after)
+
+
+def presets() -> list[Case]:
+    """Each preset for ten steps; those larger than 14m with heads of eight channels."""
+    common = "--steps 10 --data.bpe-vocab-size 270 --model.vocab-size 270 --replicas 2"
+    cases = []
+    for name in preset_names():
+        heads = get_preset(name).model.heads
+        narrow = "" if name in ("tiny", "2m", "14m") else f"--model.width {8 * heads} --model.ffn-width {16 * heads}"
+        cases.append(Case(f"preset {name}", f"--preset {name} {common} {narrow}"))
+    return cases
+
+
+def faults() -> list[Case]:
+    """Rounds that go wrong: of two replicas, and of three of which two are enough."""
+    where = "replica=1 fragment=1 outer_step=1"
+    kinds = {"drop": "", "truncate": "", "non-finite": "", "miss-commit": "", "late": " seconds=900"}
+    two = [
+        small(f"fault {kind}", f"{FEEDBACK} --transport.faults '{kind} {where}{more}'", stop_after=IN_FLIGHT)
+        for kind, more in kinds.items()
+    ]
+    enough = f"{FEEDBACK} --replicas 3 --transport.min-contributors 2 --transport.faults 'drop {where}'"
+    buffers = f"{NORMED} --replicas 3 --transport.min-contributors 2 --fragments 2 --transport.faults 'drop {where}'"
+    return [*two, small("fault drop, two of three", enough), small("fault drop, two of three, buffers", buffers)]
+
+
+CASES = (
+    *presets(),
+    small("streaming", STREAMING, stop_after=IN_FLIGHT),
+    small("diloco", "--algorithm diloco", stop_after=6),
+    small("data-parallel", "--algorithm data-parallel", stop_after=6),
+    small("no averaging", "--algorithm none"),
+    small("shared start", f"{STREAMING} --data-parallel-steps 3", stop_after=2),
+    *(small(f"codec {name}", f"{STREAMING} --codec {name}") for name in ("float32", "float16", "bfloat16", "int8")),
+    small("codec int8, error feedback", f"{FEEDBACK} --codec int8"),
+    small("codec fp4, error feedback", FEEDBACK, stop_after=IN_FLIGHT),
+    small("merge alpha 0.5", f"{STREAMING} --merge-alpha 0.5", stop_after=IN_FLIGHT),
+    small("outer adam, three replicas", f"{STREAMING} --outer.name adam --replicas 3", stop_after=IN_FLIGHT),
+    small("outer sgd, cosine", f"{STREAMING} --outer.name sgd --outer.learning-rate-schedule cosine"),
+    small("outer momentum warm-up", f"{STREAMING} --outer.momentum-warmup-outer-steps 3"),
+    small("clipped", f"{STREAMING} --outer.max-norm 0.01 --outer.median-norm-factor 1 --replicas 3"),
+    small("buffers", f"{NORMED} --fragments 2 --overlap-steps 2", stop_after=IN_FLIGHT),
+    small("buffers, data-parallel", f"{NORMED} --algorithm data-parallel"),
+    small("fragments in sequence", "--model.layers 6 --fragments 3 --fragments.strategy sequential"),
+    small(
+        "links",
+        f"{STREAMING} --transport.bandwidth-bits-per-s 1e6 --transport.latency-s 0.05 --transport.step-time-s 0.1",
+        stop_after=IN_FLIGHT,
+    ),
+    *faults(),
+    small("float16", f"{STREAMING} --train.precision float16", stop_after=IN_FLIGHT),
+    small(
+        "bfloat16, accumulated, recomputed",
+        "--train.precision bfloat16 --train.gradient-accumulation 2 --train.activation-checkpointing full",
+    ),
+    small("documents apart, contiguous", "--train.document-masks --data.sharding contiguous"),
+    small("read while training", f"{STREAMING} --data.streaming --data.streaming-block 4", stop_after=IN_FLIGHT),
+    small("byte-pair encoding", "--data.tokenizer bpe --data.bpe-vocab-size 270 --inner.schedule wsd"),
+    small("torch float32, alpha", f"{STREAMING} --codec float32 --merge-alpha 0.5", "torch", IN_FLIGHT),
+    small("torch int8, error feedback", f"{FEEDBACK} --codec int8 --data-parallel-steps 2", "torch", IN_FLIGHT),
+    small("torch fp4, buffers, clipped", f"{NORMED} --fragments 2 --codec fp4 --outer.max-norm 0.01", "torch"),
+    small("torch data-parallel", "--algorithm data-parallel --steps 6", "torch"),
+    small("torch, two ranks, fsdp", f"{STREAMING} --replica-size 2", "torch", IN_FLIGHT),
+    small("torch, two ranks, ddp", f"{STREAMING} --replica-size 2 --train.parallelism ddp", "torch", IN_FLIGHT),
+    small("hivemind float32", f"{STREAMING} --codec float32", "hivemind"),
+    small("hivemind int8, alpha", f"{STREAMING} --codec int8 --merge-alpha 0.5", "hivemind"),
+    small("hivemind fp4, error feedback", FEEDBACK, "hivemind", IN_FLIGHT),
+)
+
+
+def write_text(path: Path) -> Path:
+    """Short documents, always the same ones."""
+    rng = random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    texts = (" ".join(rng.choice(words) for _ in range(30)) + f" {number}." for number in range(60))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
