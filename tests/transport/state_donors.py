@@ -11,9 +11,9 @@ import torch
 from diloco.protocol.failure_detector import Timing
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
+from diloco.transport.peers.donor_session import DonorService
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.state_fetch import fetch_state
-from diloco.transport.peers.state_service import serve_state
 from diloco.transport.peers.state_wire import describe
 from diloco.transport.peers.streams import TcpStreams
 
@@ -42,7 +42,8 @@ class Donor:
         self.requests: list[dict[str, Any]] = []
         self.connections = ConnectionManager(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
         self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
-        self.service = serve_state(self.connections, limit_bytes_per_s)
+        self.service = DonorService(limit_bytes_per_s)
+        self.connections.services["fetch"] = self.service.serve
         if held is not None:
             self.service.source = self.copied
         self.service.version = lambda fragment: self.changes

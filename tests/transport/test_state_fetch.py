@@ -11,8 +11,8 @@ import torch
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
-from diloco.transport.peers import state_fetch, state_transfer
-from diloco.transport.peers.state_service import MAX_CHUNK_BYTES
+from diloco.transport.peers.block_assembly import Assembly
+from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import block_bytes
 from tests.same import same_values
 from tests.transport.state_donors import (
@@ -149,10 +149,9 @@ def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make_dono
 
 @pytest.mark.parametrize(("grace_s", "honest"), [(0.01, 1), (1000.0, 2)])
 def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
-    asker: Asker, make_donor: MakeDonor, monkeypatch: pytest.MonkeyPatch, grace_s: float, honest: int
+    asker: Asker, make_donor: MakeDonor, grace_s: float, honest: int
 ) -> None:
     """Not at all where more than half of the donors offer the same."""
-    monkeypatch.setattr(state_fetch, "_GRACE_S", grace_s)
     silent, donors = make_donor(state()), {m: make_donor(state()) for m in range(1, 1 + honest)}
     never = threading.Event()
 
@@ -161,7 +160,8 @@ def test_a_choice_does_not_wait_for_a_donor_that_says_nothing(
         never.set()
 
     silent.served_by(nothing)
-    assert same_values(asker.fetch({0: silent, **donors}, slow_s=1000.0, timeout_s=1000.0), {**state(), "fragment": 0})
+    patient = {"slow_s": 1000.0, "timeout_s": 1000.0, "grace_s": grace_s}
+    assert same_values(asker.fetch({0: silent, **donors}, **patient), {**state(), "fragment": 0})
     assert never.wait(LIMIT_S), "its connection is ended"
 
 
@@ -197,7 +197,7 @@ def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make_donor: MakeDon
         chunks[0] += 1
         if chunks[0] == 5:
             donor.held = state(2, finished=2)
-            donor.service.shelf.snapshots.clear()
+            donor.service.cache.snapshots.clear()
             raise ConnectionResetError("cut")
         return data
 
@@ -216,7 +216,7 @@ def test_who_has_moved_on_is_heard_again_before_another_is_chosen(asker: Asker, 
         if chunks[0] == 5:
             for donor in (donors[1], donors[2]):
                 donor.held = state(2, finished=2)
-                donor.service.shelf.snapshots.clear()
+                donor.service.cache.snapshots.clear()
         return data
 
     asker.streams.hook = cut
@@ -245,6 +245,6 @@ def test_an_error_of_our_own_is_not_taken_for_a_donors(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr(state_transfer.Transfer, "take", broken)
+    monkeypatch.setattr(Assembly, "take", broken)
     with pytest.raises(ZeroDivisionError, match="a mistake"):
         asker.fetch({1: make_donor(state())})

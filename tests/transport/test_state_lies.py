@@ -59,8 +59,8 @@ LIES = [
     (wrong_bytes, "block 0 is not what its snapshot's digest"),
     (always_damaged, "were damaged on their way"),
     (wrong_digest, "names its snapshot '0000000000000000'"),
-    (wrong_place, "bytes at here came where 0 was due"),
-    (too_much, "came where 0 was due"),
+    (wrong_place, "bytes at here came where byte 0 was next"),
+    (too_much, "came where byte 0 was next"),
     (huge, "it offers a tensor of the shape"),
     (other_words, "it answered 'what'"),
 ]

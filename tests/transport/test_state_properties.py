@@ -1,4 +1,4 @@
-"""What the wire, the shelf, the choice and the bucket do, as values."""
+"""State on the wire, its blocks, the choice of donors, their cache and their rate limit, as values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.errors import TransportError
-from diloco.transport.peers import state_transfer
-from diloco.transport.peers.state_choice import choose, donors_in_turn
-from diloco.transport.peers.state_shelf import Shelf, Snapshot
-from diloco.transport.peers.state_transfer import Transfer
+from diloco.transport.peers.block_assembly import Assembly
+from diloco.transport.peers.snapshot_cache import Snapshot, SnapshotCache
+from diloco.transport.peers.state_fetch import choose
+from diloco.transport.peers.state_transfer import donors_in_turn
 from diloco.transport.peers.state_wire import MAX_DEPTH, Description, block_bytes, describe
 from diloco.transport.shaping import TokenBucket
 from tests.same import same_values
@@ -43,7 +43,7 @@ states = st.dictionaries(
 
 
 @given(anything, anything)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_whatever_is_offered_is_taken_or_refused_and_never_more(message: Any, tensors: Any) -> None:
     for offered in ({"skeleton": message, "tensors": tensors}, {"skeleton": {"dict": {"a": message}}}, message):
         if not isinstance(offered, dict):
@@ -57,41 +57,40 @@ def test_whatever_is_offered_is_taken_or_refused_and_never_more(message: Any, te
 
 
 @given(states, st.integers(1, 100), st.randoms())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_state_arrives_as_it_was_in_whatever_pieces(state: dict[str, Any], piece: int, random: Any) -> None:
     said, values = describe(state)
     heard = Description.from_message(json.loads(json.dumps(said.to_message())), values.size_bytes)
     assert heard == said
-    transfer = Transfer(heard)
+    assembly = Assembly(heard)
     asked = []
-    while (stretch := transfer.take([], 1)) is not None:
-        asked.append(stretch)
+    while (block := assembly.take([], 1)) is not None:
+        asked.append(block)
     random.shuffle(asked)
-    for stretch in asked:
-        assert not transfer.complete
-        while stretch.missing_bytes:
-            transfer.put(stretch, values.read(stretch.offset, min(piece, stretch.missing_bytes)), 0)
-    assert transfer.complete
-    assert same_values(transfer.state, state)
+    for block in asked:
+        assert not assembly.complete
+        while block.missing_bytes:
+            assembly.put(block, values.read(block.offset, min(piece, block.missing_bytes)), 0)
+    assert assembly.complete
+    assert same_values(assembly.state, state)
 
 
 @pytest.mark.parametrize("sharers", [1, 2, 3])
-def test_nobody_is_asked_for_more_ahead_than_a_part_of_its_share(sharers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_transfer, "_LEAST_AHEAD_BYTES", 0)
-    said, _ = describe({"a": torch.zeros(8 << 20, dtype=torch.uint8)})
-    transfer, asked, count = Transfer(said), [], len(said.blocks)
-    while (stretch := transfer.take(asked, sharers)) is not None:
-        asked.append(stretch)
+def test_nobody_is_asked_for_more_ahead_than_a_part_of_its_share(sharers: int) -> None:
+    said, _ = describe({"a": torch.zeros(30 << 20, dtype=torch.uint8)})
+    assembly, asked, count = Assembly(said), [], len(said.blocks)
+    while (block := assembly.take(asked, sharers)) is not None:
+        asked.append(block)
     assert count // (5 * sharers) <= len(asked) <= count // (4 * sharers)
-    transfer.give_back(asked)
-    assert [each.index for each in transfer.waiting] == list(range(count))
+    assembly.give_back(asked)
+    assert [each.index for each in assembly.waiting] == list(range(count))
 
 
 def test_a_donor_is_asked_for_what_a_usual_link_holds_however_little_its_share_is() -> None:
     said, _ = describe({"a": torch.zeros(3 << 20, dtype=torch.uint8)})
-    transfer, asked = Transfer(said), []
-    while (stretch := transfer.take(asked, 3)) is not None:
-        asked.append(stretch)
+    assembly, asked = Assembly(said), []
+    while (block := assembly.take(asked, 3)) is not None:
+        asked.append(block)
     ahead = sum(each.missing_bytes for each in asked)
     assert (2 << 20) - asked[0].missing_bytes < ahead <= 2 << 20
 
@@ -249,32 +248,32 @@ def snapshot(version: int = 0, content: int = 0, fragment: int = 0) -> Snapshot:
     return Snapshot(fragment, version, *describe({"a": torch.tensor([fragment, content])}))
 
 
-def test_the_shelf_lets_go_of_what_nobody_needs_and_of_nothing_else() -> None:
-    shelf = Shelf(held_s=10, kept_s=30)
-    used, broken = shelf.add(snapshot(), 0.0), shelf.add(snapshot(1, content=1), 0.0)
+def test_the_cache_lets_go_of_what_nobody_needs_and_of_nothing_else() -> None:
+    cache = SnapshotCache(held_s=10, kept_s=30)
+    used, broken = cache.add(snapshot(), 0.0), cache.add(snapshot(1, content=1), 0.0)
     used.users = broken.users = 1
-    assert not shelf.make_room(0, 100.0)
-    assert shelf.make_room(1, 100.0), "of every fragment"
-    shelf.leave(broken, 100.0, broken=True)
-    assert not shelf.make_room(0, 109.0), "it may be asked for again"
-    assert shelf.named(0, broken.description.digest) is broken
-    assert shelf.make_room(0, 110.0)
-    assert shelf.snapshots == [used]
-    shelf.sweep(1000.0)
-    assert shelf.snapshots == [used]
-    shelf.leave(used, 1000.0, broken=False)
-    shelf.sweep(1029.0)
-    assert shelf.snapshots == [used]
-    shelf.sweep(1030.0)
-    assert not shelf.snapshots
+    assert not cache.make_room(0, 100.0)
+    assert cache.make_room(1, 100.0), "of every fragment"
+    cache.leave(broken, 100.0, broken=True)
+    assert not cache.make_room(0, 109.0), "it may be asked for again"
+    assert cache.named(0, broken.description.digest) is broken
+    assert cache.make_room(0, 110.0)
+    assert cache.snapshots == [used]
+    cache.sweep(1000.0)
+    assert cache.snapshots == [used]
+    cache.leave(used, 1000.0, broken=False)
+    cache.sweep(1029.0)
+    assert cache.snapshots == [used]
+    cache.sweep(1030.0)
+    assert not cache.snapshots
 
 
-def test_the_shelf_knows_a_state_that_did_not_change_after_all() -> None:
-    shelf = Shelf()
-    first = shelf.add(snapshot(1), 0.0)
-    assert shelf.add(snapshot(2), 1.0) is first
-    assert shelf.current(0, 2) is first
-    assert shelf.current(0, 1) is None
-    assert shelf.add(snapshot(3, content=1), 2.0) is not first
-    assert shelf.make_room(0, 3.0)
-    assert [each.version for each in shelf.snapshots] == [3], "the one that was left first goes"
+def test_the_cache_knows_a_state_that_did_not_change_after_all() -> None:
+    cache = SnapshotCache()
+    first = cache.add(snapshot(1), 0.0)
+    assert cache.add(snapshot(2), 1.0) is first
+    assert cache.current(0, 2) is first
+    assert cache.current(0, 1) is None
+    assert cache.add(snapshot(3, content=1), 2.0) is not first
+    assert cache.make_room(0, 3.0)
+    assert [each.version for each in cache.snapshots] == [3], "the one that was left first goes"

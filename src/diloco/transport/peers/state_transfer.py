@@ -1,121 +1,109 @@
-"""A state on its way from several donors: who sends which block, and what has come. No I/O."""
+"""State of fragments, given to others and taken from them, as the training thread asks for it."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import xxhash
-
 from diloco.errors import TransportError
-from diloco.transport.peers.state_wire import Description, block_bytes
+from diloco.protocol.registry import Entry
+from diloco.protocol.rules import Rules
+from diloco.transport.base import SnapshotSource
+from diloco.transport.peers.connection_manager import ConnectionManager
+from diloco.transport.peers.donor_client import Meter
+from diloco.transport.peers.donor_session import DonorService
+from diloco.transport.peers.state_fetch import fetch_state
 
-__all__ = ["Stretch", "Transfer"]
-
-_AHEAD_BYTES = 8 << 20
-"""Asked of a donor before it comes, at most: about what is on its way on a long and wide link."""
-
-_LEAST_AHEAD_BYTES = 2 << 20
-"""What is on its way on a usual one; asked for less, a donor stands idle for a part of every round trip."""
+__all__ = ["StateTransfer", "donors_in_turn"]
 
 
-@dataclass(eq=False)
-class Stretch:
-    """One block.
+class StateTransfer:
+    """One rank's part in handing over state.
 
-    Attributes:
-        index: of the block.
-        start, end: its bytes.
-        offset: up to here they have come.
-        senders: replicas that sent some of them.
+    Args:
+        rules: which rank this is.
+        connections: whose loop does the work.
+        state_bytes_per_s: what all askers get together; None: as much as the link carries.
     """
 
-    index: int
-    start: int
-    end: int
-    offset: int = 0
-    senders: set[int] = field(default_factory=set)
-    checksum: Any = field(default_factory=xxhash.xxh3_64)
-
-    def __post_init__(self) -> None:
-        self.offset = self.start
+    def __init__(self, rules: Rules, connections: ConnectionManager, state_bytes_per_s: float | None) -> None:
+        self._rules = rules
+        self._connections = connections
+        self._meter = Meter()
+        self._service = DonorService(state_bytes_per_s)
+        connections.services["fetch"] = self._service.serve
 
     @property
-    def missing_bytes(self) -> int:
-        return self.end - self.offset
+    def fetched_bytes(self) -> int:
+        """Bytes that have come, in all fetches."""
+        return self._meter.num_bytes
 
-    def begin_again(self) -> None:
-        """Nothing of it has come."""
-        self.offset = self.start
-        self.senders.clear()
-        self.checksum.reset()
+    def publish(self, source: SnapshotSource, version: Callable[[int], object] | None) -> None:
+        """As `Transport.publish`."""
+        self._service.source, self._service.version = source, version
 
-
-class Transfer:
-    """Room for a state, and the blocks that are still to come.
-
-    Attributes:
-        description: of the snapshot.
-        state: filled as blocks come; to be used once `complete`.
-        waiting: blocks that nobody has been asked for.
-
-    Raises:
-        TransportError: if there is not enough memory.
-    """
-
-    def __init__(self, description: Description) -> None:
-        self.description = description
-        self.state, self._values = description.allocate()
-        size_bytes, step = description.size_bytes, block_bytes(description.size_bytes)
-        starts = range(0, size_bytes, step)
-        self.waiting = deque(Stretch(n, start, min(start + step, size_bytes)) for n, start in enumerate(starts))
-        self._missing = len(self.waiting)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every block has come and is what the digest names."""
-        return not self._missing
-
-    def take(self, asked: Iterable[Stretch], sharers: int) -> Stretch | None:
-        """The next block to ask a donor for, or None.
+    def fetch(
+        self,
+        fragment: int,
+        donors: Sequence[int],
+        after: int,
+        *,
+        members: Sequence[int],
+        entries: Mapping[int, Entry],
+        expected_bytes: int | None,
+    ) -> Mapping[str, Any]:
+        """As `Transport.fetch`.
 
         Args:
-            asked: what it is asked for and has not sent.
-            sharers: donors that send; one is asked for a part of its share ahead, not for all of it.
-        """
-        if not self.waiting:
-            return None
-        ahead_bytes = sum(each.missing_bytes for each in asked)
-        share_bytes = sum(each.missing_bytes for each in self.waiting) // sharers
-        # A quarter of its share, so that who is quick finds something later, too; but what a long link holds, at least.
-        allowed_bytes = min(_AHEAD_BYTES, max(_LEAST_AHEAD_BYTES, share_bytes // 4))
-        if ahead_bytes and ahead_bytes + self.waiting[0].missing_bytes > allowed_bytes:
-            return None
-        return self.waiting.popleft()
-
-    def give_back(self, stretches: Iterable[Stretch]) -> None:
-        """Blocks that a donor does not send after all; what has come of them stays."""
-        self.waiting.extendleft(reversed(list(stretches)))
-
-    def put(self, stretch: Stretch, data: bytes, sender: int) -> None:
-        """The next bytes of a block; its last ones end it.
+            fragment: its index.
+            donors: replicas to ask.
+            after: rounds that must be in the state.
+            members: of the present view.
+            entries: where each rank listens.
+            expected_bytes: a larger state is refused.
 
         Raises:
-            TransportError: if the block is another one than the digest names. It begins again, then.
+            TransportError: if none of the donors gives it.
         """
-        self._values.write(stretch.offset, data)
-        stretch.checksum.update(data)
-        stretch.offset += len(data)
-        stretch.senders.add(sender)
-        if stretch.missing_bytes:
-            return
-        if stretch.checksum.hexdigest() != self.description.blocks[stretch.index]:
-            senders = sorted(stretch.senders)
-            stretch.begin_again()
+        rules, streams = self._rules, self._connections.streams
+        size = rules.ranks_per_replica
+        ranks = {donor: donor * size + rules.rank % size for donor in donors if donor != rules.replica}
+        there = [donor for donor in ranks if donor in members and ranks[donor] in entries]
+        if not there:
             raise TransportError(
-                f"block {stretch.index} is not what its snapshot's digest {self.description.digest} names",
-                replicas=senders,
+                f"replica {', '.join(map(str, donors))} was asked for fragment {fragment}, but is no other member of "
+                f"the view {tuple(members)}.",
+                replicas=donors,
             )
-        self._missing -= 1
+        errors = []
+        for group in donors_in_turn(there, rules.replica, fragment):
+            addresses = {donor: streams.address(entries[ranks[donor]].address) for donor in group}
+            fetching = fetch_state(
+                streams,
+                addresses,
+                fragment,
+                after,
+                rules.round_timeout_s,
+                expected_bytes=expected_bytes,
+                meter=self._meter,
+            )
+            try:
+                return self._connections.call(fetching)
+            except TransportError as error:  # the next group may have it
+                errors.append(str(error))
+        raise TransportError(" ".join(errors), replicas=there)
+
+
+def donors_in_turn(donors: Sequence[int], asker: int, fragment: int, together: int = 3) -> Iterator[tuple[int, ...]]:
+    """Groups of donors to ask one after the other until one gives the state; each donor is in one group.
+
+    A donor copies its state for those who ask, so different askers begin with different donors, and so does one asker
+    with each fragment. Three in a group are a majority against one that has diverged.
+
+    >>> list(donors_in_turn([0, 1, 2, 3, 4], asker=6, fragment=0))
+    [(3, 4, 0), (1, 2)]
+    """
+    start = (asker * together + fragment) % max(1, len(donors))
+    turned = [*donors[start:], *donors[:start]]
+    for first in range(0, len(turned), together):
+        yield tuple(turned[first : first + together])

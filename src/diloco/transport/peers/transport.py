@@ -28,7 +28,7 @@ from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.postman import Postman
 from diloco.transport.peers.round_desk import RoundDesk
 from diloco.transport.peers.speeds import Speeds, speed_message
-from diloco.transport.peers.state_desk import StateDesk
+from diloco.transport.peers.state_transfer import StateTransfer
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.threads import Mailbox, Threads, in_thread
 from diloco.transport.peers.views import ViewKeeper
@@ -93,7 +93,7 @@ class PeerTransport(Transport):
         self._postman = Postman(Pacer(link) if link else None)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
         self.connections = ConnectionManager(rules.rank, self.timing, self._deliver, self._lost, streams)
-        self._state = StateDesk(rules, self.connections, state_bytes_per_s)
+        self._state = StateTransfer(rules, self.connections, state_bytes_per_s)
         self._meetings = Meetings(rules.rank, self._tell, self.connections.post, self._present, lambda: self.step)
         self._agreement = Agreement(rules, self.connections, self._present, self._meetings.changed)
         self._rounds = RoundDesk(rules.replica, self._missing, self._taken)
@@ -150,7 +150,7 @@ class PeerTransport(Transport):
 
     @property
     def fetched_bytes(self) -> int:
-        return self._state.meter.num_bytes
+        return self._state.fetched_bytes
 
     def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
         if self.rules.ranks_per_replica > 1:  # its ranks take over together, at one step

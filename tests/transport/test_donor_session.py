@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError, TransportError
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.state_service import MAX_ASKERS, StateService, serve_state
+from diloco.transport.peers.donor_session import MAX_ASKERS, DonorService
 from tests.same import same_values
 from tests.transport.state_donors import (
     LIMIT_S,
@@ -39,9 +38,9 @@ def test_the_limit_holds_for_all_askers_together(make_donor: MakeDonor) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_a_limit_that_is_none_is_refused(connections: ConnectionManager, limit: float) -> None:
+def test_a_limit_that_is_not_positive_is_refused(limit: float) -> None:
     with pytest.raises(ConfigurationError, match="bytes a second"):
-        serve_state(connections, limit)
+        DonorService(limit)
 
 
 def test_a_donor_in_the_middle_of_a_change_is_waited_for(asker: Asker, make_donor: MakeDonor) -> None:
@@ -89,7 +88,7 @@ def test_no_more_than_two_snapshots_of_a_fragment_are_held(asker: Asker, make_do
     donor.held = state(numel=100, seed=2)
     talks[2].say(0)
     assert talks[2].hear() == {"kind": "later", "reason": "it is handing over two earlier states"}
-    assert (donor.copies, len(donor.service.shelf.snapshots)) == (2, 2)
+    assert (donor.copies, len(donor.service.cache.snapshots)) == (2, 2)
     talks[2].say(1)
     assert talks[2].hear()["kind"] == "offer", "another fragment has room of its own"
     talks[0].end()
@@ -98,7 +97,7 @@ def test_no_more_than_two_snapshots_of_a_fragment_are_held(asker: Asker, make_do
         talks[2].say(0)
         heard = talks[2].hear()
     assert heard["kind"] == "offer", "nobody needs the first any more"
-    assert (donor.copies, len(donor.service.shelf.snapshots)) == (4, 3)
+    assert (donor.copies, len(donor.service.cache.snapshots)) == (4, 3)
     talks[2].say(0, offers[1]["snapshot"], offset=0, size=1)
     assert talks[2].hear()["kind"] == "chunk", "what is held already can be had"
     talks[2].say(1)
@@ -151,10 +150,3 @@ def test_a_state_that_nobody_would_take_is_refused_by_its_donor(asker: Asker, ma
     for value, words in [(torch.empty(1, dtype=torch.complex64), "complex"), (float("nan"), "nan"), ([1], "1")]:
         with pytest.raises(TransportError, match=rf"replica 1: its state can't be handed over: .*{words}"):
             asker.fetch({1: make_donor({"global_params": value})})
-
-
-def test_the_service_is_what_the_transport_publishes_to(connections: ConnectionManager) -> None:
-    service = serve_state(connections)
-    assert isinstance(service, StateService)
-    assert service.source is None
-    assert connections.services["fetch"] == service.serve

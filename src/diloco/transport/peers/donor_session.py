@@ -1,7 +1,7 @@
-"""Handing a fragment's global parameters and outer state to who asks, over connections of their own.
+"""Serving a fragment's global parameters and outer state to those who ask, over connections of their own.
 
-So it does not stand in the way of votes, and the donor's training goes on: a copy is made in another thread, under the
-lock of whoever changes the state, once for all askers; it is sent from there, no faster than the limit says.
+So votes never wait behind it, and the donor's training goes on: the state is copied once for all askers, in another
+thread, under the lock of whoever changes it, and sent from the copy, no faster than the limit says.
 
 ::
 
@@ -9,10 +9,10 @@ lock of whoever changes the state, once for all askers; it is sent from there, n
     donor    {"kind": "offer", "skeleton", "tensors", "bytes", "blocks", "snapshot"}    see `state_wire`
     asker    {"kind": "fetch", "fragment", "after", "snapshot": digest, "offset", "size"}
     donor    {"kind": "chunk", "offset", "checksum"} and bytes, until ``size`` bytes are sent
-             {"kind": "moved"}            that snapshot is no more
+             {"kind": "moved"}            that snapshot is gone
     or       {"kind": "later", "reason"}, {"kind": "refused", "reason"}
 
-An asker may send several requests before the first is answered, and come again over another connection.
+An asker may send several requests before the first is answered, and may continue over another connection.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import xxhash
 
 from diloco.errors import TransportError
 from diloco.transport.base import SnapshotSource
-from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.state_shelf import Shelf, Snapshot
+from diloco.transport.peers.snapshot_cache import Snapshot, SnapshotCache
 from diloco.transport.peers.state_wire import describe
 from diloco.transport.shaping import TokenBucket
 
-__all__ = ["MAX_CHUNK_BYTES", "StateService", "serve_state"]
+__all__ = ["MAX_ASKERS", "MAX_CHUNK_BYTES", "DonorService"]
 
 MAX_CHUNK_BYTES = 1 << 18
 MAX_ASKERS = 4
@@ -45,57 +44,60 @@ _FRESH_S = 0.5
 _SWEEP_S = 5.0
 
 
-class StateService:
+class DonorService:
     """Answers those who fetch state from this rank. In the control thread, but for its attributes.
 
-    Attributes:
-        source: fragment index -> its state, of which nobody changes a tensor afterwards; called in another thread.
-            None: nothing is published.
-        version: fragment index -> something that is another one after each change of its state; cheap, without a lock,
-            called in the control thread. None: a snapshot counts as the present state for half a second.
-        shelf: the snapshots held.
-
     Args:
-        limit_bytes_per_s: of all answers together.
+        limit_bytes_per_s: of all answers together; None: none.
+
+    Attributes:
+        source: fragment index -> its state, whose tensors nobody changes; called in another thread. None: nothing is
+            published.
+        version: fragment index -> a value that differs after each change of its state; cheap, without a lock, called
+            in the control thread. None: a snapshot counts as current for half a second.
+        cache: the snapshots kept.
+
+    Raises:
+        ConfigurationError: if the limit is not a positive number.
     """
 
     def __init__(self, limit_bytes_per_s: float | None = None) -> None:
         self.source: SnapshotSource | None = None
         self.version: Callable[[int], object] | None = None
-        self.shelf = Shelf()
+        self.cache = SnapshotCache()
         limited = math.inf if limit_bytes_per_s is None else limit_bytes_per_s * _CHUNK_S
-        self._chunk_bytes = int(min(MAX_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, limited)))
-        self._bucket = TokenBucket(limit_bytes_per_s, self._chunk_bytes)
+        self.chunk_bytes = int(min(MAX_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, limited)))
+        self.bucket = TokenBucket(limit_bytes_per_s, self.chunk_bytes)
         self._askers = 0
-        self._copying = asyncio.Lock()  # one at a time, for the donor's memory
+        self._copying = asyncio.Lock()  # one copy at a time, for the donor's memory
         self._sweeping = False
 
     async def serve(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer one connection's requests until it ends: a `ConnectionManager` service."""
+        """Answer one connection's requests until it ends."""
         if self._askers >= MAX_ASKERS:
-            await _say(writer, {"kind": "later", "reason": f"it is serving {self._askers} others"})
+            await _write(writer, pack({"kind": "later", "reason": f"it is serving {self._askers} others"}))
             return
         self._askers += 1
-        asker, broken = _Asker(self, writer), True
+        session, broken = _DonorSession(self, writer), True
         try:
             while True:
-                await asker.answer(message)
+                await session.answer(message)
                 async with asyncio.timeout(_IDLE_S):
                     message, _ = await read_frame(reader)
         except asyncio.IncompleteReadError as error:
             broken = bool(error.partial)
         except BaseException:
-            writer.transport.abort()  # what the asker did not take by now it asks for again
+            writer.transport.abort()  # the asker asks again for what it has not received
             raise
         finally:
             self._askers -= 1
-            asker.use(None, broken=broken)
+            session.use(None, broken=broken)
             self._sweep()
 
     async def snapshot(self, fragment: int) -> Snapshot | None:
-        """The present state, copied if it has not been yet; None: there is no room for it now.
+        """The current state, copied unless it has been; None: there is no room for it now.
 
         Raises:
             Exception: whatever the source raises.
@@ -107,50 +109,38 @@ class StateService:
                 raise TransportError("it has published nothing")
             state_version = loop.time() // _FRESH_S if self.version is None else self.version(fragment)
             version = (source, state_version)
-            found = self.shelf.current(fragment, version)
+            found = self.cache.current(fragment, version)
             if found is not None:
                 return found
-            if not self.shelf.make_room(fragment, loop.time()):
+            if not self.cache.make_room(fragment, loop.time()):
                 return None
             made = await loop.run_in_executor(None, _copy, source, fragment, version)
-            return self.shelf.add(made, loop.time())
-
-    async def send(self, writer: asyncio.StreamWriter, snapshot: Snapshot, offset: int, size_bytes: int) -> None:
-        """Bytes of a snapshot, in chunks, as soon as the limit allows."""
-        loop = asyncio.get_running_loop()
-        while size_bytes:
-            data = snapshot.values.read(offset, min(size_bytes, self._chunk_bytes))
-            frame = pack({"kind": "chunk", "offset": offset, "checksum": xxhash.xxh3_64_hexdigest(data)}, data)
-            wait_s = self._bucket.take(loop.time(), len(frame))
-            if wait_s:
-                await asyncio.sleep(wait_s)
-            await _write(writer, frame)
-            offset, size_bytes = offset + len(data), size_bytes - len(data)
+            return self.cache.add(made, loop.time())
 
     def _sweep(self) -> None:
-        """Look through the shelf from time to time, as long as there is anything."""
-        if not self._sweeping and self.shelf.snapshots:
+        """Sweep the cache from time to time, as long as it holds anything."""
+        if not self._sweeping and self.cache.snapshots:
             self._sweeping = True
             asyncio.get_running_loop().call_later(_SWEEP_S, self._swept)
 
     def _swept(self) -> None:
         self._sweeping = False
-        self.shelf.sweep(asyncio.get_running_loop().time())
+        self.cache.sweep(asyncio.get_running_loop().time())
         self._sweep()
 
 
-class _Asker:
-    """One connection, and the snapshot that it is sent."""
+class _DonorSession:
+    """One connection of an asker, and the snapshot that is sent over it."""
 
-    def __init__(self, service: StateService, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, service: DonorService, writer: asyncio.StreamWriter) -> None:
         self._service = service
         self._writer = writer
         self._snapshot: Snapshot | None = None
 
     def use(self, snapshot: Snapshot | None, *, broken: bool = False) -> None:
-        """Stay with this one from now on."""
+        """Send this one from now on."""
         if self._snapshot is not None:
-            self._service.shelf.leave(self._snapshot, asyncio.get_running_loop().time(), broken=broken)
+            self._service.cache.leave(self._snapshot, asyncio.get_running_loop().time(), broken=broken)
         self._snapshot = snapshot
         if snapshot is not None:
             snapshot.users += 1
@@ -160,24 +150,24 @@ class _Asker:
         digest = message["snapshot"]
         if not digest:
             self.use(None)
-            await _say(self._writer, await self._offer(fragment, after))
+            await self._say(await self._offer(fragment, after))
             return
-        snapshot = self._service.shelf.named(fragment, str(digest))
+        snapshot = self._service.cache.named(fragment, str(digest))
         if snapshot is None:
-            await _say(self._writer, {"kind": "moved"})
+            await self._say({"kind": "moved"})
             return
         self.use(snapshot)
         offset, size_bytes = _whole(message, "offset"), _whole(message, "size")
         if not offset < offset + size_bytes <= snapshot.values.size_bytes:
             raise TransportError(f"bytes {offset} to {offset + size_bytes} of {snapshot.values.size_bytes} were asked")
-        await self._service.send(self._writer, snapshot, offset, size_bytes)
+        await self._send(snapshot, offset, size_bytes)
 
     async def _offer(self, fragment: int, after: int) -> dict[str, Any]:
         try:
             snapshot = await self._service.snapshot(fragment)
         except TransportError as error:
             return {"kind": "refused", "reason": str(error)}
-        except Exception as error:  # the source's own business; the asker hears of it
+        except Exception as error:  # of the source
             return {"kind": "refused", "reason": f"{type(error).__name__}: {error}"}
         if snapshot is None:
             return {"kind": "later", "reason": "it is handing over two earlier states"}
@@ -187,20 +177,18 @@ class _Asker:
         self.use(snapshot)
         return {"kind": "offer", **snapshot.description.to_message()}
 
+    async def _send(self, snapshot: Snapshot, offset: int, size_bytes: int) -> None:
+        """Bytes of a snapshot, in chunks, as soon as the limit allows."""
+        loop, end = asyncio.get_running_loop(), offset + size_bytes
+        for start in range(offset, end, self._service.chunk_bytes):
+            data = snapshot.values.read(start, min(end - start, self._service.chunk_bytes))
+            frame = pack({"kind": "chunk", "offset": start, "checksum": xxhash.xxh3_64_hexdigest(data)}, data)
+            if wait_s := self._service.bucket.take(loop.time(), len(frame)):
+                await asyncio.sleep(wait_s)
+            await _write(self._writer, frame)
 
-def serve_state(connections: ConnectionManager, limit_bytes_per_s: float | None = None) -> StateService:
-    """Answer ``fetch`` on ``connections`` with what the result's ``source`` gives.
-
-    Args:
-        connections: of the donor.
-        limit_bytes_per_s: of all answers together; None: none.
-
-    Raises:
-        ConfigurationError: if the limit is no positive number.
-    """
-    service = StateService(limit_bytes_per_s)
-    connections.services["fetch"] = service.serve
-    return service
+    async def _say(self, message: dict[str, Any]) -> None:
+        await _write(self._writer, pack(message))
 
 
 def _copy(source: SnapshotSource, fragment: int, version: object) -> Snapshot:
@@ -210,12 +198,8 @@ def _copy(source: SnapshotSource, fragment: int, version: object) -> Snapshot:
 def _whole(message: dict[str, Any], name: str) -> int:
     value = message[name]
     if type(value) is not int or value < 0:
-        raise TransportError(f"{name} = {str(value)[:40]!r} was asked for; a whole number would work")
+        raise TransportError(f"{name} = {str(value)[:40]!r} was asked for instead of a whole number")
     return value
-
-
-async def _say(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    await _write(writer, pack(message))
 
 
 async def _write(writer: asyncio.StreamWriter, frame: bytes) -> None:

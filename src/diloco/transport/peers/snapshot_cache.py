@@ -1,4 +1,4 @@
-"""The snapshots that a donor holds for those who fetch them: which one is still good, and which one may go. No I/O."""
+"""The snapshots that a donor keeps for those who fetch them: which is current, and which may be dropped. No I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from diloco.transport.peers.state_wire import Description, TensorBytes
 
-__all__ = ["Shelf", "Snapshot"]
+__all__ = ["Snapshot", "SnapshotCache"]
 
 
 @dataclass(eq=False)
@@ -19,8 +19,8 @@ class Snapshot:
         version: of the donor's state, when the copy was made.
         description: what it consists of.
         values: the bytes of its tensors, which nobody changes.
-        users: connections that it is sent over.
-        held_until_s: somebody whose connection broke may come back for it until then.
+        users: connections over which it is sent.
+        held_until_s: until then somebody whose connection broke may come back for it.
         left_s: when the last user left.
     """
 
@@ -33,19 +33,18 @@ class Snapshot:
     left_s: float = -math.inf
 
 
-class Shelf:
-    """Room for two snapshots of each fragment: one that is being sent, and one of what the state has become.
+class SnapshotCache:
+    """At most two snapshots of each fragment: one that is being sent, and one of what the state has become since.
 
-    One would not do: whoever comes after a round was committed would wait for who came before, or end his transfer.
-    More would be more of the donor's memory than twice its own global parameters and outer state. So whoever needs a
-    third while two are in use is told to come later.
+    With one, an asker that comes after the next round would wait for the askers before it, or end their transfers; more
+    than two would take more memory than twice the donor's own state. An asker that needs a third is told to come later.
 
     Attributes:
-        held_s: how long a snapshot waits for who lost the connection; nothing takes its place meanwhile.
-        kept_s: how long one that nobody uses stays, as long as its room isn't needed.
+        held_s: how long a snapshot is kept for somebody whose connection broke; nothing takes its place meanwhile.
+        kept_s: how long an unused one is kept while its place isn't needed.
     """
 
-    ROOM = 2
+    PLACES = 2
 
     def __init__(self, held_s: float = 10.0, kept_s: float = 30.0) -> None:
         self.held_s = held_s
@@ -53,18 +52,18 @@ class Shelf:
         self.snapshots: list[Snapshot] = []
 
     def named(self, fragment: int, digest: str) -> Snapshot | None:
-        """The snapshot of that name."""
+        """The snapshot with this digest."""
         found = (each for each in self.snapshots if (each.fragment, each.description.digest) == (fragment, digest))
         return next(found, None)
 
     def current(self, fragment: int, version: object) -> Snapshot | None:
-        """The snapshot of that version."""
+        """The snapshot of this version."""
         found = (each for each in self.snapshots if each.fragment == fragment and each.version == version)
         return next(found, None)
 
     def make_room(self, fragment: int, now_s: float) -> bool:
-        """Let go of what nobody needs until another one of ``fragment`` fits; False if it never does."""
-        while len(there := [each for each in self.snapshots if each.fragment == fragment]) >= self.ROOM:
+        """Drop unused snapshots of ``fragment`` until there is a place for another; False if there is none."""
+        while len(there := [each for each in self.snapshots if each.fragment == fragment]) >= self.PLACES:
             idle = [each for each in there if not each.users and each.held_until_s <= now_s]
             if not idle:
                 return False
@@ -82,14 +81,14 @@ class Shelf:
         return snapshot
 
     def leave(self, snapshot: Snapshot, now_s: float, *, broken: bool) -> None:
-        """One of its users is gone; where the connection broke, he may come back."""
+        """One of its users is gone; if the connection broke, that user may come back."""
         snapshot.users -= 1
         snapshot.left_s = now_s
         if broken:
             snapshot.held_until_s = now_s + self.held_s
 
     def sweep(self, now_s: float) -> None:
-        """Let go of what nobody has used for long."""
+        """Drop what nobody has used for long."""
         self.snapshots = [
             each for each in self.snapshots if each.users or now_s < max(each.left_s + self.kept_s, each.held_until_s)
         ]
