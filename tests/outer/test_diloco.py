@@ -183,13 +183,13 @@ def test_a_saturating_codec_says_so() -> None:
 class TestErrors:
     def test_a_parameter_that_no_inner_optimizer_holds_is_named(self) -> None:
         model = Vectors()
-        with pytest.raises(ConfigurationError, match="no inner optimizer holds second, third"):
+        with pytest.raises(ConfigurationError, match="No inner optimizer holds second, third"):
             DiLoCo(model, torch.optim.SGD([model.first], lr=0.1))
 
     def test_several_inner_optimizers_may_share_a_model(self) -> None:
         model = Vectors()
         optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
-        with pytest.raises(ConfigurationError, match="no inner optimizer holds third"):
+        with pytest.raises(ConfigurationError, match="No inner optimizer holds third"):
             DiLoCo(model, optimizers[:2])
         DiLoCo(model, optimizers)
 

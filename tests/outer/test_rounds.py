@@ -1,18 +1,23 @@
-"""What is told of a round is told when it is over."""
+"""What a round settles by the time its event is told: residuals, buffers, rounds finished, and what is in flight."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
+from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.events import Event, RoundCommitted
 from diloco.outer.diloco import DiLoCo
-from tests.replicas import Vectors, quadratic
+from diloco.transport.faults import Fault
+from diloco.transport.in_process import InProcessTransport
+from tests.replicas import Swarm, Vectors, quadratic, streaming
 
 STEPS = 14
 
@@ -53,3 +58,56 @@ def test_a_state_saved_at_the_event_of_a_round_goes_on_as_if_never_stopped() -> 
     assert list(saved) == [5, 7, 9, 11, 13]
     for began in saved.values():
         assert torch.equal(train(began)[0], whole)
+
+
+def residuals(diloco: DiLoCo) -> list[torch.Tensor]:
+    """Of error feedback, by fragment."""
+    return [codec["residual"].clone() for codec in diloco.state_dict()["codecs"]]
+
+
+@pytest.mark.parametrize("least", [None, 2])
+def test_what_the_codec_lost_is_kept_only_of_work_that_a_mean_took(least: int | None) -> None:
+    """Void for all, or committed without replica 2: the next pseudo-gradient holds that work again, and its losses."""
+    fault = Fault(kind="drop", replica=2, round=RoundId(0, 1))
+    swarm = streaming(faults=[fault], least=least, codec="int8", error_feedback=True)
+    swarm.run(9, quadratic())  # round (0, 1) was sent at 8 and is merged at 10
+    before = [residuals(diloco)[0] for diloco in swarm.replicas]
+    assert all(bool(residual.any()) for residual in before)
+    swarm.run(1, quadratic())
+    after = [residuals(diloco)[0] for diloco in swarm.replicas]
+    kept = [torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+    assert kept == ([False, False, True] if least else [True, True, True])
+    swarm.run(4, quadratic())
+    assert not any(torch.equal(old, residuals(diloco)[0]) for old, diloco in zip(after, swarm.replicas, strict=True))
+
+
+def test_a_replica_that_is_left_out_of_a_round_takes_its_mean_buffers() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    transport = InProcessTransport(3, faults=[Fault(kind="drop", replica=2, round=RoundId(0, 0))], min_contributors=2)
+    swarm = Swarm(3, SyncSchedule(inner_steps=2), make_model=make, transport=transport)
+    norms = [model.get_submodule("1") for model in swarm.models]
+    for m, norm in enumerate(norms):
+        norm.get_buffer("running_mean").fill_(float(m))
+        norm.get_buffer("num_batches_tracked").fill_(10 + m)
+    swarm.run(2, quadratic())
+    assert [norm.get_buffer("running_mean").tolist() for norm in norms] == [[0.5, 0.5]] * 3
+    assert [norm.get_buffer("num_batches_tracked").item() for norm in norms] == [10] * 3
+
+
+def test_a_void_round_counts_as_finished() -> None:
+    """Whoever fetches the state then is told so, and a checkpoint keeps it."""
+    swarm = streaming(faults=[Fault(kind="drop", replica=1, round=RoundId(0, 1))])
+    found, saved = [], []
+    for steps in (6, 4, 4):
+        swarm.run(steps, quadratic())
+        fetched = swarm.transport.endpoint(1).fetch(0, [0])
+        found.append((fetched["finished_rounds"], fetched["outer_step"]))
+        saved.append(swarm.replicas[0].state_dict()["finished_rounds"][0])
+    assert found == [(1, 1), (2, 1), (3, 2)]
+    assert saved == [1, 2, 3]
+    again = streaming()
+    again.replicas[0].load_state_dict(swarm.replicas[0].state_dict())
+    assert again.transport.endpoint(1).fetch(0, [0])["finished_rounds"] == 3

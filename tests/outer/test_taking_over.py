@@ -22,8 +22,7 @@ from diloco.errors import TransportError
 from diloco.events import Event, Note
 from diloco.membership.view import View
 from diloco.outer.diloco import DiLoCo
-from diloco.outer.shared_state import SharedState
-from diloco.outer.taking_over import TakingOver
+from diloco.outer.taking_over import SharedState, TakingOver
 from diloco.transport.base import Average, Pending, Transport
 
 FRAGMENTS = 2
@@ -121,7 +120,7 @@ class Pair:
         if not donor_lags:
             self.catch_up(fragment)
         if flight.void:
-            if not self.taking_over.lacks(fragment):
+            if fragment not in self.taking_over.lacking:
                 finished = self.joiner.finished_rounds[fragment]
                 self.joiner.finished_rounds[fragment] = max(finished, self.rounds[fragment])
         elif flight.matched:
@@ -148,7 +147,7 @@ class Pair:
         """The joiner was left out: it takes all over anew, and what was in flight is the others' affair."""
         self.transport = FakeTransport(self)
         self.taking_over.change_transport(self.transport)
-        self.taking_over.all_from((0,), keep_work=True, taken=lambda index: None)
+        list(self.taking_over.all_from((0,), keep_work=True))
         for fragment in list(self.flights):
             self.behind[fragment].append(self.flights.pop(fragment))
             self.rounds[fragment] += 1
@@ -204,7 +203,7 @@ def test_rounds_that_go_by_while_the_state_travels_are_made_up_for() -> None:
     pair = Pair()
     pair.send(0)
     assert "fetches beside the training" in pair.merge(0)
-    assert pair.taking_over.lacks(0)
+    assert 0 in pair.taking_over.lacking
     answer = pair.answer(0)
     for _ in range(3):
         pair.send(0)
@@ -212,7 +211,7 @@ def test_rounds_that_go_by_while_the_state_travels_are_made_up_for() -> None:
     assert [fetch.donors for fetch in pair.transport.fetches] == [(0, 1)]
     pair.transport.fetches[0].outcome = answer
     assert pair.taking_over.poll() == ()
-    assert not pair.taking_over.lacks(0)
+    assert 0 not in pair.taking_over.lacking
     assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
     assert pair.joiner.finished_rounds[0] == pair.donor.finished_rounds[0] == 4
 
@@ -265,7 +264,7 @@ def test_one_fragment_is_fetched_at_a_time_in_the_order_found() -> None:
     pair.transport.fetches[0].outcome = pair.answer(1)
     pair.taking_over.poll()
     assert [fetch.fragment for fetch in pair.transport.fetches] == [1, 0]
-    assert pair.taking_over.lacks(0)
+    assert 0 in pair.taking_over.lacking
 
 
 def test_a_donor_that_does_not_answer_is_told_of_and_the_next_round_asks_again() -> None:
@@ -274,7 +273,7 @@ def test_a_donor_that_does_not_answer_is_told_of_and_the_next_round_asks_again()
     pair.merge(0)
     pair.transport.fetches[0].outcome = TransportError("gone.")
     assert pair.taking_over.poll() == ("Taking over the state of replica 0 failed: gone.",)
-    assert not pair.taking_over.lacks(0)
+    assert 0 not in pair.taking_over.lacking
     pair.send(0)
     pair.merge(0)
     assert len(pair.transport.fetches) == 2
@@ -355,7 +354,7 @@ def test_who_goes_on_from_a_checkpoint_with_an_old_state_is_told_so() -> None:
     joiner.step()
     one().load_state_dict(joiner.state_dict())
     (note,) = (each for each in said if isinstance(each, Note))
-    assert note.text == "When this was saved, the state of fragment 0 was on its way from others; it holds an old one."
+    assert note.text == "This was saved while the state of fragment 0 was being fetched. It will be fetched again."
 
 
 fragments = st.integers(0, FRAGMENTS - 1)
@@ -428,5 +427,5 @@ def test_who_takes_over_everything_says_how_much_has_come(
             return super().fetch(fragment, donors, expected_bytes)
 
     pair = Pair()
-    TakingOver(pair.joiner, Lasting(pair)).all_from((0, 1), keep_work=False, taken=lambda index: None)
+    list(TakingOver(pair.joiner, Lasting(pair)).all_from((0, 1), keep_work=False))
     assert caplog.records[-1].getMessage().startswith("waiting for the state of replica 0, 1 (20 B of 160 B are here)")

@@ -54,5 +54,5 @@ def test_a_model_that_ranks_share_out_is_refused() -> None:
     for parameter in model.parameters():
         parameter.to_local = lambda parameter=parameter: parameter  # type: ignore[attr-defined]  # as DTensors have it
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"whose first and 2 more parameters are sharded over ranks.*\(ddp\)"):
+    with pytest.raises(ConfigurationError, match=r"this one shards first and 2 more parameters over ranks.*\(ddp\)"):
         DiLoCo(model, inner, clipping=Clipping(max_norm=1.0))

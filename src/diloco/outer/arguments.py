@@ -1,4 +1,4 @@
-"""`DiLoCo`'s arguments: what can't work, and what must be the same on all replicas, in words for a refusal."""
+"""`DiLoCo`'s arguments: which do not work together, and which must be the same on all replicas."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+from diloco.algorithm.buffers import check_buffers
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
-from diloco.algorithm.fragments import Fragment, trainable_parameters
+from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 
-__all__ = ["check_trained", "check_unsharded", "described", "facts_of_arguments"]
+__all__ = ["check_arguments", "facts_of_arguments"]
 
 _NAMED = 3
-"""Tensors that are named one by one; of more there is a digest."""
+"""So many tensors are named one by one; the rest go into a digest."""
 
 
 def facts_of_arguments(
     model: nn.Module,
-    *,
     schedule: SyncSchedule,
     fragments: Sequence[Fragment],
     codec: Codec,
+    *,
     error_feedback: bool,
     outer_optimizer: object,
     merge: object,
     clipping: Clipping,
 ) -> dict[str, str]:
-    """Name -> value, the likeliest mistakes first; the same on all ranks of a replica."""
+    """What must be the same on all replicas: name -> value, the likeliest mistakes first."""
     shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
     persistent = model.state_dict().keys()
     buffers = [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers() if n in persistent]
@@ -44,46 +45,62 @@ def facts_of_arguments(
         ),
         "codec": codec.name + (f" ({parameters})" if parameters else ""),
         "error feedback": "yes" if error_feedback else "no",
-        "outer optimizer": described(outer_optimizer),
-        "merge": described(merge),
-        "clipping": described(clipping),
+        "outer optimizer": _described(outer_optimizer),
+        "merge": _described(merge),
+        "clipping": _described(clipping),
         **{f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in fragments},
         "buffers": _listed(buffers),
     }
 
 
-def check_trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Every trainable parameter must be in an inner optimizer."""
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if idle := [name for name, p in trainable_parameters(model).items() if id(p) not in held]:
-        raise ConfigurationError(
-            f"no inner optimizer holds {', '.join(idle)}; add it to one, or freeze it with requires_grad_(False). "
-            "Nothing was started."
-        )
+def check_arguments(
+    model: nn.Module,
+    inner_optimizer: Optimizer | Sequence[Optimizer],
+    schedule: SyncSchedule,
+    fragments: Sequence[Fragment],
+    clipping: Clipping,
+) -> None:
+    """Refuse arguments that do not work together.
 
-
-def check_unsharded(model: nn.Module) -> None:
-    """Where ranks share a replica's parameters out, none of them has a whole contribution to take the norm of."""
-    if sharded := [name for name, p in trainable_parameters(model).items() if hasattr(p, "to_local")]:
+    Raises:
+        ConfigurationError: it says which; `FragmentError` if the fragments are not a partition of the model.
+    """
+    check_coverage(model, fragments)
+    check_buffers(model)
+    trainable = trainable_parameters(model)
+    sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
+    if clipping.active and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(
-            f"clipping was given for a model whose {sharded[0]} and {len(sharded) - 1} more parameters are sharded "
-            "over ranks; without clipping, or with ranks that hold all parameters (ddp), it would work. Nothing was "
+            f"Clipping does not work with a sharded model, and this one shards {sharded[0]} and {len(sharded) - 1} "
+            "more parameters over ranks. Leave clipping out, or let every rank hold all parameters (ddp). Nothing was "
             "started."
         )
+    optimizers = [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if idle := [name for name, parameter in trainable.items() if id(parameter) not in held]:
+        raise ConfigurationError(
+            f"No inner optimizer holds {', '.join(idle)}. Add it to one, or freeze it with requires_grad_(False). "
+            "Nothing was started."
+        )
+    if len(fragments) != schedule.num_fragments:
+        raise ConfigurationError(
+            f"{len(fragments)} fragments were given with a schedule for {schedule.num_fragments}. Both must have the "
+            "same number. Nothing was started."
+        )
 
 
-def described(value: object) -> str:
-    """A value in words that are the same in every process that has the same; a function by its name.
+def _described(value: object) -> str:
+    """A value as text that is the same in every process; a function by its name.
 
     >>> from diloco.algorithm.outer_optimizer import Nesterov
-    >>> described(Nesterov(learning_rate=1, momentum=max))
+    >>> _described(Nesterov(learning_rate=1, momentum=max))
     'Nesterov(learning_rate=1.0, momentum=max)'
     """
     if dataclasses.is_dataclass(value):
-        fields = (f"{field.name}={described(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        fields = (f"{field.name}={_described(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{type(value).__name__}({', '.join(fields)})"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(described, value))})"
+        return f"({', '.join(map(_described, value))})"
     if isinstance(value, bool | str) or value is None:
         return repr(value)
     if isinstance(value, Real):

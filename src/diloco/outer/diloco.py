@@ -1,7 +1,7 @@
-"""`DiLoCo`: three lines around anybody's training loop, and the heart of our own.
+"""`DiLoCo`: three lines around any training loop, ours included.
 
 For each action of the step, ``Send`` starts an average and ``Merge`` finishes one. Nothing here knows which variant of
-the algorithm runs or what the network is; what happens in a round is in `diloco.outer.fragment_rounds`.
+the algorithm runs or what the network is; `diloco.outer.fragment_rounds` is what happens in a round.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.algorithm.averaging import RoundId
-from diloco.algorithm.buffers import check_buffers
 from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import Codec, make_codec
-from diloco.algorithm.fragments import Fragment, check_coverage, holding, partition
+from diloco.algorithm.fragments import Fragment, holding, partition
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
-from diloco.algorithm.schedule import Send, SyncSchedule
+from diloco.algorithm.schedule import Merge, Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import CheckpointError
 from diloco.events import Event, Note
-from diloco.outer.arguments import check_trained, check_unsharded, facts_of_arguments
+from diloco.outer.arguments import check_arguments, facts_of_arguments
 from diloco.outer.fragment_rounds import FragmentRounds
-from diloco.outer.shared_state import SharedState
-from diloco.outer.taking_over import TakingOver
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 
@@ -42,32 +39,31 @@ class DiLoCo:
     """Keeps one replica of a model in step with the others (DiLoCo; Streaming DiLoCo, Algorithm 2).
 
     Call `step` after every step of the inner optimizer, or `begin` and `finish` where replicas share a thread. All
-    replicas must start from the same weights and use the same arguments, but for ``weight``, ``global_device`` and
-    ``on_event``. Arguments are compared here, waiting for the others where they are in processes of their own.
+    replicas must start from the same weights and with the same arguments, except ``weight``, ``global_device`` and
+    ``on_event``. The constructor compares arguments with the other replicas, and waits for those in other processes.
 
     Args:
         model: any module; its trainable parameters are synchronised, its floating buffers averaged.
-        inner_optimizer: the optimizer (or optimizers) that train it; checked to hold every trainable parameter.
-        transport: this replica's way to the others; None: alone, with the same algorithm.
+        inner_optimizer: the optimizer (or optimizers) that train it. Together they must hold every trainable parameter.
+        transport: this replica's way to the others; None: it is alone, and the algorithm is the same.
         schedule: when fragments are sent and merged; default: H = 100, one fragment, no overlap.
         fragments: a partition made by `partition`; default: strided, with the schedule's number of fragments.
         outer_optimizer: default: Nesterov with lr 0.7 for one fragment, 0.4 for several (the papers'), momentum 0.9.
-        merge: default: `RebaseMerge`, which keeps the drift of the overlapped steps; without overlap ``AlphaMerge(0)``,
-            which takes the global parameters, and is the same then.
+        merge: default: with overlap `RebaseMerge`, which keeps the drift of the overlapped steps; without overlap
+            ``AlphaMerge(0)``, which takes the global parameters and is then the same.
         codec: a codec or its name; default: float32.
         error_feedback: keep what the codec loses for the next round; 4 bytes per parameter.
         global_device: where global parameters and outer state live, e.g. "cpu"; None: beside the model.
-        weight: this replica's weight in a mean, for a full window of training; what it really trained since its last
-            contribution that counted multiplies it. Replicas with other batch sizes than the rest give theirs here.
-        clipping: how large a contribution may be, the same on all replicas; default: any size.
-        on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`, and with a `Note` of what else went wrong.
-        compare_arguments: whether to compare these arguments with those of the other replicas; False where that has
-            been done already.
+        weight: of this replica in a mean, for a full window of training. It is multiplied by the fraction of the window
+            that the replica trained. Give it where replicas have different batch sizes.
+        clipping: the largest contribution, the same on all replicas; default: no limit.
+        on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`, and with a `Note` of any other failure.
+        compare_arguments: whether to compare these arguments with the other replicas'; False if that is already done.
 
     Raises:
-        ConfigurationError: for arguments that cannot work together, or differ from another replica's, on both;
+        ConfigurationError: if arguments do not work together, or differ between two replicas, which both raise;
             `FragmentError` names the parameters.
-        RendezvousError: if another replica is connected and does not come as far for as long as a round may take.
+        RendezvousError: if another replica is connected but does not get here within the time-out of a round.
 
     >>> model = nn.Linear(2, 1)
     >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -106,27 +102,15 @@ class DiLoCo:
         self.weight = check_base_weight(weight)
         self.clipping = clipping or UNCLIPPED
         self.steps = 0
-        check_coverage(model, self.fragments)
-        check_buffers(model)
-        if self.clipping.active:
-            check_unsharded(model)
-        check_trained(model, [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer)
-        if len(self.fragments) != self.schedule.num_fragments:
-            raise ConfigurationError(
-                f"{len(self.fragments)} fragments were given with a schedule for {self.schedule.num_fragments}; the "
-                "same number of both would work. Nothing was started."
-            )
+        check_arguments(model, inner_optimizer, self.schedule, self.fragments, self.clipping)
         default = Nesterov(learning_rate=0.7 if len(self.fragments) == 1 else 0.4)
         device = None if global_device is None else torch.device(global_device)
         self.outer_loop = OuterLoop(model, self.fragments, outer_optimizer or default, device)
         self._on_event = on_event or (lambda event: None)
-        self._shared = SharedState(self.outer_loop)
-        self._taking_over = TakingOver(self._shared, self.transport)
         codec = make_codec(codec) if isinstance(codec, str) else codec
         self._rounds = FragmentRounds(
             model,
-            self._shared,
-            self._taking_over,
+            self.outer_loop,
             self.transport,
             merge_rule=self.merge_rule,
             codec=codec,
@@ -137,22 +121,22 @@ class DiLoCo:
         if compare_arguments:
             self._facts = facts_of_arguments(
                 model,
-                schedule=self.schedule,
-                fragments=self.fragments,
-                codec=codec,
+                self.schedule,
+                self.fragments,
+                codec,
                 error_feedback=error_feedback,
                 outer_optimizer=self.outer_loop.outer_optimizer,
                 merge=self.merge_rule,
                 clipping=self.clipping,
             )
-        self._begin_with(self.transport)
+        self._introduce()
 
     def step(self, trained: float = 1.0) -> None:
-        """A scheduled inner step is done: send and merge what the schedule says. Blocks only in a merge.
+        """Count an inner step, then send and merge what the schedule says. Blocks only in a merge.
 
         Args:
-            trained: how much of the step this replica trained: 1 all of it, 0 nothing, as where a gradient scaler
-                skipped it. Contributions weigh by it.
+            trained: how much of the step this replica trained: 1 for all of it, 0 for nothing, as when a gradient
+                scaler skipped it. Contributions weigh by it.
         """
         self.begin(trained)
         self.finish()
@@ -164,45 +148,45 @@ class DiLoCo:
         self.steps += 1
         self.transport.tick()
         for action in self.schedule.actions(self.steps):
-            if isinstance(action, Send):
-                sent = self._rounds.send(
-                    RoundId(action.fragment, action.outer_step),
-                    step=self.steps,
-                    base_weight=self.weight,
-                    scheduled_steps=self.schedule.window_steps(action.fragment, action.outer_step),
-                )
-                self._on_event(sent)
+            match action:
+                case Send(fragment, outer_step):
+                    window = self.schedule.window_steps(fragment, outer_step)
+                    round_id = RoundId(fragment, outer_step)
+                    sent = self._rounds.send(round_id, step=self.steps, base_weight=self.weight, scheduled_steps=window)
+                    self._on_event(sent)
 
     def finish(self) -> None:
         """The second half of `step`: wait for the averages that are due, and merge them."""
+        in_flight = {round_id.fragment for round_id in self.in_flight}
         for action in self.schedule.actions(self.steps):
-            if not isinstance(action, Send) and self._rounds.awaits(action.fragment):
-                self._on_event(self._rounds.merge(action.fragment, step=self.steps))
+            match action:
+                case Merge(fragment) if fragment in in_flight:
+                    self._on_event(self._rounds.merge(fragment, step=self.steps))
 
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, with nothing in flight.
 
         Raises:
-            ConfigurationError: if the others there have other arguments, where arguments are compared.
+            ConfigurationError: if arguments are compared, and the replicas there have others.
         """
         self.transport = transport
-        self._rounds.transport = transport
-        self._taking_over.change_transport(transport)
-        self._begin_with(transport)
+        self._rounds.change_transport(transport)
+        self._introduce()
 
     def take_over(self, donors: Sequence[int], *, keep_work: bool = False) -> None:
-        """Take global parameters and outer state of others for global ones.
+        """Replace global parameters and outer state by those of other replicas.
 
         Args:
-            donors: whom to ask.
-            keep_work: whether what this replica did since it last took over global parameters stays in its local ones,
-                to be shared in the next round; else they become the global ones.
+            donors: members to ask.
+            keep_work: whether this replica's work since its last merge stays in its local parameters, to be shared in
+                the next round; else the local parameters become the global ones.
 
         Raises:
             TransportError: if none of ``donors`` answers.
         """
-        taken: Callable[[int], None] = (lambda index: None) if keep_work else self._rounds.trained_steps.forget
-        self._taking_over.all_from(donors, keep_work=keep_work, taken=taken)
+        for index in self._rounds.taking_over.all_from(donors, keep_work=keep_work):
+            if not keep_work:
+                self._rounds.trained_steps.forget(index)
 
     def begin_from_global(self) -> None:
         """Begin as a replica that has done nothing yet: the local parameters become the global ones."""
@@ -215,7 +199,7 @@ class DiLoCo:
         """Merge every fragment in flight at once, in the order sent; for the end of a run.
 
         Args:
-            take_over: whether to wait for state that is being taken over; not where it will be fetched anew.
+            take_over: whether to wait for state that is on its way from others; False where it will be fetched anew.
         """
         for round_id in self.in_flight:
             self._on_event(self._rounds.merge(round_id.fragment, step=self.steps))
@@ -224,7 +208,7 @@ class DiLoCo:
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
-        """FragmentRounds sent and not yet merged, in the order sent."""
+        """Rounds sent and not yet merged, in the order sent."""
         return self._rounds.in_flight
 
     @property
@@ -234,25 +218,25 @@ class DiLoCo:
 
     @property
     def rounds_void(self) -> int:
-        """FragmentRounds so far that nobody applied, or that this replica had no state for."""
+        """Rounds so far that nobody applied, or whose state this replica did not hold."""
         return self._rounds.void
 
     @property
     def data_order(self) -> str:
-        """How the replicas share the data out, as those who join are told it; "" where they know."""
-        return self._shared.data_order
+        """How the replicas share the data out, which joiners are told; "" if they know."""
+        return self._rounds.shared.data_order
 
     @data_order.setter
     def data_order(self, order: str) -> None:
-        self._shared.data_order = order
+        self._rounds.shared.data_order = order
 
     def digest(self) -> str:
-        """Do we agree? A digest of the global parameters and outer state of all fragments, 32 hexadecimal digits.
+        """A digest of all global parameters and outer state, 32 hexadecimal digits: do the replicas agree?
 
         It is the same on all replicas that have been through the same rounds, so compare it after the same step, with
-        nothing in flight (on leaving the ``with``, or after `drain`). Where the ranks of a replica share its parameters
-        out, each has a digest of its own part, the same as the rank at that position of every other replica. Reads all
-        of the state; local parameters do not count.
+        nothing in flight (after the ``with``, or after `drain`). Where the ranks of a replica share its parameters
+        out, each has a digest of its own part, the same as the rank at that position of every other replica. It reads
+        all of that state; local parameters do not count.
 
         >>> def replica(seed: int) -> DiLoCo:
         ...     model = nn.Linear(2, 1)
@@ -269,7 +253,7 @@ class DiLoCo:
         return holding(self.model, self.outer_loop.named_global_params())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but model and inner optimizer, which are saved beside it; tensors are not copied.
+        """Everything except the model and inner optimizer, which are saved beside it; tensors are not copied.
 
         Global parameters, outer state, position in the schedule, fragments in flight (what was sent, so that the same
         average is made again), error-feedback residuals, steps trained that no mean has taken, counters.
@@ -277,7 +261,7 @@ class DiLoCo:
         return {"about": self._about(), "steps": self.steps, **self._rounds.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; what was in flight is handed to the transport again.
+        """Go on where `state_dict` was taken; the transport is given again what was in flight.
 
         Raises:
             CheckpointError: if the state is of another schedule, partition, codec or merge rule; it names both sides.
@@ -286,24 +270,23 @@ class DiLoCo:
         for key in mine:
             if mine[key] != theirs.get(key):
                 raise CheckpointError(
-                    f"the saved state has {key} = {theirs.get(key)!r} and this run {mine[key]!r}; the same on both "
-                    "sides would work. Nothing was loaded."
+                    f"The saved state has {key} = {theirs.get(key)!r}, and this run has {mine[key]!r}. They must be "
+                    "the same. Nothing was loaded."
                 )
         self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
         if lacking := ", ".join(map(str, state.get("lacking", ()))):
-            words = (
-                f"When this was saved, the state of fragment {lacking} was on its way from others; it holds an old one."
-            )
+            words = f"This was saved while the state of fragment {lacking} was being fetched. It will be fetched again."
             self._on_event(Note(step=self.steps, text=words))
 
-    def _begin_with(self, transport: Transport) -> None:
-        transport.publish(self._shared.snapshot, self._shared.version)
+    def _introduce(self) -> None:
+        """Offer the state to others on the transport, and compare arguments with them."""
+        self.transport.publish(self._rounds.shared.snapshot, self._rounds.shared.version)
         if self._facts:
-            transport.agree(self._facts)
+            self.transport.agree(self._facts)
 
     def _take_over_what_came(self, *, wait: bool = False) -> None:
-        for failure in self._taking_over.poll(wait=wait):
+        for failure in self._rounds.taking_over.poll(wait=wait):
             self._on_event(Note(step=self.steps, text=failure))
 
     def _about(self) -> dict[str, Any]:

@@ -1,122 +1,160 @@
-"""Taking over what the others hold as global parameters and outer state, all at once or while training goes on."""
+"""Global parameters and outer state between replicas: what this one shows to others, and how it takes over theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.algorithm.merge import AlphaMerge
+from diloco.algorithm.outer_loop import OuterLoop
 from diloco.errors import DivergedError, FragmentError, TransportError
-from diloco.outer.shared_state import SharedState
 from diloco.transport.base import Average, Fetching, Transport
 from diloco.units import format_bytes
 from diloco.waiting import waiting_for
 
-__all__ = ["TakingOver"]
+__all__ = ["SharedState", "TakingOver"]
+
+
+class SharedState:
+    """An outer loop of which any thread may take snapshots, never in the middle of a change.
+
+    Attributes:
+        finished_rounds: for each fragment, its rounds that this replica has finished, committed or void.
+        data_order: how the replicas share the data out, if a joiner can't know (see `Batches.order`); else "".
+    """
+
+    def __init__(self, outer_loop: OuterLoop) -> None:
+        self.outer_loop = outer_loop
+        self.finished_rounds = [0] * len(outer_loop.fragments)
+        self.data_order = ""
+        self._changes = [0] * len(outer_loop.fragments)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def changing(self, fragment: int) -> Iterator[None]:
+        """Around any change of a fragment or its ``finished_rounds``; snapshots wait."""
+        with self._lock:
+            self._changes[fragment] += 1
+            yield
+
+    def version(self, fragment: int) -> int:
+        """A number that is another one after every change of the fragment."""
+        return self._changes[fragment]
+
+    def snapshot(self, fragment: int) -> dict[str, Any]:
+        """A copy of the fragment's state and its ``finished_rounds``."""
+        with self._lock:
+            state = self.outer_loop.fragment_state(fragment)
+            return {
+                "global_params": state["global_params"].clone(),
+                "outer_step": state["outer_step"],
+                "slots": {name: values.clone() for name, values in state["slots"].items()},
+                "finished_rounds": self.finished_rounds[fragment],
+                **({"data_order": self.data_order} if self.data_order else {}),
+            }
 
 
 @dataclass(frozen=True, eq=False)
 class _Underway:
-    """A fetch beside the training."""
+    """A fetch in the background, and the averages of the rounds since it began."""
 
     fragment: int
     donor: int
     fetching: Fetching
     missed: list[Average] = field(default_factory=list)
-    """Of the rounds that went by since it began."""
 
 
 class TakingOver:
-    """Brings a replica's global parameters to what the others hold.
+    """Brings a replica's global parameters and outer state to what the others hold.
 
-    A replica that joins fetches all of them before it is a member (`all_from`). What the others change meanwhile it
-    lacks, as it finds at its first exchange of each fragment. It fetches that fragment once more, *beside* the training
-    (`missed`, `poll`), one fragment at a time, and keeps the averages of the rounds that go by until it has it (4 bytes
-    per value and round): the outer optimizer's steps with these bring what came up to date, so no fetch is ever too
-    slow, and nobody waits.
+    A joining replica fetches every fragment before it is a member (`all_from`). What the others change meanwhile is
+    found at its first exchange of each fragment. It then fetches that fragment again *beside* the training (`missed`,
+    `poll`), one fragment at a time, and keeps the averages of the rounds that go by until the state is here (4 bytes
+    per value and round). The outer optimizer's steps with these averages bring that state up to date, so a fetch is
+    never too slow, and nobody waits.
 
     Args:
-        shared: the state that is replaced.
-        transport: the way to the others.
+        shared: the state to be replaced.
+        transport: this replica's way to the others.
     """
 
     def __init__(self, shared: SharedState, transport: Transport) -> None:
         self._shared = shared
         self._loop = shared.outer_loop
-        self.transport = transport
-        self._wanted: dict[int, int] = {}  # fragment -> whom to ask first, in the order found
+        self._transport = transport
+        self._wanted: dict[int, int] = {}  # fragment -> the donor to ask first, in the order found
         self._underway: _Underway | None = None
-        self._base: dict[int, int] = {}  # fragment -> rounds that are in the state which came since it was sent last
+        self._base: dict[int, int] = {}  # fragment -> rounds in the state that came since the fragment was last sent
 
     def change_transport(self, transport: Transport) -> None:
-        """Go on over another one; what was being fetched is of no use any more."""
-        self.transport = transport
+        """Go on over another transport, and drop what was being fetched."""
+        self._transport = transport
         self._wanted.clear()
         self._base.clear()
         self._underway = None
 
-    def all_from(self, donors: Sequence[int], *, keep_work: bool, taken: Callable[[int], None]) -> None:
-        """Every fragment, now.
+    def all_from(self, donors: Sequence[int], *, keep_work: bool) -> Iterator[int]:
+        """Take over every fragment now; yields the index of each one when it is here.
 
         Args:
-            donors: whom to ask.
+            donors: members to ask.
             keep_work: whether local parameters move along with the global ones; else they become the global ones.
-            taken: called with each fragment, before others can see what changed.
 
         Raises:
             TransportError: if none of ``donors`` answers.
         """
         expected = sum(self._expected_bytes(fragment.index) for fragment in self._loop.fragments)
-        before = self.transport.fetched_bytes
+        before = self._transport.fetched_bytes
 
-        def rest() -> str:
-            came = format_bytes(self.transport.fetched_bytes - before)
+        def awaited() -> str:
+            came = format_bytes(self._transport.fetched_bytes - before)
             return f"the state of replica {', '.join(map(str, donors))} ({came} of {format_bytes(expected)} are here)"
 
-        with waiting_for(rest):
+        with waiting_for(awaited):
             for fragment in self._loop.fragments:
                 index = fragment.index
-                state = self.transport.fetch(index, donors, self._expected_bytes(index))
+                state = self._transport.fetch(index, donors, self._expected_bytes(index))
                 carrying = self._loop.carrying_over(index) if keep_work else nullcontext()
                 with self._shared.changing(index), carrying:
                     self._load(index, state)
                     self._shared.finished_rounds[index] = _finished_rounds(index, state)
                     self._shared.data_order = str(state.get("data_order", ""))
-                    taken(index)
                     if not keep_work:
                         self._loop.merge(index, AlphaMerge(), None)
+                yield index
 
     def follow(self, index: int, error: DivergedError) -> str:
-        """Take over a fragment, now; the work that is not shared yet stays in the local parameters.
+        """Take over a fragment now; work that is not shared yet stays in the local parameters.
 
         Returns:
-            What came of it, in words.
+            The outcome, as a sentence.
         """
-        me = self.transport.replica
+        donor = error.donor
         try:
-            others = [m for m in self.transport.view.members if m not in (error.donor, *error.replicas)]
-            state = self.transport.fetch(index, [error.donor, *others], self._expected_bytes(index))
+            others = [m for m in self._transport.view.members if m not in (donor, *error.replicas)]
+            state = self._transport.fetch(index, [donor, *others], self._expected_bytes(index))
             with self._shared.changing(index), self._loop.carrying_over(index):
                 self._load(index, state)
-        except TransportError as failure:  # the next round of this fragment finds out again
-            return f"Taking over the state of replica {error.donor} failed: {failure}"
-        return f"Replica {me} took over the state of replica {error.donor}."
+        except TransportError as failure:  # the next round of this fragment finds the difference again
+            return f"Taking over the state of replica {donor} failed: {failure}"
+        return f"Replica {self._transport.replica} took over the state of replica {donor}."
 
     def sending(self, index: int) -> None:
-        """A round begins with the state held now: if the others hold another one then, this one is not theirs."""
+        """A round begins with the state held now: if the others' turns out to differ, this state is out of date."""
         self._base.pop(index, None)
 
     def missed(self, average: Average, donor: int) -> str:
-        """A round went by that applies to a state which this replica did not hold when the round began.
+        """Deal with the average of a round whose state this replica did not hold when the round began.
 
         Returns:
-            What follows, in words.
+            What follows, as a sentence.
         """
         index, outer_step = average.round.fragment, average.round.outer_step
-        words = f"{average.round}: replica {self.transport.replica} is still taking over the state"
-        if self._base.get(index) == outer_step:  # it came after the round began
+        words = f"{average.round}: replica {self._transport.replica} is still taking over the state"
+        if self._base.get(index) == outer_step:  # the state came after the round began
             with self._shared.changing(index), self._loop.carrying_over(index):
                 self._loop.outer_step(index, average.values)
                 self._base[index] = self._shared.finished_rounds[index] = outer_step + 1
@@ -132,29 +170,25 @@ class TakingOver:
 
     @property
     def lacking(self) -> tuple[int, ...]:
-        """Fragments whose state is known to be an old one, ascending."""
+        """Fragments whose state is known to be out of date, ascending."""
         underway = () if self._underway is None else (self._underway.fragment,)
         return tuple(sorted({*self._wanted, *underway}))
 
-    def lacks(self, index: int) -> bool:
-        """Whether the state of a fragment is known to be an old one."""
-        return index in self.lacking
-
     def poll(self, *, wait: bool = False) -> tuple[str, ...]:
-        """Take over what has come; between two steps.
+        """Take over what has come, between two steps.
 
         Args:
-            wait: also for what has not come yet.
+            wait: whether to wait for what has not come yet.
 
         Returns:
-            What could not be had, a sentence each.
+            The failures, a sentence each.
         """
         failures = []
         while self._underway is not None and (wait or self._underway.fetching.done()):
             underway, self._underway = self._underway, None
             try:
                 self._take(underway.fragment, underway.fetching.result(), underway.missed)
-            except TransportError as error:  # at its next round the fragment is found to be an old one again
+            except TransportError as error:  # the next round of this fragment finds it out of date again
                 failures.append(f"Taking over the state of replica {underway.donor} failed: {error}")
             self._begin_next()
         return tuple(failures)
@@ -179,9 +213,8 @@ class TakingOver:
         if self._underway is None and self._wanted:
             index, donor = next(iter(self._wanted.items()))
             del self._wanted[index]
-            me = self.transport.replica
-            others = [m for m in self.transport.view.members if m not in (donor, me)]
-            fetching = self.transport.fetch_beside(index, [donor, *others], self._expected_bytes(index))
+            others = [m for m in self._transport.view.members if m not in (donor, self._transport.replica)]
+            fetching = self._transport.fetch_beside(index, [donor, *others], self._expected_bytes(index))
             self._underway = _Underway(index, donor, fetching)
 
     def _expected_bytes(self, index: int) -> int:
