@@ -23,13 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
+from diloco.data.corpus import open_stream
 from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings
-from diloco.data.stream_corpus import open_stream
 from diloco.data.text import read_standard_library
 from diloco.data.token_folder import TokenFolder
-from diloco.data.token_writer import TokenWriter
-from diloco.data.tokenize import tokenize
+from diloco.data.token_writer import TokenWriter, tokenize
 from diloco.data.tokenizer import ByteTokenizer
 
 START_UP = """

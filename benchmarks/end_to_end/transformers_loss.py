@@ -11,9 +11,9 @@ import torch
 from diloco.config.configuration import Configuration
 from diloco.config.keys import build
 from diloco.config.toml import read_toml
+from diloco.data.batches import heldout_batches
 from diloco.data.heldout import heldout_tokens
-from diloco.data.tokens import load_tokenizer
-from diloco.data.windows import heldout_batches
+from diloco.data.tokenizer_choice import load_tokenizer
 
 __all__ = ["loss_with_transformers"]
 

@@ -19,8 +19,8 @@ from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
-from diloco.model.attention import attend, block_mask, boolean_mask
 from diloco.model.language_model import LanguageModel, LossChunks, document_numbers
+from diloco.model.modules import attend, block_mask, boolean_mask
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.inner import InnerLoop, make_inner_optimizer

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from diloco.data.corpus import split_documents
+from diloco.data.heldout import split_documents
 from diloco.data.settings import DataSettings
 from diloco.data.text import read_documents
 

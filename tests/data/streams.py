@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from diloco.data.batches import Batch, Batches
-from diloco.data.blocks import BlockReader
-from diloco.data.mixture import Mixture, Part
-from diloco.data.packed import PackedTokens
+from diloco.data.block_reader import BlockReader
+from diloco.data.heldout import is_heldout
+from diloco.data.packed import Mixture, PackedTokens, Part
 from diloco.data.prefetch import Prefetcher
 from diloco.data.sampler import Sampler
-from diloco.data.split import is_heldout
 from diloco.data.stream import DocumentStream
 from diloco.data.tokenizer import ByteTokenizer
 

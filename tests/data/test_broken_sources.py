@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from diloco.data.batches import Batch, Batches
-from diloco.data.blocks import BlockReader
+from diloco.data.block_reader import BlockReader
 from diloco.data.prefetch import Prefetcher
 from diloco.data.stream import DocumentStream
 from diloco.data.tokenizer import ByteTokenizer

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.corpus import Corpus, build_corpus, split_documents
+from diloco.data.corpus import Corpus, build_corpus
+from diloco.data.heldout import split_documents
 from diloco.data.settings import DataSettings
 from diloco.data.text import read_standard_library
 from diloco.errors import ConfigurationError, DataError

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.mixture import CYCLE, Mixture, Part, shares_of
-from diloco.data.packed import PackedTokens, tokens_digest
+from diloco.data.packed import CYCLE, Mixture, PackedTokens, Part, shares_of, tokens_digest
 from diloco.data.sampler import Sampler
 from diloco.errors import ConfigurationError, DataError
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from diloco.data.bpe import BPETokenizer, train_bpe
-from diloco.data.tokenizer import EOS
+from diloco.data.tokenizer import EOS, BPETokenizer, train_bpe
 from diloco.errors import DataError
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from diloco.data.bpe import BPETokenizer
 from diloco.data.settings import DataSettings
-from diloco.data.tokens import given_tokenizer, load_hub_tokenizer, load_tokenizer
+from diloco.data.tokenizer import BPETokenizer
+from diloco.data.tokenizer_choice import given_tokenizer, load_hub_tokenizer, load_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
 

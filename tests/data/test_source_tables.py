@@ -9,8 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from diloco.data.settings import DataSettings
-from diloco.data.source_settings import SourceSettings
+from diloco.data.settings import DataSettings, SourceSettings
 from diloco.data.sources import open_source
 from diloco.errors import ConfigurationError, DataError
 

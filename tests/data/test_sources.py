@@ -10,11 +10,9 @@ from typing import Any
 import datasets
 import pytest
 
-from diloco.data.corpus import build_corpus
-from diloco.data.settings import DataSettings
-from diloco.data.source_settings import HubName, SourceSettings
+from diloco.data.corpus import build_corpus, open_stream
+from diloco.data.settings import DataSettings, HubName, SourceSettings
 from diloco.data.sources import open_source
-from diloco.data.stream_corpus import open_stream
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 
@@ -159,7 +157,7 @@ def test_a_stream_is_opened_without_reading_all_of_it(files: Path) -> None:
                 yield text
 
     settings = DataSettings(paths=(files / "a.jsonl",), streaming=True, streaming_heldout=2, heldout_fraction=0.2)
-    import diloco.data.stream_corpus as module
+    import diloco.data.corpus as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "open_source", lambda about: Counts())

@@ -12,7 +12,7 @@ from diloco.data.corpus import build_corpus
 from diloco.data.heldout import heldout_tokens
 from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings
-from diloco.data.tokenize import tokenize
+from diloco.data.token_writer import tokenize
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered

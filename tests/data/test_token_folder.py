@@ -12,12 +12,11 @@ import pytest
 
 from diloco.cli import main
 from diloco.data.corpus import build_corpus
-from diloco.data.heldout import heldout_tokens
+from diloco.data.heldout import heldout_tokens, split_documents
 from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings
-from diloco.data.split import split_documents
 from diloco.data.token_folder import TokenFolder, is_token_folder
-from diloco.data.tokenize import tokenize
+from diloco.data.token_writer import tokenize
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.runs import train
@@ -127,7 +126,7 @@ class Fails(Exception):
 
 
 def test_what_fails_leaves_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import diloco.data.tokenize as module
+    import diloco.data.token_writer as module
 
     def breaks(*_: object) -> Iterator[str]:
         yield from TEXTS

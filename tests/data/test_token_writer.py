@@ -15,8 +15,7 @@ from diloco.cli import main
 from diloco.data.corpus import build_corpus
 from diloco.data.settings import DataSettings
 from diloco.data.token_folder import TokenFolder
-from diloco.data.token_writer import TokenWriter
-from diloco.data.tokenize import tokenize
+from diloco.data.token_writer import TokenWriter, tokenize
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import DataError
 from tests.data.streams import numbered

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from diloco.data.bpe import BPETokenizer, train_bpe
 from diloco.data.settings import DataSettings
-from diloco.data.tokenizer import EOS
-from diloco.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer, make_tokenizer
+from diloco.data.tokenizer import EOS, BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
+from diloco.data.tokenizer_choice import load_tokenizer, make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]

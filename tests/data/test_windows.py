@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.data.batches import heldout_batches
+from diloco.data.packed import num_windows
 from diloco.data.permutation import permute
-from diloco.data.windows import heldout_batches, num_windows
 from diloco.errors import ConfigurationError, DataError
 from tests.data.numbered_windows import LENGTH, tokens_for, windows_of
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diloco.model.attention import attend, block_mask, boolean_mask
 from diloco.model.language_model import document_numbers
+from diloco.model.modules import attend, block_mask, boolean_mask
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.prepare import prepare_blocks

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.model.language_model import LossChunks
-from diloco.model.loss import cross_entropy_with_z_loss
-from diloco.model.projected_loss import FLOAT16_CHUNK_TOKENS, projected_cross_entropy
+from diloco.model.loss import FLOAT16_CHUNK_TOKENS, cross_entropy_with_z_loss, projected_cross_entropy
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 
@@ -147,7 +146,7 @@ def test_no_array_is_larger_than_a_chunks_logits() -> None:
 
 def test_what_is_compiled_has_no_graph_break_and_the_same_values() -> None:
     """On the tracer's own backend: what it captures is what runs."""
-    from diloco.model import projected_loss
+    from diloco.model import loss as projected_loss
 
     hidden, weight, targets = draw(8, 4, 6)
     kernel = torch.compile(projected_loss._losses_and_gradient, backend="eager", fullgraph=True, dynamic=False)

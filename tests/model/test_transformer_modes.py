@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError
-from diloco.model import blocks
-from diloco.model.blocks import KeyValueCache
+from diloco.model import modules
+from diloco.model.modules import KeyValueCache
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from tests.model.decoders import SMALL, build_uneven, every_variant, random_tokens
@@ -53,13 +53,13 @@ def test_under_autocast_attention_is_in_half_precision_and_the_residual_stream_i
 ) -> None:
     """The flash kernel takes nothing wider; what norms hand on is cast once, not by each product."""
     dtypes: list[set[torch.dtype]] = []
-    attend = blocks.attend
+    attend = modules.attend
 
     def noting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         dtypes.append({query.dtype, key.dtype, value.dtype})
         return attend(query, key, value, *rest, **more)
 
-    monkeypatch.setattr(blocks, "attend", noting)
+    monkeypatch.setattr(modules, "attend", noting)
     model = build_model(replace(SMALL, kv_heads=2, qk_norm=True), seed=0)
     normed: list[torch.dtype] = []
     streams: list[torch.dtype] = []

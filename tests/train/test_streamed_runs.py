@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.data.blocks import BlockReader
+from diloco.data.block_reader import BlockReader
+from diloco.data.corpus import open_stream
+from diloco.data.heldout import split_documents
 from diloco.data.settings import DataSettings
-from diloco.data.split import split_documents
 from diloco.data.stream import DocumentStream
-from diloco.data.stream_corpus import open_stream
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from diloco.events import Note

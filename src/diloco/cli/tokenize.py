@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
             "no --out was given; --out FOLDER, where the tokens shall be, would work. Nothing was written."
         )
 
-    from diloco.data.tokenize import tokenize
+    from diloco.data.token_writer import tokenize
 
     started_s = time.monotonic()
     shown = _Progress(sys.stderr.isatty())

@@ -150,7 +150,7 @@ def writable(folder: Path) -> Path:
 
 def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
     """Keep the record true when a run goes on with changes, or in another folder."""
-    from diloco.data.tokens import load_tokenizer
+    from diloco.data.tokenizer_choice import load_tokenizer
 
     if folder != source:
         load_tokenizer(source).save(folder)

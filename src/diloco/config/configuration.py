@@ -12,7 +12,7 @@ from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.config.toml import read_toml
 from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset
-from diloco.model.source import parse_source
+from diloco.model.settings import parse_source
 from diloco.monitor.settings import MonitorSettings
 from diloco.train.settings import RunSettings
 

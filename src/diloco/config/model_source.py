@@ -8,8 +8,7 @@ from pathlib import Path
 
 from diloco.config.keys import Values
 from diloco.errors import CheckpointError
-from diloco.model.settings import native_keys, native_only_error
-from diloco.model.source import parse_source
+from diloco.model.settings import native_keys, native_only_error, parse_source
 from diloco.train.settings import RunSettings
 
 __all__ = ["Outline", "absolute_source", "outline_of", "with_source"]

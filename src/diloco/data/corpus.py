@@ -1,25 +1,26 @@
-"""Documents into packed tokens: those to train on and those to hold out."""
+"""Documents into packed tokens: those to train on and those to hold out; or read while training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import islice
 
+import numpy as np
 import xxhash
 
-from diloco.data.mixture import Mixture, Part, shares_of
-from diloco.data.packed import PackedTokens, Tokens
-from diloco.data.settings import DataSettings
-from diloco.data.source_settings import SourceSettings
-from diloco.data.sources import open_source
-from diloco.data.split import split_documents
-from diloco.data.token_folder import TokenFolder, fingerprint_of, is_token_folder
+from diloco.data.block_reader import BlockReader
+from diloco.data.heldout import first_heldout, some_documents, split_documents
+from diloco.data.packed import Mixture, PackedTokens, Part, Tokens, shares_of
+from diloco.data.settings import DataSettings, SourceSettings
+from diloco.data.sources import DocumentSource, open_source, read_source
+from diloco.data.stream import DocumentStream
+from diloco.data.token_folder import TokenFolder, fingerprint_of, token_folders
 from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokens import given_tokenizer, make_tokenizer, vocabulary_size
+from diloco.data.tokenizer_choice import given_tokenizer, make_tokenizer, vocabulary_size
 from diloco.errors import ConfigurationError
 
-__all__ = ["Corpus", "build_corpus", "corpus_vocabulary_size", "read_source", "split_documents", "token_folders"]
+__all__ = ["Corpus", "StreamedCorpus", "build_corpus", "corpus_vocabulary_size", "open_stream"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,27 +91,6 @@ def _check_heldout(settings: DataSettings, folders: Sequence[TokenFolder]) -> No
                 "what is held out of it; without, or given to `diloco tokenize`, it would work. The corpus was not "
                 "built."
             )
-
-
-def read_source(source: SourceSettings) -> Iterable[str]:
-    """Its documents."""
-    return (record for record in open_source(source).records() if record)
-
-
-def token_folders(source: SourceSettings) -> list[TokenFolder]:
-    """The folders of tokens that a source consists of, opened; none where it is text.
-
-    Raises:
-        ConfigurationError: for some of both.
-    """
-    ready = [place for place in source.data if is_token_folder(Path(place))]
-    if ready and len(ready) < len(source.data):
-        other = next(place for place in source.data if place not in ready)
-        raise ConfigurationError(
-            f"{ready[0]} holds tokens and {other} does not; in one source all of it must. `diloco tokenize` of the "
-            "other, or a table of its own in data.sources, would work. The corpus was not built."
-        )
-    return [TokenFolder(Path(place)) for place in ready]
 
 
 def corpus_vocabulary_size(settings: DataSettings) -> int:
@@ -205,4 +185,84 @@ def _mixed(sources: Sequence[SourceSettings], corpora: Sequence[Corpus]) -> Corp
         heldout_bytes=sum(corpus.heldout_bytes for corpus in corpora),
         fingerprint=xxhash.xxh3_128_hexdigest(repr(told).encode()),
         mapped=any(corpus.mapped for corpus in corpora),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedCorpus(Corpus):
+    """Sources that are open, and what is held out of them; ``train`` is empty, as are its counts."""
+
+    settings: DataSettings = field(default_factory=DataSettings)
+    sources: tuple[tuple[SourceSettings, DocumentSource], ...] = ()
+
+    def batches(
+        self, *, seed: int, sequence_length: int, batch_size: int, replica: int, num_replicas: int
+    ) -> DocumentStream:
+        """The batches of one replica; see `DocumentStream`."""
+        readers = [
+            BlockReader(
+                source,
+                name=about.name,
+                size=self.settings.streaming_block,
+                tokenizer=self.tokenizer,
+                heldout_fraction=self.settings.heldout_fraction,
+                seed=seed,
+            )
+            for about, source in self.sources
+        ]
+        return DocumentStream(
+            readers,
+            [about.weight for about, _ in self.sources],
+            data=xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {seed}".encode()),
+            eos_id=self.tokenizer.eos_id,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            replica=replica,
+            num_replicas=num_replicas,
+        )
+
+
+def open_stream(settings: DataSettings) -> StreamedCorpus:
+    """Open the sources that ``settings`` name, and read what is held out, from their beginning.
+
+    Raises:
+        DataError: they cannot be read, or nothing can be held out.
+        ConfigurationError: something asked for is not installed or unknown, or cannot be streamed.
+    """
+    opened = []
+    for about in settings.parsed_sources():
+        if token_folders(about):
+            raise ConfigurationError(
+                f"{about.data[0]} holds tokens, which are mapped into memory; without data.streaming it would work. "
+                "Nothing was read."
+            )
+        opened.append((about, open_source(about)))
+    if settings.tokenizer == "bpe" and settings.bpe_documents is None:
+        raise ConfigurationError(
+            "data.tokenizer='bpe' was given with data.streaming, and a BPE is trained on all documents; "
+            "data.bpe_documents, the number of documents to train it on, such as 10000, would work. Nothing was read."
+        )
+    share = -(-(settings.bpe_documents or 0) // len(opened))
+    tokenizer = make_tokenizer(
+        settings,
+        (text for _, source in opened for text in islice(some_documents(source, settings, heldout=False), share)),
+    )
+    heldout = first_heldout([source for _, source in opened], settings)
+    tokens = tokenizer.encode_documents(heldout)
+    told = [(about.name, about.weight, about.config, about.split, about.text_field) for about, _ in opened]
+    fingerprint = xxhash.xxh3_128(f"{told} {settings.heldout_fraction} {settings.streaming_block}".encode())
+    fingerprint.update(tokenizer.to_json().encode())
+    fingerprint.update(np.ascontiguousarray(tokens).data)
+    return StreamedCorpus(
+        train=tokens[:0],
+        heldout=tokens,
+        tokenizer=tokenizer,
+        train_documents=0,
+        heldout_documents=len(heldout),
+        train_bytes=0,
+        heldout_bytes=tokenizer.num_bytes(tokens),
+        fingerprint=fingerprint.hexdigest(),
+        mapped=True,
+        settings=settings,
+        sources=tuple(opened),
     )

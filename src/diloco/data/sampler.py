@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.data.assignment import Assignment, windows_at
-from diloco.data.batches import Batch, Cursor
-from diloco.data.mixture import Mixture
-from diloco.data.packed import Tokens, tokens_digest
+from diloco.data.batches import Batch, Cursor, gather
+from diloco.data.packed import Mixture, Tokens, num_windows, tokens_digest
 from diloco.data.permutation import permute
-from diloco.data.windows import gather, num_windows
 from diloco.errors import CheckpointError, ConfigurationError, DataError, nearest
 
 __all__ = ["Sampler", "Sharding"]

@@ -5,17 +5,17 @@ Every source has its documents in one order, which is the same at every reading,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from diloco.data.source_settings import HUB_PREFIX, HubName, SourceSettings
+from diloco.data.settings import HUB_PREFIX, HubName, SourceSettings
 from diloco.data.text import checked_text, missing_field, read_documents
 from diloco.errors import ConfigurationError, DataError
 
-__all__ = ["DocumentSource", "open_source"]
+__all__ = ["DocumentSource", "open_source", "read_source"]
 
 _ROWS = 100
 """Rows of a data set that are read at a time."""
@@ -58,6 +58,11 @@ def open_source(settings: SourceSettings) -> DocumentSource:
     if files:
         parts.append(Files(files, settings))
     return parts[0] if len(parts) == 1 else Chain(parts)
+
+
+def read_source(source: SourceSettings) -> Iterable[str]:
+    """Its documents."""
+    return (record for record in open_source(source).records() if record)
 
 
 class Files:

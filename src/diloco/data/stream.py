@@ -1,8 +1,8 @@
 """Batches made of documents that are read, tokenised and packed while training.
 
-Each source is dealt out in blocks of documents (see `diloco.data.blocks`): block g goes to replica ``g % M``. A replica
-goes through its blocks one after the other, packs their documents end to end, each with the token that ends it, and
-cuts that into sequences, so that every token is a target once. Replicas need not be equally far.
+Each source is dealt out in blocks of documents (see `diloco.data.block_reader`): block g goes to replica ``g % M``.
+A replica goes through its blocks one after the other, packs their documents end to end, each with the token that ends
+it, and cuts that into sequences, so that every token is a target once. Replicas need not be equally far.
 
 With several sources, the next document is from the one whose tokens so far are least for its weight, so weights count
 tokens, whatever the lengths of documents.
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from diloco.data.assignment import Assignment
 from diloco.data.batches import Batch, Cursor
-from diloco.data.blocks import BlockReader
+from diloco.data.block_reader import BlockReader
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
 __all__ = ["DocumentStream"]

@@ -28,9 +28,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from diloco.data.packed import PackedTokens
+from diloco.data.settings import SourceSettings
 from diloco.data.tokenizer import Tokenizer
-from diloco.data.tokens import load_tokenizer
-from diloco.errors import DataError
+from diloco.data.tokenizer_choice import load_tokenizer
+from diloco.errors import ConfigurationError, DataError
 
 __all__ = [
     "FORMAT",
@@ -43,6 +44,7 @@ __all__ = [
     "fingerprint_of",
     "is_token_folder",
     "mapped",
+    "token_folders",
 ]
 
 FORMAT = "diloco tokens"
@@ -82,6 +84,22 @@ def is_token_folder(path: Path) -> bool:
             return f'"format": "{FORMAT}"'.encode() in file.read(200)
     except OSError:
         return False
+
+
+def token_folders(source: SourceSettings) -> list[TokenFolder]:
+    """The folders of tokens that a source consists of, opened; none where it is text.
+
+    Raises:
+        ConfigurationError: for some of both.
+    """
+    ready = [place for place in source.data if is_token_folder(Path(place))]
+    if ready and len(ready) < len(source.data):
+        other = next(place for place in source.data if place not in ready)
+        raise ConfigurationError(
+            f"{ready[0]} holds tokens and {other} does not; in one source all of it must. `diloco tokenize` of the "
+            "other, or a table of its own in data.sources, would work. The corpus was not built."
+        )
+    return [TokenFolder(Path(place)) for place in ready]
 
 
 class TokenFolder:

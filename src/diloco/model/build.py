@@ -1,22 +1,25 @@
-"""One way to every model: the native decoder, one of ``transformers``, or somebody's own."""
+"""One way to every model: the native decoder, one of ``transformers``, or somebody's own.
+
+Initial values that depend on a seed alone, whoever draws them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from diloco.errors import ConfigurationError
 from diloco.model.huggingface import HuggingFaceModel
 from diloco.model.language_model import LanguageModel
-from diloco.model.seeded import drawing_from
-from diloco.model.settings import ModelSettings
-from diloco.model.source import parse_source
+from diloco.model.settings import ModelSettings, parse_source
 from diloco.model.transformer import build_model
 
-__all__ = ["build_language_model", "check_vocabulary", "with_vocabulary"]
+__all__ = ["build_language_model", "check_vocabulary", "drawing_from", "with_vocabulary"]
 
 
 def build_language_model(
@@ -83,3 +86,31 @@ def check_vocabulary(model: LanguageModel, tokens: int) -> None:
             f"the tokeniser has {tokens} tokens and the model a vocabulary of {model.vocab_size}; a smaller tokeniser "
             f"(--data.tokenizer), such as the model's own, or {larger} would work. Nothing was started."
         )
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Inside, the global CPU generators of Python, NumPy and torch begin from ``seed``; afterwards they are as before.
+
+    For code that draws from global generators, as other people's models do. CUDA's are left alone: what is built inside
+    is built on the CPU, for the same bits on every device.
+
+    >>> with drawing_from(3):
+    ...     first = torch.rand(2)
+    >>> with drawing_from(3):
+    ...     second = torch.rand(2)
+    >>> torch.equal(first, second)
+    True
+    """
+    words = [int(word) for word in np.random.SeedSequence(seed).generate_state(3, np.uint64)]
+    python, numpy, generator = random.getstate(), np.random.get_state(legacy=False), torch.default_generator
+    state = generator.get_state()
+    try:
+        random.seed(words[0])
+        np.random.seed(words[1] % 2**32)
+        generator.manual_seed(words[2])
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        generator.set_state(state)

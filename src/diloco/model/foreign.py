@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError, nearest
-from diloco.model.language_model import Cache, LanguageModel, LossParts
+from diloco.model.language_model import Cache, LanguageModel, LossParts, TokensSeen
 from diloco.model.loss import cross_entropy_with_z_loss
-from diloco.model.settings import ModelSettings
-from diloco.model.source import Source, parse_source
-from diloco.model.tokens_seen import TokensSeen
+from diloco.model.settings import ModelSettings, Source, parse_source
 
 __all__ = ["ForeignModel", "build_foreign"]
 

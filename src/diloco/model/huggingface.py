@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError
-from diloco.model.language_model import Cache, LanguageModel, LossParts
-from diloco.model.loss import cross_entropy_with_z_loss
-from diloco.model.projected_loss import projected_cross_entropy
-from diloco.model.tokens_seen import TokensSeen
+from diloco.model.language_model import Cache, LanguageModel, LossParts, TokensSeen
+from diloco.model.loss import cross_entropy_with_z_loss, projected_cross_entropy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

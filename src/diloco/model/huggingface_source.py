@@ -16,8 +16,7 @@ import torch
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.model.huggingface import HuggingFaceModel
-from diloco.model.settings import ModelSettings
-from diloco.model.source import parse_source
+from diloco.model.settings import ModelSettings, parse_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -1,4 +1,6 @@
-"""What training, evaluation and generation need of a model, whoever wrote it."""
+"""What training, evaluation and generation need of a model, whoever wrote it.
+
+A cache for models without one: it keeps the tokens, and every step reads all of them anew."""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from diloco.errors import ConfigurationError
@@ -13,7 +16,7 @@ from diloco.errors import ConfigurationError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "document_numbers"]
+__all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "TokensSeen", "document_numbers"]
 
 
 class LossParts(NamedTuple):
@@ -149,3 +152,24 @@ def document_numbers(tokens: Tensor, end: int) -> Tensor:
     """
     ends = (tokens == end).long()
     return ends.cumsum(1) - ends
+
+
+class TokensSeen:
+    """The tokens seen so far. Correct with every causal model; a token costs a forward pass of all before it.
+
+    >>> seen = TokensSeen()
+    >>> seen.extend(torch.tensor([[1, 2]])).tolist(), seen.extend(torch.tensor([[3]])).tolist(), seen.length
+    ([[1, 2]], [[1, 2, 3]], 3)
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return 0 if self._tokens is None else self._tokens.shape[1]
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        """All tokens, ``(batch, length + new)``, with the ``(batch, new)`` added."""
+        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
+        return self._tokens

@@ -1,18 +1,44 @@
-"""Cross-entropy with z-loss, in one pass and with one gradient buffer.
+"""Which dtype matrix products are in.
+
+Cross-entropy with z-loss, in one pass and with one gradient buffer.
 
 Made of the functions of `torch.nn.functional`, it would hold three arrays of the size of the logits at the peak, five
 with the z-loss. Here it holds two: the logits and their gradient.
+
+
+The output projection and its cross-entropy in one, without ever holding the logits of a whole batch.
+
+The logits are the largest array of a training step: 64 sequences of 1024 tokens over 32,000 make 8.4 GB in float32, and
+their gradient as much again. Here tokens go through in chunks, and the gradients of hidden states and projection are
+computed with the loss, in the forward pass (as in Liger Kernel, 2410.10989, and "Cut Your Losses", 2411.09009), so that
+of each chunk nothing is kept but its share of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["cross_entropy_with_z_loss"]
+__all__ = ["cross_entropy_with_z_loss", "product_dtype", "projected_cross_entropy"]
+
+
+def product_dtype(values: Tensor) -> torch.dtype:
+    """That of the products that ``values`` go into: autocast's where it is on, else their own.
+
+    >>> values = torch.ones(2)
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     product_dtype(values)
+    torch.bfloat16
+    >>> product_dtype(values)
+    torch.float32
+    """
+    kind = values.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
 
 def cross_entropy_with_z_loss(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -52,3 +78,118 @@ class _CrossEntropy(torch.autograd.Function):
         gradient.mul_((scale * (1 + 2 * ctx.z_loss * log_partition)).unsqueeze(1))
         gradient.scatter_add_(1, targets.unsqueeze(1), -scale.expand(targets.numel(), 1))
         return gradient, None, None
+
+
+FLOAT16_CHUNK_TOKENS = 1024
+"""So that no sum over a chunk leaves float16's range: the scale of the loss is not known yet in the forward pass."""
+
+
+def projected_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, *, chunk_tokens: int, compiled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_with_z_loss` of ``hidden @ weight.T``, chunk by chunk.
+
+    Under autocast the products are in its dtype and everything else in float32. Held at the peak: the gradients,
+    ``hidden`` in the dtype of the products and ``weight`` in float32, and two arrays of ``(chunk, vocab)`` float32.
+
+    Args:
+        hidden: ``(tokens, width)``.
+        weight: ``(vocab, width)`` float32, whole: what a rank holds of a sharded one would not do.
+        targets: ``(tokens,)`` int64.
+        z_loss: weight of the squared log-partition.
+        chunk_tokens: at most so many go through at once; the chunks are as even as possible.
+        compiled: compile what lies between the products with torch.compile.
+
+    Returns:
+        Two float32 scalars, the loss to differentiate (once) and the plain cross-entropy, which has no gradient.
+    """
+    dtype = product_dtype(hidden)
+    if dtype == torch.float16:
+        chunk_tokens = min(chunk_tokens, FLOAT16_CHUNK_TOKENS)
+    pieces = -(-len(hidden) // chunk_tokens)
+    parts: tuple[Tensor, Tensor] = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's
+        hidden, weight, targets, z_loss, pieces, dtype, torch.is_grad_enabled(), compiled
+    )
+    return parts
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        z_loss: float,
+        pieces: int,
+        dtype: torch.dtype,
+        differentiate: bool,
+        compiled: bool,
+    ) -> tuple[Tensor, Tensor]:
+        kernel = _compiled_kernel() if compiled else _losses_and_gradient
+        narrow, matrix = hidden.to(dtype), weight.to(dtype)
+        sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+        for_hidden = torch.empty_like(narrow) if differentiate else None
+        for_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
+        start = 0
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows, wanted in zip(narrow.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
+                losses, gradient = kernel(rows @ matrix.T, wanted, z_loss)
+                sums += losses
+                if for_hidden is not None and for_weight is not None:
+                    torch.mm(gradient, matrix, out=for_hidden[start : start + len(rows)])
+                    _add_product(for_weight, gradient.T, rows)
+                start += len(rows)
+                del gradient  # the next chunk takes its place
+        if for_hidden is not None and for_weight is not None:
+            ctx.save_for_backward(for_hidden, for_weight)
+        ctx.dtype, ctx.tokens, ctx.differentiated = hidden.dtype, len(targets), False
+        loss, cross_entropy = (sums / len(targets)).unbind()
+        cross_entropy = cross_entropy.clone()
+        ctx.mark_non_differentiable(cross_entropy)
+        return loss.clone(), cross_entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.differentiated:
+            raise RuntimeError("a chunked loss was differentiated twice; its gradients are made once, in place.")
+        ctx.differentiated = True
+        for_hidden, for_weight = ctx.saved_tensors
+        scale = upstream / ctx.tokens
+        for_hidden = for_hidden.mul_(scale).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        for_weight = for_weight.mul_(scale) if ctx.needs_input_grad[1] else None
+        return for_hidden, for_weight, None, None, None, None, None, None
+
+
+def _losses_and_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Of a chunk: the sums of loss and cross-entropy, ``(2,)`` float32, and the gradient of the first one's summands.
+
+    ``softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)``, not divided by the number of tokens, since it is in
+    the dtype of ``logits``, which it may overwrite.
+    """
+    values, targets = logits.float(), targets.unsqueeze(1)
+    log_partition = values.logsumexp(1, keepdim=True)
+    cross_entropy = (log_partition - values.gather(1, targets)).sum()
+    sums = torch.stack((cross_entropy + z_loss * log_partition.square().sum(), cross_entropy))
+    factor = 1 + 2 * z_loss * log_partition
+    if torch.compiler.is_compiling():  # one kernel from logits to gradient
+        wanted = torch.arange(values.shape[1], device=values.device) == targets
+        gradient = (values - log_partition).exp() * factor - wanted.float()
+    else:
+        gradient = values.sub_(log_partition).exp_().mul_(factor)
+        gradient.scatter_add_(1, targets, gradient.new_full((1, 1), -1.0).expand(targets.shape))
+    return sums, gradient.to(logits.dtype)
+
+
+@cache
+def _compiled_kernel() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    return torch.compile(_losses_and_gradient, dynamic=False, fullgraph=True)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``; the total is float32 whatever the factors are."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.errors import ConfigurationError
-from diloco.model.attention import within_documents
-from diloco.model.blocks import Embedding, KeyValueCache, Layer, Linear, RMSNorm, rotary_table
 from diloco.model.language_model import Cache, LanguageModel, LossParts
-from diloco.model.loss import cross_entropy_with_z_loss
-from diloco.model.projected_loss import projected_cross_entropy
+from diloco.model.loss import cross_entropy_with_z_loss, projected_cross_entropy
+from diloco.model.modules import Embedding, KeyValueCache, Layer, Linear, RMSNorm, rotary_table, within_documents
 from diloco.model.settings import ModelSettings
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from torch import Tensor
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.data.batches import Batches
-from diloco.data.corpus import Corpus
+from diloco.data.corpus import Corpus, StreamedCorpus
 from diloco.data.prefetch import Prefetcher
 from diloco.data.sampler import Sampler
-from diloco.data.stream_corpus import StreamedCorpus
 from diloco.events import Event
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel

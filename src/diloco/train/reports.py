@@ -9,9 +9,8 @@ import torch
 
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.cores import usable_cores
-from diloco.data.corpus import Corpus
-from diloco.data.mixture import CYCLE, Mixture
-from diloco.data.stream_corpus import StreamedCorpus
+from diloco.data.corpus import Corpus, StreamedCorpus
+from diloco.data.packed import CYCLE, Mixture
 from diloco.train.components import make_configured_codec
 from diloco.train.describe import describe
 from diloco.train.handshake import model_fingerprint

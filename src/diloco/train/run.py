@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from diloco.data.corpus import build_corpus
-from diloco.data.stream_corpus import open_stream
+from diloco.data.corpus import build_corpus, open_stream
 from diloco.devices import choose_device
 from diloco.events import (
     CheckpointSaved,

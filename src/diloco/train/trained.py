@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.algorithm.fragments import trainable_parameters
-from diloco.data.tokens import Tokenizer, load_tokenizer
+from diloco.data.tokenizer import Tokenizer
+from diloco.data.tokenizer_choice import load_tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.architectures import (
     SIZES,

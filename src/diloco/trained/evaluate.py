@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from diloco.data.batches import heldout_batches
 from diloco.data.packed import Tokens
-from diloco.data.tokens import Tokenizer
-from diloco.data.windows import heldout_batches
+from diloco.data.tokenizer import Tokenizer
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.model.language_model import LanguageModel, document_numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from diloco.data.tokens import Tokenizer
+from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigurationError
 
 __all__ = ["TextStream"]
@@ -21,7 +21,7 @@ class TextStream:
     Attributes:
         stopped: whether one of ``stops`` has come; what is fed afterwards is not looked at.
 
-    >>> from diloco.data.tokens import ByteTokenizer
+    >>> from diloco.data.tokenizer import ByteTokenizer
     >>> text = TextStream(ByteTokenizer(), stops=["END"])
     >>> [text.feed(byte) for byte in "né Er END.".encode()], text.stopped
     (['n', '', 'é', ' ', '', 'Er', ' ', '', '', '', ''], True)

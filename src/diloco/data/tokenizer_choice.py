@@ -9,22 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from diloco.data.bpe import BPETokenizer, train_bpe
-from diloco.data.settings import DataSettings
-from diloco.data.source_settings import HUB_PREFIX
-from diloco.data.tokenizer import EOS, ByteTokenizer, Tokenizer
+from diloco.data.settings import HUB_PREFIX, DataSettings
+from diloco.data.tokenizer import EOS, BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
 from diloco.errors import ConfigurationError, DataError, nearest
 
-__all__ = [
-    "BPETokenizer",
-    "ByteTokenizer",
-    "Tokenizer",
-    "given_tokenizer",
-    "load_hub_tokenizer",
-    "load_tokenizer",
-    "make_tokenizer",
-    "vocabulary_size",
-]
+__all__ = ["given_tokenizer", "load_hub_tokenizer", "load_tokenizer", "make_tokenizer", "vocabulary_size"]
 
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 
