@@ -162,12 +162,12 @@ def test_is_refused_where_nobody_tells_its_speed(data: Path, arguments: str) -> 
     if "data-parallel" in arguments:
         words += ["--fragments", "1", "--overlap-steps", "0", "--codec", "float32"]
     configuration = load_configuration(words)
-    with pytest.raises(ConfigurationError, match=r"swarm\.dynamic_steps=true with .*--transport hivemind would work"):
+    with pytest.raises(ConfigurationError, match=r"dynamic_steps=true was given with .*Use --transport hivemind"):
         resolve(configuration, num_layers=2)
 
 
 def test_data_parallel_steps_of_a_swarm_are_refused_anyway(data: Path) -> None:
     words = [*SMALL.split(), str(data), "--swarm.dynamic-steps", "--transport", "hivemind", "--run", "r"]
     words += ["--algorithm", "data-parallel", "--fragments", "1", "--overlap-steps", "0", "--codec", "float32"]
-    with pytest.raises(ConfigurationError, match=r"algorithm='data-parallel' with transport\.name='hivemind'"):
+    with pytest.raises(ConfigurationError, match="can't average gradients at every step"):
         resolve(load_configuration(words), num_layers=2)

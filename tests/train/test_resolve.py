@@ -146,5 +146,5 @@ def test_codec_names_are_those_of_the_registry() -> None:
 def test_a_model_of_unknown_depth_needs_a_number_of_fragments() -> None:
     assert resolved(None, fragments__num_fragments=90).fragments.num_fragments == 90
     assert resolved(None, algorithm="diloco").fragments.num_fragments == 1
-    with pytest.raises(ConfigurationError, match="unknown depth"):
+    with pytest.raises(ConfigurationError, match="required because the depth of this model is unknown"):
         resolved(None)

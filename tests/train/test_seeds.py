@@ -15,7 +15,7 @@ from diloco.train.settings import RunSettings
 @pytest.mark.parametrize("seed", [-1, 2**63, 10**30])
 def test_others_are_refused_before_anything_is_built(seed: int) -> None:
     for attempt in (lambda: RunSettings(seed=seed), lambda: load_configuration(["--seed", str(seed)])):
-        with pytest.raises(ConfigurationError, match=rf"seed={seed} was given; 0 to 2\*\*63 - 1 would work"):
+        with pytest.raises(ConfigurationError, match=rf"seed={seed} was given; .* 0 to 2\*\*63 - 1"):
             attempt()
 
 

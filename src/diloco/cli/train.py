@@ -160,12 +160,8 @@ def continue_record(plan: RunPlan, source: Path, folder: Path) -> None:
 def _facts(configuration: Configuration) -> dict[str, str]:
     """What follows from the settings, from a model without memory."""
     from diloco.data.corpus import corpus_vocabulary_size
-    from diloco.model.build import build_language_model, with_vocabulary
-    from diloco.train.definition import stored_definition
+    from diloco.train.components import outline
     from diloco.train.describe import describe
 
-    data, model = configuration.data, configuration.model
-    if model.vocab_size is None:
-        model = with_vocabulary(model, corpus_vocabulary_size(data))
-    definition = stored_definition(configuration)
-    return describe(configuration, build_language_model(model, seed=0, device="meta", definition=definition))
+    vocab_size = configuration.model.vocab_size or corpus_vocabulary_size(configuration.data)
+    return describe(configuration, outline(configuration, vocab_size))

@@ -70,12 +70,9 @@ def outline_of(settings: RunSettings) -> Outline:
     model = settings.model
     if model.source is None:
         return Outline(model.layers, model.max_sequence_length)
-    from diloco.model.build import build_language_model, with_vocabulary
-    from diloco.train.definition import stored_definition
+    from diloco.train.components import outline
 
-    # the vocabulary is known when the data is; layers and positions do not depend on it
-    model = with_vocabulary(model, 1024)
-    built = build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
+    built = outline(settings, 1024)  # the data says the vocabulary; layers and positions do not depend on it
     return Outline(built.num_layers, built.max_sequence_length)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec, make_codec
@@ -12,8 +14,10 @@ from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sca
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
 from diloco.algorithm.value_schedule import ValueSchedule
-from diloco.errors import FragmentError
+from diloco.errors import CheckpointError, FragmentError
+from diloco.model.build import build_language_model, with_vocabulary
 from diloco.model.language_model import LanguageModel
+from diloco.train.checkpoint import open_checkpoint
 from diloco.train.settings import RunSettings
 from diloco.transport.faults import parse_fault
 from diloco.transport.in_process import InProcessTransport
@@ -21,6 +25,7 @@ from diloco.transport.links import Link, VirtualNetwork
 from diloco.transport.settings import TransportSettings
 
 __all__ = [
+    "make_clipping",
     "make_configured_codec",
     "make_fragments",
     "make_links",
@@ -28,6 +33,8 @@ __all__ = [
     "make_outer_optimizer",
     "make_schedule",
     "make_transport",
+    "outline",
+    "stored_definition",
 ]
 
 
@@ -125,3 +132,34 @@ def make_transport(settings: TransportSettings) -> InProcessTransport:
 def _each(values: tuple[float, ...], count: int) -> tuple[float, ...]:
     """One value for all, or one for each."""
     return values * count if len(values) == 1 else values
+
+
+def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
+    """The model of ``settings`` on the meta device, where it takes no memory.
+
+    Args:
+        settings: of the run.
+        vocab_size: of the model where nothing else says it.
+    """
+    model = with_vocabulary(settings.model, vocab_size)
+    return build_language_model(model, seed=0, device="meta", definition=stored_definition(settings))
+
+
+def stored_definition(settings: RunSettings) -> Mapping[str, Any] | None:
+    """The definition of the model in the checkpoint that the run begins from, for a model whose source may be gone.
+
+    None where there is no such checkpoint, or its model is from another source.
+    """
+    source, resume, init_from = settings.model.source, settings.checkpoint.resume, settings.train.init_from
+    places = [] if resume is None else [resume, *sorted(resume.glob("replica-*"))]  # some machines have only the latter
+    if init_from is not None and init_from.suffix != ".safetensors":
+        places.append(init_from)
+    for place in places if source is not None else ():
+        try:
+            about = open_checkpoint(place).about
+        except CheckpointError:
+            continue  # whoever needs the checkpoint itself says what is wrong with it
+        if about.get("definition") and about.get("model", {}).get("source") == source:
+            definition: Mapping[str, Any] = about["definition"]
+            return definition
+    return None

@@ -1,8 +1,16 @@
-"""What follows from the settings, in words: printed at the start of a run and by ``--print-config``."""
+"""What a run is: what follows from its settings, in words, and the environment it runs in."""
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import make_codec
@@ -13,7 +21,9 @@ from diloco.train.components import make_clipping, make_configured_codec, make_f
 from diloco.train.settings import RunSettings
 from diloco.units import format_bytes, format_count, format_ratio
 
-__all__ = ["describe"]
+__all__ = ["describe", "describe_environment"]
+
+_PACKAGES = ("diloco", "torch", "numpy", "safetensors", "tokenizers", "xxhash")
 
 
 def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
@@ -161,3 +171,37 @@ def _memory(settings: RunSettings, parameters: int) -> str:
         f"{format_bytes(each * parameters * replicas)} for {replicas} replicas at {each} bytes per parameter, "
         "activations beside it"
     )
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Versions, processor and git commit, as plain values; unknown ones are None."""
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changed": bool(_git("status", "--porcelain")),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in this package's own checkout; None when it is no checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        # An installed copy may lie inside somebody else's checkout.
+        subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True, check=True)
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

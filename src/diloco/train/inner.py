@@ -58,9 +58,7 @@ def inner_learning_rate(settings: InnerSettings, steps: int) -> ValueSchedule:
 
     ``wsd`` with no steps of decay, as where the warm-up is as long as the run, stays at the peak.
     """
-    decay_steps = settings.decay_steps
-    if decay_steps is None:
-        decay_steps = min(max(1, steps // 5), steps - settings.warmup_steps)
+    decay_steps = settings.decay_over(steps)
     return ValueSchedule(
         peak=settings.learning_rate,
         kind="constant" if settings.schedule == "wsd" and decay_steps == 0 else settings.schedule,

@@ -7,24 +7,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import TypeVar
 
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
-from diloco.errors import nearest
-from diloco.train.checks import check_lengths, check_optimizers, check_places, refuse
-from diloco.train.settings import RunSettings, TrainSettings
+from diloco.devices import check_device
+from diloco.errors import ConfigurationError, nearest
+from diloco.train.settings import RunSettings
 
-__all__ = ["CODEC_NAMES", "LAYERS_PER_FRAGMENT", "notes", "resolve"]
+__all__ = ["CODEC_NAMES", "notes", "resolve"]
 
 CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4")
 """The codecs of `diloco.algorithm.codec`, which imports torch; a test compares the two."""
 
-GRADIENT_CODECS = ("float32", "float16", "bfloat16")
+_GRADIENT_CODECS = ("float32", "float16", "bfloat16")
 """What data-parallel training can send its gradients as."""
 
-LAYERS_PER_FRAGMENT = 3
+_LAYERS_PER_FRAGMENT = 3
 """Streaming DiLoCo, Fig. 6: three layers per fragment at every scale."""
+
+_IN_A_SWARM = {
+    "transport.replica_size": 1,
+    "data.sharding": "shuffled",
+    "transport.rendezvous": None,
+    "transport.host": None,
+    "transport.interface": None,
+    "transport.ports": "0",
+    "transport.bandwidth_bits_per_s": (),
+    "transport.latency_s": (),
+    "transport.restarts": 0,
+}
+"""The only values of these settings that fit replicas that come and go."""
 
 S = TypeVar("S", bound=RunSettings)
 
@@ -38,40 +52,44 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
 
     Args:
         settings: what was asked for.
-        num_layers: transformer layers of the model; None when unknown: P has no default then, and is not checked
+        num_layers: transformer layers of the model; None when unknown: P then has no default, and is not checked
             against them.
-        max_sequence_length: of the model; None: the settings say it, or, where the model has a source, nobody.
+        max_sequence_length: of the model; None: that of ``settings.model``, or no limit where the model has a source.
 
     Raises:
         ConfigurationError: for settings that cannot work; it says what would.
     """
-    if settings.transport.name == "hivemind":  # they come and go; what is planned with is how many begin
-        replicas = settings.swarm.start_replicas
-        settings = dataclasses.replace(settings, transport=dataclasses.replace(settings.transport, replicas=replicas))
-    if max_sequence_length is None and settings.model.source is None:
-        max_sequence_length = settings.model.max_sequence_length
-    check_lengths(settings, max_sequence_length)
-    check_optimizers(settings)
-    check_places(settings)
-    settings = dataclasses.replace(
-        settings,
-        train=_resolve_start(settings),
-        outer=_resolve_outer(settings),
-        codec=_resolve_codec(settings),
-        merge=_resolve_merge(settings),
-        fragments=_resolve_fragments(settings, num_layers),
-        schedule=_resolve_schedule(settings),
+    if settings.transport.name == "hivemind":  # peers come and go; a plan reckons with those that begin
+        settings = _with(settings, {"transport.replicas": settings.swarm.start_replicas})
+    train, inner, resume = settings.train, settings.inner, settings.checkpoint.resume
+    _check_lengths(settings, max_sequence_length)
+    _check_clipping(settings)
+    _check_transport(settings)
+    check_device("train.device", train.device)
+    _refuse_if(
+        resume is not None and train.init_from is not None,
+        f"checkpoint.resume={resume} was given together with train.init_from={train.init_from}. Use one of them: "
+        "--resume goes on with a run, --init-from begins a new one from its parameters.",
     )
-    _check_fragments(settings, num_layers)
-    steps = settings.train.steps
-    evaluation, checkpoint, inner = settings.evaluation, settings.checkpoint, settings.inner
-    if evaluation.every_steps is None:
-        evaluation = dataclasses.replace(evaluation, every_steps=max(1, steps // 10))
-    if checkpoint.every_steps is None:
-        checkpoint = dataclasses.replace(checkpoint, every_steps=max(1, steps // 4))
-    if inner.decay_steps is None and inner.schedule == "wsd":
-        inner = dataclasses.replace(inner, decay_steps=min(max(1, steps // 5), steps - inner.warmup_steps))
-    return dataclasses.replace(settings, evaluation=evaluation, checkpoint=checkpoint, inner=inner)
+    rule, alpha = _merge(settings)
+    number, overlap = _fragments_and_overlap(settings, num_layers)
+    derived: dict[str, object] = {
+        "codec.name": _codec(settings),
+        "merge.rule": rule,
+        "merge.alpha": alpha,
+        "fragments.num_fragments": number,
+        "schedule.overlap_steps": overlap,
+        "inner.decay_steps": inner.decay_over(train.steps) if inner.schedule == "wsd" else inner.decay_steps,
+        # a data-parallel run is nothing but such steps
+        "train.data_parallel_steps": 0 if settings.algorithm == "data-parallel" else train.data_parallel_steps,
+    }
+    defaults: dict[str, float] = {
+        "outer.learning_rate": 0.4 if settings.algorithm == "streaming" else 0.7,
+        "evaluation.every_steps": max(1, train.steps // 10),
+        "checkpoint.every_steps": max(1, train.steps // 4),
+    }
+    missing = {name: value for name, value in defaults.items() if attrgetter(name)(settings) is None}
+    return _with(settings, derived | missing)
 
 
 def notes(settings: RunSettings) -> tuple[str, ...]:
@@ -92,126 +110,205 @@ def notes(settings: RunSettings) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _resolve_start(settings: RunSettings) -> TrainSettings:
-    """A data-parallel run is a shared start from its first step to its last, so a share of it says nothing."""
-    if settings.algorithm == "data-parallel":
-        return dataclasses.replace(settings.train, data_parallel_steps=0)
-    return settings.train
+def _with(settings: S, values: Mapping[str, object]) -> S:
+    """The settings with other values of these keys, such as ``train.steps``."""
+    for key, value in values.items():
+        section, name = key.split(".")
+        changed = dataclasses.replace(getattr(settings, section), **{name: value})
+        settings = dataclasses.replace(settings, **{section: changed})
+    return settings
 
 
-def _resolve_outer(settings: RunSettings) -> OuterSettings:
-    if settings.outer.learning_rate is None:
-        default = 0.4 if settings.algorithm == "streaming" else 0.7
-        return dataclasses.replace(settings.outer, learning_rate=default)
-    return settings.outer
+def _refuse_if(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ConfigurationError(f"{message} Nothing was started.")
 
 
-def _resolve_codec(settings: RunSettings) -> CodecSettings:
+def _check_lengths(settings: RunSettings, longest: int | None) -> None:
+    """Numbers of steps and tokens against each other; ``longest`` is the model's sequence, where known."""
+    train, model, inner, steps = settings.train, settings.model, settings.inner, settings.train.steps
+    if longest is None and model.source is None:
+        longest = model.max_sequence_length
+    limit = f"model.max_sequence_length={longest}" if model.source is None else f"the {longest} of {model.source}"
+    _refuse_if(
+        longest is not None and train.sequence_length > longest,
+        f"train.sequence_length={train.sequence_length} exceeds {limit}. Use at most {longest}, or a model that reads "
+        "longer sequences.",
+    )
+    divisor = max(n for n in range(1, train.gradient_accumulation + 1) if train.batch_size % n == 0)
+    _refuse_if(
+        divisor != train.gradient_accumulation,
+        f"train.gradient_accumulation={train.gradient_accumulation} does not divide "
+        f"train.batch_size={train.batch_size}; {divisor} does.",
+    )
+    for name, least in (("train.data_parallel_steps", 0), ("train.stop_after", 1), ("inner.warmup_steps", 0)):
+        value = attrgetter(name)(settings)
+        wrong = value is not None and not least <= value <= steps
+        _refuse_if(wrong, f"{name}={value} was given with train.steps={steps}. Use {least} to {steps}.")
+    rest = steps - inner.warmup_steps
+    _refuse_if(
+        inner.decay_steps is not None and not 0 <= inner.decay_steps <= rest,
+        f"inner.decay_steps={inner.decay_steps} was given, and {rest} steps follow the warm-up. Use 0 to {rest}.",
+    )
+
+
+def _check_clipping(settings: RunSettings) -> None:
+    """Clipping takes the norm of whole contributions."""
+    for name in ("max_norm", "median_norm_factor"):
+        if (bound := getattr(settings.outer, name)) is None:
+            continue
+        _refuse_if(
+            settings.algorithm not in ("streaming", "diloco"),
+            f"outer.{name}={bound} was given with algorithm={settings.algorithm!r}, but only the contributions of "
+            "streaming and diloco are clipped; inner.clip_norm clips gradients.",
+        )
+        _refuse_if(
+            settings.transport.replica_size > 1 and settings.train.parallelism == "fsdp",
+            f"outer.{name}={bound} needs whole contributions, and with train.parallelism='fsdp' and "
+            f"transport.replica_size={settings.transport.replica_size} no rank has one. Use --train.parallelism ddp.",
+        )
+
+
+def _check_transport(settings: RunSettings) -> None:
+    """What each way between replicas can't do."""
+    transport, swarm = settings.transport, settings.swarm
+    given = f"transport.name={transport.name!r}"
+    if transport.name != "in-process":
+        for name in ("faults", "step_time_s"):
+            wrong = bool(getattr(transport, name))
+            _refuse_if(wrong, f"transport.{name} was given with {given}. Use --transport in-process, or leave it out.")
+        _refuse_if(
+            settings.data.streaming and transport.restarts > 0,
+            f"transport.restarts={transport.restarts} was given with data.streaming=true, but nobody knows what a "
+            "lost replica has read. Use a folder made by `diloco tokenize` as --data, or --resume without restarts.",
+        )
+        _refuse_if(
+            settings.algorithm == "none",
+            f"algorithm='none', which sends nothing, was given with {given}. Use --transport in-process.",
+        )
+    if transport.name == "hivemind":
+        _check_swarm(settings)
+    else:
+        _refuse_if(swarm.run is not None, f"swarm.run={swarm.run!r} was given with {given}. Use --transport hivemind.")
+        _refuse_if(
+            swarm.dynamic_steps,
+            f"swarm.dynamic_steps=true was given with {given}, but replicas know each other's speeds only in a swarm. "
+            "Use --transport hivemind, or let all replicas take every step (--swarm.no-dynamic-steps).",
+        )
+
+
+def _check_swarm(settings: RunSettings) -> None:
+    """What a swarm needs, and what can't be elastic."""
+    transport, swarm, least = settings.transport, settings.swarm, settings.transport.min_replicas
+    without = "transport.name='hivemind' was given without swarm.run"
+    _refuse_if(swarm.run is None, f"{without}. Use --run NAME, the same for all peers of the run.")
+    for name, works in _IN_A_SWARM.items():
+        value = attrgetter(name)(settings)
+        _refuse_if(value != works, f"{name}={value!r} was given with transport.name='hivemind'. Use {works!r}.")
+    _refuse_if(
+        settings.data.streaming,
+        "data.streaming=true was given with transport.name='hivemind', but replicas that come and go can't share out "
+        "what is read while training. Use a folder made by `diloco tokenize` as --data, or --transport torch.",
+    )
+    _refuse_if(
+        settings.algorithm == "data-parallel",
+        "algorithm='data-parallel' was given with transport.name='hivemind', but replicas that come and go can't "
+        "average gradients at every step. Use --algorithm streaming or diloco, or --transport torch.",
+    )
+    _refuse_if(
+        least > swarm.start_replicas,
+        f"transport.min_replicas={least} was given with swarm.start_replicas={swarm.start_replicas}. "
+        f"Use --start-replicas {least} or more.",
+    )
+    beat_s = transport.heartbeat_s
+    _refuse_if(
+        swarm.straggler == "skip" and swarm.join_window_s < 2 * beat_s,
+        f"swarm.join_window_s={swarm.join_window_s:g} was given with transport.heartbeat_s={beat_s:g}, so that a "
+        f"replica would count as late between two heartbeats. Use {2 * beat_s:g} or more.",
+    )
+
+
+def _codec(settings: RunSettings) -> str:
     codec, algorithm = settings.codec, settings.algorithm
-    if codec.name is None:
-        codec = dataclasses.replace(codec, name="fp4" if algorithm == "streaming" else "float32")
-    if codec.name not in CODEC_NAMES:
-        raise refuse(f"codec.name={codec.name!r}", f"{nearest(str(codec.name), CODEC_NAMES).rstrip('?.')}")
-    if not 2 <= codec.block_size <= 65536 or codec.block_size % 2:
-        raise refuse(f"codec.block_size={codec.block_size}", "an even number from 2 to 65536 would work")
-    if algorithm == "data-parallel" and codec.name not in GRADIENT_CODECS:
-        raise refuse(
-            f"codec.name={codec.name!r} with algorithm='data-parallel'",
-            f"its gradients can travel as {', '.join(GRADIENT_CODECS)} (--codec float32); "
-            f"--algorithm streaming or diloco would send pseudo-gradients as {codec.name}",
-        )
-    if algorithm == "none" and codec.name != "float32":
-        raise refuse(
-            f"codec.name={codec.name!r} with algorithm='none'",
-            "independent replicas send nothing; without --codec, or with another --algorithm it would work",
-        )
-    if codec.error_feedback and (codec.name == "float32" or algorithm in ("data-parallel", "none")):
-        raise refuse(
-            f"codec.error_feedback=true with codec.name={codec.name!r} and algorithm={algorithm!r}",
-            "there is no loss to feed back; a lossy codec such as --codec int8 with --algorithm streaming or diloco, "
-            "or no error feedback would work",
-        )
-    return codec
+    default = "fp4" if algorithm == "streaming" else "float32"
+    name = default if codec.name is None else codec.name
+    _refuse_if(name not in CODEC_NAMES, f"codec.name={name!r} is not a codec; {nearest(name, CODEC_NAMES)}")
+    _refuse_if(
+        algorithm == "data-parallel" and name not in _GRADIENT_CODECS,
+        f"codec.name={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
+        f"{', '.join(_GRADIENT_CODECS)}, or --algorithm streaming or diloco, which send pseudo-gradients.",
+    )
+    _refuse_if(
+        algorithm == "none" and name != "float32",
+        f"codec.name={name!r} was given with algorithm='none', whose independent replicas send nothing. Leave it out.",
+    )
+    _refuse_if(
+        codec.error_feedback and (name == "float32" or algorithm in ("data-parallel", "none")),
+        f"codec.error_feedback=true was given with codec.name={name!r} and algorithm={algorithm!r}, where there is "
+        "no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm streaming or diloco.",
+    )
+    return name
 
 
-def _resolve_merge(settings: RunSettings) -> MergeSettings:
+def _merge(settings: RunSettings) -> tuple[str, float | None]:
+    """The rule, and alpha where the rule has one."""
     merge, algorithm = settings.merge, settings.algorithm
-    if merge.alpha is not None and not 0 <= merge.alpha <= 1:
-        raise refuse(f"merge.alpha={merge.alpha}", "0 to 1 would work")
-    if merge.alpha is not None and merge.rule == "rebase":
-        raise refuse(
-            f"merge.alpha={merge.alpha} with merge.rule='rebase'", "one of the two would work: rebase has no alpha"
-        )
-    if merge.alpha and algorithm != "streaming":
-        raise refuse(
-            f"merge.alpha={merge.alpha} with algorithm={algorithm!r}",
-            "only Streaming DiLoCo mixes local and global parameters; --algorithm streaming would work",
-        )
-    rule = merge.rule
-    if rule is None:
-        rule = "rebase" if algorithm == "streaming" and merge.alpha is None else "alpha"
-    if rule == "rebase" and algorithm == "diloco":
-        raise refuse(
-            "merge.rule='rebase' with algorithm='diloco'",
-            "DiLoCo merges in the step in which it sends, with nothing to rebase; --algorithm streaming would work",
-        )
-    alpha = (merge.alpha or 0.0) if rule == "alpha" else None
-    return dataclasses.replace(merge, rule=rule, alpha=alpha)
+    _refuse_if(
+        merge.alpha is not None and merge.rule == "rebase",
+        f"merge.alpha={merge.alpha} was given with merge.rule='rebase', which has no alpha. Use one of the two.",
+    )
+    _refuse_if(
+        bool(merge.alpha) and algorithm != "streaming",
+        f"merge.alpha={merge.alpha} was given with algorithm={algorithm!r}, which does not mix. "
+        "Use --algorithm streaming.",
+    )
+    rule = merge.rule or ("rebase" if algorithm == "streaming" and merge.alpha is None else "alpha")
+    _refuse_if(
+        rule == "rebase" and algorithm == "diloco",
+        "merge.rule='rebase' was given with algorithm='diloco', which merges in the step in which it sends and so has "
+        "nothing to rebase. Use --algorithm streaming.",
+    )
+    return rule, (merge.alpha or 0.0) if rule == "alpha" else None
 
 
-def _resolve_fragments(settings: RunSettings, num_layers: int | None) -> FragmentSettings:
-    fragments, listed = settings.fragments, len(settings.fragments.patterns)
-    if fragments.num_fragments is not None and fragments.num_fragments < 1:
-        raise refuse(f"fragments.num_fragments={fragments.num_fragments}", "at least 1 would work")
-    if listed and fragments.num_fragments not in (None, listed):
-        raise refuse(
-            f"fragments.num_fragments={fragments.num_fragments} with {listed} lists in fragments.patterns",
-            f"{listed}, or leaving it out would work",
-        )
-    number = fragments.num_fragments or listed or None
-    if settings.algorithm == "diloco" and number not in (None, 1):
-        raise refuse(
-            f"{number} fragments with algorithm='diloco'",
-            "DiLoCo sends the whole model at once; --algorithm streaming would work",
-        )
-    if number is None and settings.algorithm != "streaming":
-        number = 1
+def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tuple[int, int]:
+    """P and tau; then P, H, tau and the offsets against each other and the layers."""
+    fragments, schedule, algorithm = settings.fragments, settings.schedule, settings.algorithm
+    streaming, longest_cycle = algorithm == "streaming", max(1, schedule.inner_steps)
+    number, listed, overlap = fragments.num_fragments, len(fragments.patterns), schedule.overlap_steps
+    _refuse_if(
+        listed > 0 and number not in (None, listed),
+        f"fragments.num_fragments={number} was given with {listed} lists in fragments.patterns. Use {listed}, or "
+        "leave it out.",
+    )
+    number = number or listed or (None if streaming else 1)
+    _refuse_if(
+        algorithm == "diloco" and number != 1,
+        f"{number} fragments were given with algorithm='diloco', which sends the whole model at once. "
+        "Use --algorithm streaming.",
+    )
     if number is None:
         if num_layers is None:
-            raise refuse(
-                "no fragments.num_fragments, with a model of unknown depth", "a number of fragments (P) would work"
+            raise ConfigurationError(
+                "fragments.num_fragments is required because the depth of this model is unknown. Nothing was started."
             )
         # One fragment more for what is in no layer; no more than H, so that no two need the same step.
-        number = min(math.ceil(num_layers / LAYERS_PER_FRAGMENT) + 1, max(1, settings.schedule.inner_steps))
-    return dataclasses.replace(fragments, num_fragments=number)
-
-
-def _resolve_schedule(settings: RunSettings) -> ScheduleSettings:
-    schedule, algorithm = settings.schedule, settings.algorithm
-    overlap = schedule.overlap_steps
-    if overlap and algorithm != "streaming":
-        raise refuse(
-            f"schedule.overlap_steps={overlap} with algorithm={algorithm!r}",
-            "only Streaming DiLoCo trains on while a fragment is on its way; --algorithm streaming would work",
+        number = min(math.ceil(num_layers / _LAYERS_PER_FRAGMENT) + 1, longest_cycle)
+    if num_layers is not None and fragments.strategy in ("strided", "sequential"):
+        _refuse_if(
+            number - 1 > num_layers,
+            f"fragments.num_fragments={number} was given for a model of {num_layers} layers. Use 1 to "
+            f"{min(num_layers + 1, longest_cycle)} (one is for what is in no layer), or --fragments.strategy "
+            "balanced, which may cut layers.",
         )
-    if overlap is None:
-        overlap = 1 if algorithm == "streaming" and schedule.inner_steps > 1 else 0
-    return dataclasses.replace(schedule, overlap_steps=overlap)
-
-
-def _check_fragments(settings: RunSettings, num_layers: int | None) -> None:
-    """P against the layers; then P, H, tau and the offsets against each other (the schedule's own checks)."""
-    number = settings.fragments.num_fragments or 1
-    if num_layers is not None and settings.fragments.strategy in ("strided", "sequential") and number - 1 > num_layers:
-        most = min(num_layers + 1, max(1, settings.schedule.inner_steps))
-        raise refuse(
-            f"fragments.num_fragments={number} for a model of {num_layers} layers",
-            f"1 to {most} would work (one is for what is in no layer), "
-            "or --fragments.strategy balanced, which may cut layers",
-        )
-    SyncSchedule(
-        inner_steps=settings.schedule.inner_steps,
-        num_fragments=number,
-        overlap_steps=settings.schedule.overlap_steps or 0,
-        offsets=settings.schedule.offsets,
+    _refuse_if(
+        bool(overlap) and not streaming,
+        f"schedule.overlap_steps={overlap} was given with algorithm={algorithm!r}, but only Streaming DiLoCo trains "
+        "on while a fragment is on its way. Use --algorithm streaming.",
     )
+    if overlap is None:
+        overlap = 1 if streaming and schedule.inner_steps > 1 else 0
+    SyncSchedule(  # which checks itself
+        inner_steps=schedule.inner_steps, num_fragments=number, overlap_steps=overlap, offsets=schedule.offsets
+    )
+    return number, overlap

@@ -23,12 +23,11 @@ from diloco.events import (
     Sink,
     StepFinished,
 )
-from diloco.model.build import build_language_model, check_vocabulary, with_vocabulary
+from diloco.model.build import check_vocabulary, with_vocabulary
 from diloco.train.beginning import find_beginning
 from diloco.train.checkpoint import open_checkpoint
-from diloco.train.components import make_transport
-from diloco.train.definition import stored_definition
-from diloco.train.environment import describe_environment
+from diloco.train.components import make_transport, outline, stored_definition
+from diloco.train.describe import describe_environment
 from diloco.train.fleet.base import InProcessFleet
 from diloco.train.fleet.returning import Returning
 from diloco.train.fleet.swarm_fleet import SwarmFleet
@@ -83,19 +82,18 @@ def run_training(
     device = choose_device(settings.train.device)
     corpus = open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
-    definition = stored_definition(settings)
-    outline = build_language_model(settings.model, seed=settings.seed, device="meta", definition=definition)
-    check_vocabulary(outline, corpus.tokenizer.vocab_size)
+    weightless = outline(settings, corpus.tokenizer.vocab_size)
+    check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
     fleet: InProcessFleet | JoinableFleet
     if meet is None:
         fleet = InProcessFleet(make_transport(settings.transport))
     else:
-        facts = handshake_facts(settings, outline, corpus.fingerprint)
+        facts = handshake_facts(settings, weightless, corpus.fingerprint)
         fleet = meet(facts, folder)
     session: Session | None = None
     try:
-        session = Session(settings, corpus, fleet, device, sink.handle, initial, definition)
+        session = Session(settings, corpus, fleet, device, sink.handle, initial, stored_definition(settings))
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, fleet, home, sink.handle)
         if resumed_from is None or not (folder / "config.toml").exists():

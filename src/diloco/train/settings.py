@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,40 @@ from diloco.transport.settings import TransportSettings
 __all__ = ["Algorithm", "CheckpointSettings", "EvaluationSettings", "InnerSettings", "RunSettings", "TrainSettings"]
 
 Algorithm = Literal["streaming", "diloco", "data-parallel", "none"]
+
+_TRAIN = ("steps", "batch_size", "gradient_accumulation", "sequence_length", "stop_after", "threads")
+_EVALUATION = ("every_steps", "sequences", "sample_tokens", "sample_every_steps")
+_OUTER = ("learning_rate", "epsilon", "max_norm", "median_norm_factor")
+_RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        (*(f"train.{name}" for name in _TRAIN), "checkpoint.keep", "fragments.num_fragments"),
+    ),
+    (
+        "0 or more",
+        lambda value: value >= 0,
+        (
+            *(f"evaluation.{name}" for name in _EVALUATION),
+            *("checkpoint.every_steps", "train.loss_chunk_tokens", "outer.momentum_warmup_outer_steps"),
+        ),
+    ),
+    (
+        "a positive number",
+        lambda value: 0 < value < math.inf,
+        ("train.peak_flops_per_s", "inner.learning_rate", "inner.clip_norm", *(f"outer.{name}" for name in _OUTER)),
+    ),
+    (
+        "a number from 0 to 1",
+        lambda value: 0 <= value <= 1,
+        ("inner.final_ratio", "outer.learning_rate_final_ratio", "merge.alpha"),
+    ),
+    ("0 or more and less than 1", lambda value: 0 <= value < 1, ("outer.momentum",)),
+    ("two numbers from 0 to less than 1", lambda value: all(0 <= beta < 1 for beta in value), ("outer.betas",)),
+    ("an even number from 2 to 65536", lambda value: 2 <= value <= 65536 and value % 2 == 0, ("codec.block_size",)),
+    ("a number from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63, ("seed",)),
+)
+"""What the value of each of these settings must be where there is one, whatever the others are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,38 +102,6 @@ class TrainSettings:
     """Begin from the global parameters of this checkpoint, run folder or .safetensors file, or from a folder of
     transformers (Llama, Qwen3, Arcee, Apertus), which then says model.* and data.tokenizer where nothing else does."""
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "gradient_accumulation", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(
-                    f"train.{name}={getattr(self, name)} was given; at least 1 is needed. Nothing was started."
-                )
-        if self.batch_size % self.gradient_accumulation:
-            fitting = max(n for n in range(1, self.gradient_accumulation) if self.batch_size % n == 0)
-            raise ConfigurationError(
-                f"train.gradient_accumulation={self.gradient_accumulation} does not divide "
-                f"train.batch_size={self.batch_size}; {fitting} would. Nothing was started."
-            )
-        if self.loss_chunk_tokens < 0:
-            raise ConfigurationError(
-                f"train.loss_chunk_tokens={self.loss_chunk_tokens} was given; 1 or more, or 0 for none, is needed. "
-                "Nothing was started."
-            )
-        if self.peak_flops_per_s is not None and not 0 < self.peak_flops_per_s < math.inf:
-            raise ConfigurationError(
-                f"train.peak_flops_per_s={self.peak_flops_per_s} was given; a positive number such as 1e15 would work. "
-                "Nothing was started."
-            )
-        if not 0 <= self.data_parallel_steps <= self.steps:
-            raise ConfigurationError(
-                f"train.data_parallel_steps={self.data_parallel_steps} was given; "
-                f"0 to train.steps={self.steps} would work. Nothing was started."
-            )
-        if self.stop_after is not None and self.stop_after < 1:
-            raise ConfigurationError(
-                f"train.stop_after={self.stop_after} was given; at least 1 is needed. Nothing was started."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class InnerSettings:
@@ -120,6 +123,11 @@ class InnerSettings:
     """Learning rate at the end, as a fraction of the peak (cosine, wsd)."""
     clip_norm: float | None = 1.0
     """Clip the global gradient norm to this; None: no clipping."""
+
+    def decay_over(self, steps: int) -> int:
+        """Steps of the final decay of wsd in a run of ``steps``; at most those that the warm-up leaves."""
+        usual = min(max(1, steps // 5), steps - self.warmup_steps)
+        return usual if self.decay_steps is None else self.decay_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +160,11 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Everything that decides what a run computes: the composition that a trainer takes."""
+    """Everything that decides what a run computes; each value is in its range, whatever the others are.
+
+    Raises:
+        ConfigurationError: for one that is not.
+    """
 
     out: Annotated[Path | None, arg(aliases=["-o"])] = None
     """Run folder. Default: runs/ALGORITHM-PRESET, with a number added when that exists."""
@@ -176,5 +188,8 @@ class RunSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**63:
-            raise ConfigurationError(f"seed={self.seed} was given; 0 to 2**63 - 1 would work. Nothing was started.")
+        for words, fits, names in _RANGES:
+            for name in names:
+                value = attrgetter(name)(self)
+                if value is not None and not fits(value):
+                    raise ConfigurationError(f"{name}={value} was given; it must be {words}. Nothing was started.")
