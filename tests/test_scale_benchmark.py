@@ -15,7 +15,8 @@ from benchmarks.scale.sweep import Scaled, simulate_churn, sweep
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster, Overheads
+from diloco.simulate.cluster import Cluster
+from diloco.simulate.overheads import Overheads
 from diloco.simulate.utilization import simulate
 from diloco.simulate.workload import Workload
 from diloco.transport.links import Link

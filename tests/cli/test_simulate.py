@@ -11,8 +11,8 @@ import pytest
 
 from diloco.cli import main
 from diloco.config import load_configuration
+from diloco.simulate.bandwidth import METHODS
 from diloco.simulate.overheads import accuracy
-from diloco.simulate.workload import METHODS
 from diloco.train.resolve import resolve
 from tests.transport.wires import answering_probes
 
@@ -151,7 +151,7 @@ def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (f"simulate {BY_NUMBERS} --codec fp5", "there is no codec 'fp5'"),
         (f"simulate {BY_NUMBERS} --overlap-steps 100", "0 to 99 would work"),
         (f"simulate {BY_NUMBERS} --overlap-steps 5 --method streaming", "streaming overlaps nothing"),
-        (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "1 to 24 would work"),
+        (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "choose 1 to 24"),
         ("simulate --parameters 1e9 --layers 24 --step-time 0s", "above 0"),
         (f"plan --preset 1b {LINK}", "how long an inner step takes is not known"),
         ("plan --preset 1b --step-time 1s", "what the links carry is not known"),

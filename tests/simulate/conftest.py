@@ -6,7 +6,8 @@ import pytest
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster, Overheads
+from diloco.simulate.cluster import Cluster
+from diloco.simulate.overheads import Overheads
 from diloco.simulate.timeline import Span, timeline
 from diloco.simulate.traffic import outer_traffic
 from diloco.simulate.utilization import simulate

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.cli.plan_files import planned_values
 from diloco.model.settings import ModelSettings
-from diloco.simulate.cluster import IDEAL, Cluster
+from diloco.simulate.bandwidth import bandwidth_needed
+from diloco.simulate.cluster import Cluster
 from diloco.simulate.loss_cost import CODECS, loss_cost
-from diloco.simulate.overheads import Conditions
+from diloco.simulate.overheads import IDEAL, Conditions
 from diloco.simulate.planner import Candidate, Plan, Site, candidates, plan, predict
-from diloco.simulate.targets import bandwidth_needed
 from diloco.simulate.utilization import simulate_cycles
 from diloco.simulate.workload import Workload
 from diloco.transport.links import Link

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster, Overheads
+from diloco.simulate.cluster import Cluster
+from diloco.simulate.overheads import Overheads
 from diloco.simulate.timeline import LANES, Span, peak_bytes_per_s, timeline
 from diloco.simulate.traffic import Traffic, outer_traffic
 from diloco.simulate.utilization import Simulated, simulate

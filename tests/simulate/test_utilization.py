@@ -16,7 +16,8 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster, Overheads
+from diloco.simulate.cluster import Cluster
+from diloco.simulate.overheads import Overheads
 from diloco.simulate.traffic import Traffic, data_parallel_traffic, outer_traffic
 from diloco.simulate.utilization import Simulated, simulate, simulate_cycles
 from diloco.transport.base import Pending

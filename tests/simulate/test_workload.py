@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,9 @@ from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset, preset_names
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
-from diloco.simulate.workload import METHODS, Workload, method_named
+from diloco.simulate.bandwidth import METHODS, method_named
+from diloco.simulate.traffic import gradient_ready, layer_releases
+from diloco.simulate.workload import Workload
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -47,7 +50,7 @@ def test_sizes_add_up_where_layers_do_not_divide_the_parameters(more: int, layer
 
 @pytest.mark.parametrize("number", [0, 6, -1])
 def test_more_fragments_than_layers_are_refused(number: int) -> None:
-    with pytest.raises(ConfigurationError, match="1 to 5 would work"):
+    with pytest.raises(ConfigurationError, match="choose 1 to 5"):
         Workload(parameters=100, layers=4, outside=20, step_time_s=1.0).fragment_sizes(number)
 
 
@@ -71,6 +74,19 @@ def test_methods_are_the_papers_rows_and_their_own_schedules() -> None:
     assert other == SyncSchedule(inner_steps=50, num_fragments=4, overlap_steps=5)
     with pytest.raises(ConfigurationError, match="no method 'streming'"):
         method_named("streming")
+
+
+@given(st.integers(1, 40))
+def test_the_last_layer_is_ready_first_and_the_first_at_the_end_of_the_step(layers: int) -> None:
+    ready = gradient_ready(layers)
+    assert ready[0] == 1
+    assert all(earlier > later for earlier, later in pairwise(ready))
+    assert min(ready) > 1 / 3, "nothing is ready before the forward pass is done"
+
+
+def test_only_layers_that_take_part_are_released() -> None:
+    ready = gradient_ready(3)
+    assert layer_releases(3, (0, 2)) == ((ready[2], 0.5), (ready[0], 0.5))
 
 
 def test_payloads_are_the_codecs_own_scales_included() -> None:

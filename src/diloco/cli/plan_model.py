@@ -15,8 +15,7 @@ from diloco.config.keys import build
 from diloco.config.presets import preset_values
 from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset
-from diloco.simulate.cluster import IDEAL
-from diloco.simulate.overheads import CAREFULLY, accuracy
+from diloco.simulate.overheads import CAREFULLY, IDEAL, accuracy
 from diloco.simulate.planner import Candidate, Plan, Site, candidates, clipped_bytes, plan, predict
 from diloco.train.resolve import resolve
 from diloco.transport.links import Link

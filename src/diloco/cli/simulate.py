@@ -102,7 +102,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _table(options: Options) -> int:
-    from diloco.simulate.paper_table import PAPER, paper_cells
+    from diloco.simulate.bandwidth import PAPER, paper_cells
 
     if options != Options(table=options.table, json=options.json):
         raise ConfigurationError(

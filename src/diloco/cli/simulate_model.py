@@ -14,15 +14,15 @@ from diloco.algorithm.codec import make_codec
 from diloco.cli.sites import each, make_conditions, make_links, make_workload
 from diloco.cli.tables import columns
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import IDEAL, Cluster, Overheads
-from diloco.simulate.overheads import accuracy
+from diloco.simulate.bandwidth import METHODS, Method, Needed, bandwidth_needed, method_named, utilization_curve
+from diloco.simulate.cluster import Cluster
+from diloco.simulate.overheads import IDEAL, Overheads, accuracy
 from diloco.simulate.picture_files import check_picture_path
 from diloco.simulate.pictures import draw_timeline, draw_utilization
-from diloco.simulate.targets import Needed, bandwidth_needed, utilization_curve
 from diloco.simulate.timeline import peak_bytes_per_s, timeline
 from diloco.simulate.traffic import Traffic
 from diloco.simulate.utilization import Simulated, simulate
-from diloco.simulate.workload import METHODS, Method, Release, Workload, method_named
+from diloco.simulate.workload import Release, Workload
 from diloco.units import (
     format_bytes,
     format_count,
@@ -107,7 +107,7 @@ def _traffic(options: Options, method: Method, workload: Workload) -> Traffic:
     codec = make_codec(options.codec or method.codec)
     release: Release = "layer" if options.assume == "paper" else "step"
     if method.data_parallel:
-        return workload.gradients(codec, options.replicas, release="layer")
+        return workload.gradients(codec, options.replicas)
     schedule = method.schedule(
         workload, options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
     )

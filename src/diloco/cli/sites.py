@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from diloco.errors import ConfigurationError
 from diloco.model.presets import get_preset
-from diloco.simulate.overheads import Conditions, Wire
-from diloco.simulate.tcp import CongestionControl
+from diloco.simulate.overheads import Conditions, CongestionControl, Wire
 from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
 from diloco.units import parse_count, parse_duration_s, parse_rate_bits_per_s, parse_share

@@ -1,60 +1,21 @@
-"""Where a run takes place: links, speeds, and what real machines spend beside computing and sending."""
+"""Where a run takes place: the replicas' links and speeds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco.algorithm.pace import steps_to_train, trains_at
 from diloco.errors import ConfigurationError
-from diloco.simulate.tcp import Tcp
+from diloco.simulate.overheads import IDEAL, Overheads
 from diloco.simulate.traffic import Parcel
 from diloco.transport.links import Link, LinkArrays
 
-__all__ = ["IDEAL", "Cluster", "Overheads"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overheads:
-    """What a run spends that is neither computing nor bits at the link's rate; all neutral: the ideal of the papers.
-
-    Attributes:
-        goodput: share of what connections get of a link that is payload; the rest are headers and what is sent again.
-        round_trips: trips there and back that a round takes beside its payload's way and one vote, such as for the word
-            that there is room for it.
-        queue_trips: and those it takes for what is lost in queues, where its payload fills the way; of them the part
-            that it fills.
-        tcp: what its connections make of a link; None: payload has it from the first moment on.
-        average_s_per_value: time that a round takes for decoding, summing and hashing, per value; training goes on.
-        send_s_per_value: time that the training loop stands still at a send, per value: pseudo-gradient, encoding.
-        merge_s_per_value: and at a merge: outer step, merge.
-        pause_s: and at each of them whatever the size.
-    """
-
-    goodput: float = 1.0
-    round_trips: float = 0.0
-    queue_trips: float = 0.0
-    tcp: Tcp | None = None
-    average_s_per_value: float = 0.0
-    send_s_per_value: float = 0.0
-    merge_s_per_value: float = 0.0
-    pause_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        work = (self.average_s_per_value, self.send_s_per_value, self.merge_s_per_value)
-        others = (self.round_trips, self.queue_trips, *work, self.pause_s)
-        if not 0 < self.goodput <= 1 or not all(0 <= value < math.inf for value in others):
-            raise ConfigurationError(
-                f"{self} was given; a goodput above 0 and up to 1, and all else 0 or more, would work. "
-                "Nothing was computed."
-            )
-
-
-IDEAL = Overheads()
+__all__ = ["Cluster"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +27,11 @@ class Cluster:
         latency_s: one way.
         step_time_s: compute time of one inner step, ``(M,)``.
         half_duplex: ``(M,)``: sending and receiving take turns.
-        jitter: standard deviation of a step's time as a part of it; steps are drawn from a gamma distribution with the
-            mean ``step_time_s``, independently, by ``seed``.
+        jitter: standard deviation of a step's time over its mean; step times are drawn independently from a gamma
+            distribution with the mean ``step_time_s``, by ``seed``.
         seed: of the jitter.
-        dynamic_of: H, where a replica slower than the fastest leaves out steps (DyLU); None: all take every step.
-        overheads: beside that.
+        dynamic_of: H, where replicas slower than the fastest leave out steps (DyLU); None: all take every step.
+        overheads: what a run spends beside that.
     """
 
     bandwidth_bits_per_s: NDArray[np.float64]
@@ -80,7 +41,7 @@ class Cluster:
     jitter: float = 0.0
     seed: int = 0
     dynamic_of: int | None = None
-    overheads: Overheads = field(default_factory=Overheads)
+    overheads: Overheads = IDEAL
 
     @classmethod
     def of(
@@ -96,16 +57,16 @@ class Cluster:
         """One link and one step time per replica; one step time for all is enough.
 
         Raises:
-            ConfigurationError: for numbers that are none, or not one per replica.
+            ConfigurationError: unless there is a link and a time above 0 for each replica.
         """
         times = [step_time_s] * len(links) if isinstance(step_time_s, int | float) else list(step_time_s)
         if len(times) != len(links) or not links or not all(0 < each < math.inf for each in times):
             raise ConfigurationError(
-                f"{len(links)} links and step times {times} were given; one of each per replica, and times above 0 s, "
-                "would work. Nothing was computed."
+                f"{len(links)} links do not fit step times {times}: a cluster needs one of each per replica, and times "
+                "above 0 s. Nothing was computed."
             )
         if not 0 <= jitter < math.inf:
-            raise ConfigurationError(f"a jitter of {jitter} was given; 0 or more would work. Nothing was computed.")
+            raise ConfigurationError(f"the jitter has to be 0 or more, not {jitter}. Nothing was computed.")
         arrays = LinkArrays.of(links)
         return cls(
             bandwidth_bits_per_s=arrays.bandwidth_bits_per_s,
@@ -136,13 +97,13 @@ class Cluster:
 
         Args:
             parcel: what is sent.
-            links: of those that take part, as payload sees them; nobody waits for anything where it is one.
+            links: of those that take part, as payload sees them; a lone replica waits for nobody.
         """
         if links.latency_s.shape[-1] == 1:
             return np.zeros(1)
         round_trip_s, tcp = 2 * links.latency_s.max(-1, keepdims=True), self.overheads.tcp
         rates = links.bandwidth_bits_per_s
-        # as long as its payload takes, and not longer: what does not fill the way makes no queue
+        # no longer than its payload takes: what does not fill the link makes no queue
         filling_s = np.minimum(round_trip_s, 8 * parcel.sent_bytes / rates).max(-1, keepdims=True)
         beside_s: NDArray[np.float64] = self.overheads.round_trips * round_trip_s
         beside_s = beside_s + self.overheads.queue_trips * filling_s
@@ -154,7 +115,7 @@ class Cluster:
 
     @property
     def trained_steps(self) -> tuple[int, ...]:
-        """Of every ``dynamic_of`` scheduled steps (of every one, where that is None), how many each replica trains.
+        """How many of ``dynamic_of`` scheduled steps (of one, where that is None) each replica trains.
 
         >>> from diloco.transport.links import Link
         >>> Cluster.of([Link(1e9)] * 3, [1.0, 2.0, 3.0], dynamic_of=10).trained_steps
@@ -166,8 +127,8 @@ class Cluster:
         return tuple(steps_to_train(replica, speeds, self.dynamic_of) for replica in speeds)
 
     def computed_s(self, steps: int) -> NDArray[np.float64]:
-        """By step and replica, ``(steps + 1, M)``: compute time of the first so many steps. No schedule changes it."""
-        if self.jitter < 1e-6:  # less than a step can be told from another by, and the draw itself would overflow
+        """Compute time of the first so many steps, by step and replica, ``(steps + 1, M)``; no schedule changes it."""
+        if self.jitter < 1e-6:  # too little to tell two steps apart, and the draw itself would overflow
             if self.dynamic_of is None:
                 return np.arange(steps + 1)[:, None] * self.step_time_s
             lasting = self._trained(steps) * self.step_time_s
@@ -178,7 +139,7 @@ class Cluster:
         return np.concatenate([np.zeros((1, self.num_replicas)), np.cumsum(lasting, axis=0)])
 
     def _trained(self, steps: int) -> NDArray[np.float64]:
-        """By step and replica, ``(steps, M)`` or what broadcasts to it: 1, or 0 where it is left out."""
+        """1, or 0 where a replica leaves the step out, ``(steps, M)`` or what broadcasts to it."""
         if self.dynamic_of is None:
             return np.ones((1, 1))
         rows = [[trains_at(step, k, self.dynamic_of) for k in self.trained_steps] for step in range(self.dynamic_of)]

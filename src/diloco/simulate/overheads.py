@@ -1,35 +1,158 @@
-"""What real runs were measured to spend, and how far predictions were off: the outcome of benchmarks/simulator."""
+"""What real runs spend beside computing and bits at the link's rate: TCP, round trips, and the work of each round.
+
+The fitted constants, and how far predictions with them are off, are the outcome of benchmarks/simulator.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco.simulate.cluster import Overheads
-from diloco.simulate.tcp import CongestionControl, Tcp
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.errors import ConfigurationError
 from diloco.transport.shaping import streams_to_each
 
 __all__ = [
     "CAREFULLY",
     "FITTED",
+    "IDEAL",
     "MERGE_S_PER_VALUE",
     "SEND_S_PER_VALUE",
     "Conditions",
+    "CongestionControl",
     "Constants",
     "Fitted",
+    "Overheads",
+    "Tcp",
     "Wire",
     "accuracy",
 ]
+
+Floats = NDArray[np.float64]
+
+CongestionControl = Literal["bbr", "cubic", "reno"]
+CONGESTION_CONTROLS: tuple[CongestionControl, ...] = ("bbr", "cubic", "reno")
+
+SEGMENT_BYTES = 1448
+FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
+"""Of a connection that has been silent for longer than a round trip or two: RFC 6928, RFC 5681 section 4.1."""
+
+LARGEST_WINDOW_BYTES = 1 << 22
+"""In flight over one connection: Linux's largest send buffer by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tcp:
+    """The connections by which a replica sends.
+
+    Attributes:
+        congestion_control: bbr keeps its rate over pauses and losses; cubic and reno start anew after a pause, and take
+            a loss for a full link.
+        loss: share of packets that get lost, other than in a full queue.
+        connections: to all other replicas together.
+
+    Raises:
+        ConfigurationError: for a loss that is no share below 1, or without connections.
+    """
+
+    congestion_control: CongestionControl = "bbr"
+    loss: float = 0.0
+    connections: int = 4
+
+    def __post_init__(self) -> None:
+        if self.congestion_control not in CONGESTION_CONTROLS or not 0 <= self.loss < 1 or self.connections < 1:
+            raise ConfigurationError(
+                f"congestion control {self.congestion_control!r} with a loss of {self.loss:.4g} and {self.connections} "
+                f"connections cannot be simulated: it takes {', '.join(CONGESTION_CONTROLS)}, a loss of 0 or more and "
+                "below 1, and at least one connection. Nothing was computed."
+            )
+
+    def carried_bits_per_s(self, bandwidth_bits_per_s: Floats, round_trip_s: Floats) -> Floats:
+        """What the connections get of a link, ``(..., M)``: what loss leaves of it, and at most a window of each in a
+        round trip. Where loss counts as a full link, that is ``sqrt(1.5 / loss)`` segments (Mathis et al., 1997).
+
+        >>> Tcp(congestion_control="cubic", loss=0.005, connections=2).carried_bits_per_s(np.array(3e8), np.array(0.08))
+        np.float64(5016019.1...)
+        """
+        window_bytes = float(LARGEST_WINDOW_BYTES)
+        if self.congestion_control != "bbr" and self.loss > 0:
+            window_bytes = min(window_bytes, SEGMENT_BYTES * math.sqrt(1.5 / self.loss))
+        with np.errstate(divide="ignore"):
+            most_bits_per_s = 8 * self.connections * window_bytes / round_trip_s
+        carried: Floats = np.minimum((1 - self.loss) * bandwidth_bits_per_s, most_bits_per_s)
+        return carried
+
+    def start_s(self, sent_bytes: Floats, carried_bits_per_s: Floats, round_trip_s: Floats) -> Floats:
+        """How much longer than at full speed it takes, ``(..., M)``, while connections that start anew double what they
+        send with every round trip.
+
+        >>> Tcp(congestion_control="cubic").start_s(np.array([1e4, 1e7]), np.array(2e8), np.array(0.5)).round(2)
+        array([0.08, 3.06])
+        """
+        shape = np.broadcast_shapes(sent_bytes.shape, carried_bits_per_s.shape, round_trip_s.shape)
+        if self.congestion_control == "bbr":
+            return np.zeros(shape)
+        window = self.connections * FIRST_WINDOW_BYTES
+        full = np.maximum(window, carried_bits_per_s * round_trip_s / 8)  # in flight at full speed
+        # sent at window / rtt * 2 ** (t / rtt): this much until t, or until the speed of the link is reached
+        trips = np.log2(np.minimum(full, sent_bytes * math.log(2) + window) / window)
+        slow_bytes = window * (2**trips - 1) / math.log(2)
+        lost: Floats = trips * round_trip_s - 8 * slow_bytes / carried_bits_per_s
+        return np.maximum(0.0, lost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """What a run spends beside computing and bits at the link's rate; the neutral values are the papers' ideal.
+
+    Attributes:
+        goodput: share of what connections get of a link that is payload; the rest is headers and retransmissions.
+        round_trips: that a round takes beside its payload's way and one vote, such as to hear that there is room.
+        queue_trips: that it takes for losses in queues while its payload fills the link, or a part of them.
+        tcp: what its connections make of a link; None: payload has it from the first moment.
+        average_s_per_value: time of a round for decoding, summing and hashing, per value; training goes on.
+        send_s_per_value: time that the training loop stands still for a send, per value: pseudo-gradient, encoding.
+        merge_s_per_value: and for a merge: outer step, merge.
+        pause_s: and for each of them whatever the size.
+    """
+
+    goodput: float = 1.0
+    round_trips: float = 0.0
+    queue_trips: float = 0.0
+    tcp: Tcp | None = None
+    average_s_per_value: float = 0.0
+    send_s_per_value: float = 0.0
+    merge_s_per_value: float = 0.0
+    pause_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        work = (self.average_s_per_value, self.send_s_per_value, self.merge_s_per_value)
+        others = (self.round_trips, self.queue_trips, *work, self.pause_s)
+        if not 0 < self.goodput <= 1 or not all(0 <= value < math.inf for value in others):
+            raise ConfigurationError(
+                f"{self} cannot be simulated: the goodput has to be above 0 and at most 1, everything else 0 or more. "
+                "Nothing was computed."
+            )
+
+
+IDEAL = Overheads()
 
 Wire = Literal["torch", "hivemind"]
 """What carries payloads: `diloco train --transport`."""
 
 SEND_S_PER_VALUE, MERGE_S_PER_VALUE = 1.07e-8, 0.95e-8
-"""Of the training loop of a replica that trains on a CPU, in one thread, fp4. On a GPU nothing was measured."""
+"""Of the training loop of a replica that trains on a CPU, in one thread, fp4. Not measured on a GPU."""
 
 AVERAGE_S_PER_VALUE = 0.9e-8
 """Of what a round takes beside the training loop, on a CPU."""
 
+CAREFUL_WORK = 1.25
+"""How much longer sends and merges may take in a careful plan."""
+
+CAREFULLY = "if every round took as long as one in ten does"
 
 Constants = tuple[float, float, float]
 """Goodput, round trips and queue trips of `Overheads`."""
@@ -37,14 +160,14 @@ Constants = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Of one wire: the constants of rounds, and how far off predictions with them are.
+    """The constants of rounds over one wire, and how far off predictions with them are.
 
     Attributes:
-        typical: of rounds as they are: every other one takes longer.
-        careful: one in ten takes longer. Plans are made with these.
-        rounds: of real processes that were predicted, one by one.
+        typical: every other round takes longer.
+        careful: one round in ten takes longer. Plans are made with these.
+        rounds: of real processes, each predicted.
         rounds_error: of their time, the median, as a share.
-        runs: whole runs of real processes that were predicted, with the work of sends and merges.
+        runs: whole runs of real processes, predicted with the work of sends and merges.
         median_error, largest_error: of the wall-clock time of these runs, as a share.
     """
 
@@ -67,19 +190,9 @@ FITTED: dict[Wire, Fitted] = {
         median_error=0.0249,
         largest_error=0.1650,
     ),
-    "hivemind": Fitted(
-        typical=(0.6, 0.0, 0.0),
-        careful=(0.6, 0.0, 5.0),
-        rounds=57,
-        rounds_error=0.153,
-    ),
+    "hivemind": Fitted(typical=(0.6, 0.0, 0.0), careful=(0.6, 0.0, 5.0), rounds=57, rounds_error=0.153),
 }
 """Emulated WANs of 30, 100 and 300 ms; see benchmarks/simulator."""
-
-CAREFULLY = "if every round took as long as one in ten does"
-
-CAREFUL_WORK = 1.25
-"""How much longer sends and merges may take where a plan is careful."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +221,7 @@ class Conditions:
 
         Args:
             others: replicas that one sends to.
-            careful: what one round in ten exceeds, in place of every other one.
+            careful: what one round in ten exceeds, rather than every other one.
         """
         fitted = FITTED[self.wire]
         own = streams_to_each(others, self.congestion_control) if self.wire == "torch" else 1

@@ -1,4 +1,4 @@
-"""Which settings reach a compute utilisation on given links with the least harm to the loss."""
+"""The settings that reach a compute utilisation on given links with the least harm to the loss."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.cluster import Cluster, Overheads
+from diloco.simulate.bandwidth import bandwidth_needed
+from diloco.simulate.cluster import Cluster
 from diloco.simulate.loss_cost import CostPart, loss_cost
-from diloco.simulate.overheads import Conditions
-from diloco.simulate.targets import bandwidth_needed
-from diloco.simulate.traffic import Traffic, outer_traffic
+from diloco.simulate.overheads import Conditions, Overheads
+from diloco.simulate.traffic import Traffic
 from diloco.simulate.utilization import Simulated, simulate_cycles
 from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
@@ -21,10 +21,10 @@ from diloco.transport.links import Link
 __all__ = ["INNER_STEPS", "OVERLAPS", "Candidate", "Plan", "Site", "candidates", "clipped_bytes", "plan", "predict"]
 
 INNER_STEPS = (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 125, 150, 200, 250, 300, 400, 500, 750, 1000)
-"""H, as far as the papers went."""
+"""H, as far as the papers go."""
 
 OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)
-"""tau, as far as the paper went."""
+"""tau, as far as the paper goes."""
 
 CODECS = ("float32", "bfloat16", "int8", "fp4")
 GRADIENT_CODECS = ("float32", "bfloat16")
@@ -32,12 +32,12 @@ GRADIENT_CODECS = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where it is to run.
+    """Where the run is to take place.
 
     Attributes:
         workload: the model; its step time is not used.
         links: one for each replica.
-        step_time_s: likewise.
+        step_time_s: of an inner step, one for each replica.
         conditions: how replicas exchange their contributions.
     """
 
@@ -48,17 +48,17 @@ class Site:
 
     @property
     def overheads(self) -> Overheads:
-        """What runs spend beside computing and sending, in the middle."""
+        """What runs typically spend beside computing and sending."""
         return self.conditions.overheads(len(self.links) - 1)
 
     @property
     def careful(self) -> Overheads:
-        """And what they seldom exceed: plans have to reach their target with it."""
+        """What they seldom exceed; plans have to reach their target with it."""
         return self.conditions.overheads(len(self.links) - 1, careful=True)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The replicas to simulate: all, or where all are alike two that stand for them."""
+        """The replicas to simulate: all of them, or two where all are alike."""
         alike = len(set(self.links)) == len(set(self.step_time_s)) == 1
         return tuple(range(min(2, len(self.links)) if alike else len(self.links)))
 
@@ -82,11 +82,11 @@ class Candidate:
         overlap_steps: tau.
         codec: by name.
         compute_utilization: predicted, mean over replicas.
-        sure_utilization: which it seldom falls short of.
+        sure_utilization: what it seldom falls short of.
         step_s: predicted wall time of an inner step, of the slowest replica.
-        sent_bytes_per_step: of the replica that sends most.
-        longest_round_s: what the longest round takes at most, from sending to having the average.
-        cost_parts: of the loss.
+        sent_bytes_per_step: by the replica that sends most.
+        longest_round_s: upper bound of a round's time, from sending to having the average.
+        cost_parts: what the loss costs, and why.
     """
 
     algorithm: str
@@ -109,15 +109,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What came out.
+    """The outcome.
 
     Attributes:
         target: the compute utilisation that was asked for.
-        choice: the settings that reach it with the least harm; None if none does.
-        others: the next best, and why not them.
-        nearest: the settings that come nearest to the target, reached or not.
-        bandwidth_needed_bits_per_s: with which ``nearest`` would reach it; None if no bandwidth does, or not needed.
-        searched: how many settings were looked at.
+        choice: the settings that reach it with the least harm; None if none do.
+        others: the next best, and why they were not chosen.
+        nearest: the settings that come nearest to the target, whether they reach it or not.
+        bandwidth_needed_bits_per_s: with which ``nearest`` would reach it; None if no bandwidth would, or if it does.
+        searched: how many settings were compared.
     """
 
     target: float
@@ -156,7 +156,7 @@ def predict(site: Site, candidate: Candidate, overheads: Overheads) -> float:
 
 
 def clipped_bytes(site: Site, candidate: Candidate) -> float:
-    """``sent_bytes_per_step`` if contributions were clipped, so that all of them went to everybody."""
+    """``sent_bytes_per_step`` if contributions were clipped, so that each went to every replica."""
     if candidate.algorithm == "data-parallel":
         return candidate.sent_bytes_per_step
     parcels = _traffic(site, _schedule(candidate), [candidate.codec], clipping=True).parcels
@@ -168,8 +168,8 @@ def plan(site: Site, target: float, found: Sequence[Candidate]) -> Plan:
 
     Args:
         site: where ``found`` was simulated.
-        target: compute utilisation, 0 to 1, to be reached with what runs seldom exceed.
-        found: of `candidates`.
+        target: compute utilisation, 0 to 1, to be reached with the careful overheads of ``site``.
+        found: by `candidates`.
     """
     reaching = sorted((c for c in found if c.sure_utilization >= target), key=_harm)
     nearest = reaching[0] if reaching else max(found, key=lambda c: (c.sure_utilization, -c.loss_cost))
@@ -228,20 +228,14 @@ def _schedule(candidate: Candidate) -> SyncSchedule:
 
 
 def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str], *, clipping: bool = False) -> Traffic:
-    return outer_traffic(
-        schedule,
-        site.workload.fragment_sizes(schedule.num_fragments),
-        [make_codec(name) for name in codecs],
-        len(site.links),
-        positions=site.positions,
-        clipping=clipping,
-    )
+    encoders = [make_codec(name) for name in codecs]
+    return site.workload.traffic(schedule, encoders, len(site.links), positions=site.positions, clipping=clipping)
 
 
 def _steady(
     site: Site, algorithm: str, schedule: SyncSchedule, codecs: Sequence[str], overheads: Overheads
 ) -> Simulated:
-    """One cycle, all codecs at once; the work of data-parallel steps is hidden, as their way is: their best case."""
+    """One cycle, all codecs at once. The work of data-parallel steps counts as hidden: their best case."""
     if algorithm == "data-parallel":
         overheads = replace(overheads, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
     return simulate_cycles(_traffic(site, schedule, codecs), site.cluster(overheads), cycles=1)
@@ -255,7 +249,7 @@ def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Seque
     reached, sure = (np.broadcast_to(each.compute_utilization, len(codecs)) for each in (result, careful))
     walls = np.broadcast_to(result.wall_s, len(codecs))
     sent = np.broadcast_to(result.sent_bytes.max(-1), len(codecs))
-    # a round that nobody waited for was over within the overlap
+    # a round that no replica waited for was over within the overlap
     longest = np.broadcast_to(careful.longest_wait_s.max(-1), len(codecs))
     overlapped_s = schedule.overlap_steps * max(site.step_time_s)
     return [

@@ -1,4 +1,4 @@
-"""What travels: the parcels of a method, by fragment, with the codecs' own sizes and the trainer's own schedule."""
+"""What travels: the bytes of each fragment, from the codecs' own sizes, and from when on they may leave."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.algorithm.codec import Codec
-from diloco.algorithm.exchange import Exchange, plan_exchange
+from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.simulate.compute_graph import StepGraph
 
 __all__ = [
     "AT_END_OF_STEP",
     "Parcel",
+    "Releases",
     "Traffic",
     "data_parallel_traffic",
-    "fragment_layers",
+    "gradient_ready",
     "layer_releases",
     "outer_traffic",
 ]
 
-AT_END_OF_STEP = ((1.0, 1.0),)
-"""All may leave after the step, when the inner optimizer has moved the parameters: what the trainer does."""
+Releases = tuple[tuple[float, float], ...]
+"""(part of the step of sending, share of the bytes): what may leave when, by time. The shares add up to 1."""
+
+AT_END_OF_STEP: Releases = ((1.0, 1.0),)
+"""Everything leaves after the step, once the inner optimizer has moved the parameters, as in the trainer."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,13 @@ class Parcel:
     Attributes:
         sent_bytes: by replica, ``(..., M)``, or what broadcasts to it.
         received_bytes: likewise.
-        releases: (part of the step of sending, share of the bytes): what may leave when, in the order of time. The
-            shares add up to 1.
-        numel: values in the fragment, for what encoding and merging cost.
+        releases: what may leave when.
+        numel: values in the fragment, which determine the cost of encoding and merging.
     """
 
     sent_bytes: NDArray[np.float64]
     received_bytes: NDArray[np.float64]
-    releases: tuple[tuple[float, float], ...] = AT_END_OF_STEP
+    releases: Releases = AT_END_OF_STEP
     numel: int = 0
 
 
@@ -63,29 +65,32 @@ def outer_traffic(
     num_replicas: int,
     *,
     positions: Sequence[int] | None = None,
-    releases: Sequence[tuple[tuple[float, float], ...]] | None = None,
+    releases: Sequence[Releases] | None = None,
     clipping: bool = False,
 ) -> Traffic:
-    """DiLoCo's and Streaming DiLoCo's traffic: pseudo-gradients through a codec, by the cheaper exchange.
+    """DiLoCo's and Streaming DiLoCo's traffic: encoded pseudo-gradients, by the cheaper exchange.
 
     Args:
-        schedule: when what is sent.
+        schedule: what is sent when.
         fragment_sizes: values in each fragment.
-        codecs: one scenario for each; a single one needs no scenario axis.
+        codecs: one scenario for each; a single codec adds no scenario axis.
         num_replicas: M.
-        positions: the replicas to be told apart; default: all. Equal ones need only two of them.
-        releases: by fragment; default: all at the end of the step.
-        clipping: contributions are clipped, so that every replica needs all of them whole.
+        positions: the replicas to tell apart; default: all. Two are enough where all are alike.
+        releases: by fragment; default: everything at the end of the step.
+        clipping: contributions are clipped, so every replica needs each of them whole.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> schedule = SyncSchedule(inner_steps=100)
     >>> outer_traffic(schedule, [1000], [make_codec("float32")], 2).parcels[0].sent_bytes
     array([4000., 4000.])
     """
+    chosen = list(range(num_replicas) if positions is None else positions)
     by_size: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
     for numel in set(fragment_sizes):
         exchanges = [plan_exchange(codec, numel, num_replicas, whole=clipping) for codec in codecs]
-        by_size[numel] = _bytes(exchanges, positions)
+        sent = np.array([each.sent for each in exchanges], dtype=np.float64)[:, chosen]
+        received = np.array([each.received for each in exchanges], dtype=np.float64)[:, chosen]
+        by_size[numel] = (sent, received) if len(codecs) > 1 else (sent[0], received[0])
     parcels = [
         Parcel(*by_size[numel], AT_END_OF_STEP if releases is None else releases[index], numel)
         for index, numel in enumerate(fragment_sizes)
@@ -93,38 +98,28 @@ def outer_traffic(
     return Traffic(schedule, tuple(parcels))
 
 
-def data_parallel_traffic(
-    gradient_bytes: float, num_replicas: int, releases: tuple[tuple[float, float], ...] = AT_END_OF_STEP
-) -> Traffic:
-    """Gradients at every step by a ring all-reduce, ``2 (M - 1) / M`` times their bytes each way.
-
-    Args:
-        gradient_bytes: of one replica.
-        num_replicas: M.
-        releases: when what may leave; gradients overlapped with the backward pass are `StepGraph.releases`.
-    """
+def data_parallel_traffic(gradient_bytes: float, num_replicas: int, releases: Releases = AT_END_OF_STEP) -> Traffic:
+    """Gradients of ``gradient_bytes`` at every step by a ring all-reduce: ``2 (M - 1) / M`` times that each way."""
     each_way = np.full(num_replicas, 2 * (num_replicas - 1) / num_replicas * gradient_bytes)
     return Traffic(SyncSchedule(inner_steps=1), (Parcel(each_way, each_way, releases),))
 
 
-def fragment_layers(num_layers: int, num_fragments: int) -> tuple[tuple[int, ...], ...]:
-    """The layers of each strided fragment, none of them for what is outside the layers (Streaming DiLoCo, Fig. 2).
+def gradient_ready(num_layers: int) -> tuple[float, ...]:
+    """By layer, the part of an inner step after which its parameter gradient is there.
 
-    >>> fragment_layers(6, 2)
-    ((0, 2, 4), (1, 3, 5))
+    The compute graph of Streaming DiLoCo's simulator (2501.18512, section 3.1), 4L - 1 nodes: L forward passes, then
+    for each layer, the last one first, the gradient of its parameters, the reduction of that gradient (which takes the
+    link, not the device), and the gradient of its activations. Nobody needs the last of these in the first layer. The
+    3L - 1 compute nodes cost the same, as matrix products do, and run one after the other.
+
+    >>> [round(part, 3) for part in gradient_ready(2)]      # the last layer is ready first
+    [1.0, 0.6]
     """
-    return tuple(tuple(range(first, num_layers, num_fragments)) for first in range(num_fragments))
+    nodes = 3 * num_layers - 1
+    return tuple((num_layers + 2 * (num_layers - 1 - layer) + 1) / nodes for layer in range(num_layers))
 
 
-def layer_releases(graph: StepGraph, layers: Sequence[int]) -> tuple[tuple[float, float], ...]:
-    """Releases of a fragment that consists of ``layers``, equal in size, each when its gradient is there."""
-    return graph.releases([1 / len(layers) if layer in layers else 0.0 for layer in range(graph.num_layers)])
-
-
-def _bytes(
-    exchanges: Sequence[Exchange], positions: Sequence[int] | None
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    chosen = range(len(exchanges[0].sent)) if positions is None else positions
-    sent = np.array([[exchange.sent[position] for position in chosen] for exchange in exchanges], dtype=np.float64)
-    received = np.array([[exchange.received[position] for position in chosen] for exchange in exchanges], dtype=float)
-    return (sent, received) if len(exchanges) > 1 else (sent[0], received[0])
+def layer_releases(num_layers: int, layers: Sequence[int]) -> Releases:
+    """Releases of a fragment made of ``layers`` of equal size, each sent once its gradient is there."""
+    ready = gradient_ready(num_layers)
+    return tuple(sorted((ready[layer], 1 / len(layers)) for layer in layers))

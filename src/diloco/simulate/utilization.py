@@ -1,8 +1,8 @@
 """The simulator: a schedule's sends and merges on links and clocks, for any number of scenarios and replicas at once.
 
-``CU = compute time / (compute time + time that is not compute)``. Nothing here decides when something is sent
-(`SyncSchedule`), how large it is (`diloco.simulate.traffic`, from the codecs) or how long a link is taken
-(`diloco.transport.links.round_times`): those are the trainer's own.
+``CU = compute time / (compute time + time that is not compute)``. When something is sent (`SyncSchedule`), how large it
+is (`diloco.simulate.traffic`, from the codecs) and how long it takes a link (`diloco.transport.links.round_times`) are
+the trainer's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diloco.simulate.cluster import Cluster
 from diloco.simulate.traffic import Parcel, Traffic
 from diloco.transport.links import RoundTimes, round_times
 
-__all__ = ["Round", "Simulated", "handed_in_s", "simulate", "simulate_cycles"]
+__all__ = ["Simulated", "SimulatedRound", "handed_in_s", "simulate", "simulate_cycles"]
 
 Floats = NDArray[np.float64]
 
@@ -27,7 +27,7 @@ NEVER_S = np.array(math.inf)
 
 
 @dataclass(frozen=True)
-class Round:
+class SimulatedRound:
     """One round, for drawing; times in seconds, ``(..., M)``.
 
     Attributes:
@@ -37,12 +37,10 @@ class Round:
         received_bytes: likewise.
         times: on the links.
         send_step: the inner step after which it was sent.
-        send_start_s: when the replica began to encode.
-        send_stop_s: and when it went on.
+        send_start_s, send_stop_s: when the replica began to encode, and when it went on.
         merge_step: the inner step after which it was merged; None if the run ended before that.
-        merge_start_s: when the replica wanted the average; infinite, as the next two, if the run ended before that.
-        merge_stop_s: and when it had it.
-        merged_s: and when it went on.
+        merge_start_s, merge_stop_s, merged_s: when the replica asked for the average, got it, and went on; infinite if
+            the run ended before that.
     """
 
     fragment: int
@@ -61,18 +59,17 @@ class Round:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What happened in the part of a run that was measured; arrays by scenario and replica, ``(..., M)``.
+    """The measured part of a run; arrays by scenario and replica, ``(..., M)``.
 
     Attributes:
         steps: inner steps measured.
         rounds: merges in them.
         compute_s: time spent computing.
-        waited_s: time spent waiting for a merge.
+        waited_s: time spent waiting for averages.
         spent_s: time spent encoding, in outer steps and merging (`Overheads`).
-        longest_wait_s: the longest that a single merge took to come.
-        sent_bytes: payload handed in.
-        received_bytes: likewise.
-        history: all rounds of the run, if they were asked for; those in flight at its end come last.
+        longest_wait_s: the longest wait for a single average.
+        sent_bytes, received_bytes: payload.
+        history: all rounds of the run, if asked for; those in flight at its end come last.
     """
 
     steps: int
@@ -83,7 +80,7 @@ class Simulated:
     longest_wait_s: Floats
     sent_bytes: Floats
     received_bytes: Floats
-    history: tuple[Round, ...] = ()
+    history: tuple[SimulatedRound, ...] = ()
 
     @property
     def compute_utilization(self) -> Floats:
@@ -93,7 +90,7 @@ class Simulated:
 
     @property
     def wall_s(self) -> Floats:
-        """How long the measured part took, ``(...)``: the slowest replica's time."""
+        """Duration of the measured part, ``(...)``: the slowest replica's."""
         slowest: Floats = (self.compute_s + self.waited_s + self.spent_s).max(-1)
         return slowest
 
@@ -122,11 +119,11 @@ def simulate(
     """Run ``steps`` inner steps.
 
     Args:
-        traffic: what is sent and merged when.
-        cluster: where.
+        traffic: what is sent and merged, and when.
+        cluster: where the run takes place.
         steps: inner steps of the whole run.
         measure_from: the measured part begins after this step.
-        drain: wait at the end for what is in flight, as a run does that is finished.
+        drain: wait at the end for what is in flight, as a finished run does.
         history: keep every round.
 
     Raises:
@@ -142,8 +139,8 @@ def simulate(
     """
     if not 0 <= measure_from < steps:
         raise ConfigurationError(
-            f"steps={steps} with measure_from={measure_from} was given; 0 <= measure_from < steps would work. "
-            "Nothing was computed."
+            f"measure_from={measure_from} leaves nothing of steps={steps} to measure: 0 <= measure_from < steps is "
+            "needed. Nothing was computed."
         )
     run = _Run(traffic, cluster, steps, keep=history)
     before = run.totals()
@@ -183,9 +180,7 @@ class _Run:
     """Clocks and links of all scenarios and replicas, ``(..., M)``."""
 
     def __init__(self, traffic: Traffic, cluster: Cluster, steps: int, *, keep: bool) -> None:
-        self.keep = keep
-        self.traffic = traffic
-        self.cluster = cluster
+        self.traffic, self.cluster, self.keep = traffic, cluster, keep
         self.links = cluster.links
         self.computed_s = cluster.computed_s(steps)
         sizes = [array.shape for parcel in traffic.parcels for array in (parcel.sent_bytes, parcel.received_bytes)]
@@ -196,8 +191,8 @@ class _Run:
         self.sent_bytes, self.received_bytes = np.zeros(self.shape), np.zeros(self.shape)
         self.rounds = 0
         self.measured_from: int | None = None
-        self.in_flight: dict[int, Round] = {}
-        self.history: list[Round] = []
+        self.in_flight: dict[int, SimulatedRound] = {}
+        self.history: list[SimulatedRound] = []
         self.beside_s = [cluster.beside_s(parcel, self.links) for parcel in traffic.parcels]
 
     def totals(self) -> dict[str, Floats]:
@@ -227,7 +222,7 @@ class _Run:
             self.down_free_s,
         )
         self.up_free_s, self.down_free_s = times.up_end_s, np.maximum(self.down_free_s, times.down_end_s)
-        self.in_flight[fragment] = Round(
+        self.in_flight[fragment] = SimulatedRound(
             fragment=fragment,
             outer_step=outer_step,
             sent_bytes=parcel.sent_bytes,
@@ -262,12 +257,12 @@ class _Run:
 
 
 def handed_in_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bits_per_s: Floats) -> Floats:
-    """From when on the parcel could have been sent in one piece, to be out at the same time as in its parts.
+    """When the parcel would have to leave in one piece to be out at the same time as in its parts.
 
     Args:
         parcel: what is sent.
-        began_s: when the step of sending began, ``(..., M)``, as the result.
-        lasted_s: how long it was computed, ``(..., M)`` or what broadcasts to it, as the next.
+        began_s: when the step of sending began, ``(..., M)``, like the result.
+        lasted_s: how long that step computed, ``(..., M)`` or what broadcasts to it, like the next.
         bandwidth_bits_per_s: of the links.
     """
     whole_s = 8 * parcel.sent_bytes / bandwidth_bits_per_s
