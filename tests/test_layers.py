@@ -21,6 +21,7 @@ ORDER = (
     "protocol",
     "state_tree",
     "transport",
+    "checkpoint",
     "outer",
     "model",
     "data",

@@ -16,17 +16,17 @@ from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.checkpoint.reading import Checkpoint
+from diloco.checkpoint.shards import SavedValues, Shards, load_own
+from diloco.checkpoint.writing import save_checkpoint
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
 from diloco.outer.diloco import DiLoCo
-from diloco.train.checkpoint import Checkpoint
 from diloco.train.inner import InnerLoop, InnerStep, make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
-from diloco.train.pieces import SavedValues
 from diloco.train.prepare import prepare_model
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import InnerSettings, TrainSettings
-from diloco.train.sharded_checkpoint import Shards, load_own, save_sharded_checkpoint
 from diloco.transport.base import Transport
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 
@@ -145,12 +145,12 @@ def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> Sequence[str]:
 
 def save(rank: Rank, folder: Path, keep: int = 5) -> Path:
     """Save what this rank has, as a session does."""
-    return save_sharded_checkpoint(
+    return save_checkpoint(
         folder,
         rank.diloco.steps,
         {"replica-0": rank.state.common()},
         shards={"replica-0": Shards(rank.state.values(), rank.state.own(), rank.parallel.num_shards)},
-        whole={"global": rank.state.global_params()},
+        gathered={"global": rank.state.global_params()},
         about={"ranks": rank.group.size},
         keep=keep,
         group=rank.group,

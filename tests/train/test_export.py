@@ -11,14 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint.shards import Shards
+from diloco.checkpoint.writing import save_checkpoint
 from diloco.cli import main
 from diloco.config import load_configuration
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.language_model import LanguageModel
 from diloco.model.transformer import Transformer
-from diloco.train.checkpoint import open_checkpoint
 from diloco.train.export import export_huggingface, export_safetensors
-from diloco.train.sharded_checkpoint import Shards, save_sharded_checkpoint
 from diloco.train.trained import Trained, checkpoint_at, load_parameters, load_trained, read_weights
 from diloco.transport.replica_group import ReplicaGroup
 from tests.runs import train, write_text
@@ -150,9 +151,9 @@ def test_a_replica_that_is_a_process_is_found_in_its_own_folder(run: Path, tmp_p
     trained.tokenizer.save(tmp_path)
     for number, folder in ((0, tmp_path), (1, tmp_path / "replica-1")):
         local = {f"model/{name}": value.detach() + number + 1 for name, value in trained.model.named_parameters()}
-        save_sharded_checkpoint(
+        save_checkpoint(
             folder / "checkpoints", 3, {}, shards={f"replica-{number}": Shards(local, {})},
-            whole={"global": dict(trained.model.named_parameters())}, about=about, keep=1, group=ReplicaGroup(),
+            gathered={"global": dict(trained.model.named_parameters())}, about=about, keep=1, group=ReplicaGroup(),
         )  # fmt: skip
     for number in (0, 1):
         found = load_trained(tmp_path, replica=number).model

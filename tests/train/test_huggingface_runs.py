@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from diloco.checkpoint.reading import open_checkpoint
 from diloco.cli import main
 from diloco.config.configuration import compose
 from diloco.config.keys import flatten
@@ -23,7 +24,6 @@ from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigurationError
 from diloco.model.build import build_language_model
 from diloco.model.settings import ModelSettings
-from diloco.train.checkpoint import open_checkpoint
 from diloco.train.trained import load_trained
 from tests.command_lines import command_line
 from tests.huggingface import ARCHITECTURES, config_of, write_config

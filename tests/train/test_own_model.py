@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.checkpoint.reading import open_checkpoint
 from diloco.config.run_plan import plan_run
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.build import build_language_model
 from diloco.model.foreign import ForeignModel
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer
-from diloco.train.checkpoint import open_checkpoint
 from diloco.train.trained import load_trained
 from tests.command_lines import command_line
 from tests.train.source_runs import plan_of, trained

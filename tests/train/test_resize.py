@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.checkpoint.reading import open_checkpoint
 from diloco.data.corpus import build_corpus
 from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
-from diloco.train.checkpoint import open_checkpoint
 from tests.runs import Listener, train, write_text
 
 DOCUMENTS = 97

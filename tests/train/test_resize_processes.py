@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from diloco.checkpoint.reading import list_checkpoints
 from diloco.cli import main
-from diloco.train.checkpoint import list_checkpoints
 from tests.data.streams import numbered
 from tests.processes import Processes, free_port
 from tests.runs import SMALL
@@ -38,5 +38,5 @@ def test_processes_go_on_as_more_and_as_fewer(tmp_path: Path) -> None:
                 assert rank(0, arguments, 0) == 0
         digests.append(json.loads((out / "summary.json").read_text())["global_params_digest"])
     assert digests[0] == digests[1]
-    left = [list_checkpoints(tmp_path / "many" / f"replica-{m}" / "checkpoints")[-1].name for m in (1, 2)]
+    left = [list_checkpoints(tmp_path / "many" / f"replica-{m}" / "checkpoints")[-1].path.name for m in (1, 2)]
     assert left == ["step-00000009"] * 2

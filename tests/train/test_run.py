@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.checkpoint.reading import open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, NonFiniteError
 from diloco.events import (
     CheckpointSaved,
@@ -23,7 +24,6 @@ from diloco.events import (
     RunStarted,
     StepFinished,
 )
-from diloco.train.checkpoint import open_checkpoint
 from diloco.train.trained import load_trained
 from tests.runs import Listener, train, write_text
 

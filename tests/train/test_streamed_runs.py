@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.checkpoint.reading import open_checkpoint
 from diloco.data.block_reader import BlockReader
 from diloco.data.corpus import open_stream
 from diloco.data.heldout import split_documents
@@ -18,7 +19,6 @@ from diloco.data.stream import DocumentStream
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 from diloco.events import Note
-from diloco.train.checkpoint import open_checkpoint
 from tests.data.streams import numbered
 from tests.runs import Listener, train
 

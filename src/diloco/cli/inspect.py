@@ -15,7 +15,7 @@ from diloco.cli.tables import columns
 from diloco.config.usage import parse_arguments_of
 
 if TYPE_CHECKING:
-    from diloco.train.checkpoint import Checkpoint
+    from diloco.checkpoint.reading import Checkpoint
 
 __all__ = ["run"]
 
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print what the manifest says."""
     given = parse_arguments_of(Arguments, program="diloco inspect", description=DESCRIPTION, arguments=arguments)
 
-    from diloco.train.checkpoint import open_checkpoint
+    from diloco.checkpoint.reading import open_checkpoint
 
     checkpoint = open_checkpoint(given.path)
     print(json.dumps(_record(checkpoint), indent=2) if given.json else _text(checkpoint))
@@ -56,7 +56,7 @@ def _record(checkpoint: Checkpoint) -> dict[str, Any]:
         "about": dict(checkpoint.about),
         "parts": {
             part: {name: dataclasses.asdict(facts) for name, facts in files.items()}
-            for part, files in checkpoint.files.items()
+            for part, files in checkpoint.parts.items()
         },
     }
 
@@ -86,7 +86,7 @@ def _text(checkpoint: Checkpoint) -> str:
         blocks.append(columns(["fragment", "parameters", "tensors", "outer steps"], rows))
     files = [
         [name, part, f"{entry.size_bytes:,}"]
-        for part, entries in checkpoint.files.items()
+        for part, entries in checkpoint.parts.items()
         for name, entry in entries.items()
     ]
     blocks.append(columns(["file", "part", "bytes"], files))

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from diloco.checkpoint.disk import write_whole
 from diloco.config.toml import write_values
 from diloco.model.presets import get_preset
 from diloco.simulate.planner import Candidate, Site
-from diloco.train.whole_file import write_whole
 from diloco.transport.settings import TransportSettings
 
 __all__ = ["planned_values", "write_config"]

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+from diloco.checkpoint.disk import write_whole
 from diloco.config.configuration import Configuration, parse_arguments
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values
 from diloco.config.run_plan import CONFIG_FILE, RunPlan, command_to_go_on, plan_run
 from diloco.errors import ConfigurationError
 from diloco.train.roles import Role, TorchRun, read_torchrun, role_of
-from diloco.train.whole_file import write_whole
 
 __all__ = ["claim_numbered", "continue_record", "run", "writable"]
 

@@ -80,7 +80,7 @@ def _model_of_checkpoint(path: Path) -> Values:
     """The ``model.*`` keys of a checkpoint whose model came from a source; none of other checkpoints and files."""
     if path.suffix == ".safetensors" or (path.expanduser() / "config.json").is_file():
         return {}
-    from diloco.train.checkpoint import open_checkpoint
+    from diloco.checkpoint.reading import open_checkpoint
 
     try:
         described = open_checkpoint(path.expanduser()).about.get("model", {})

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco.algorithm.digest import digest_tensors
+from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.integrations.host import is_sharded
 from diloco.integrations.values import held_values, hold_values
 from diloco.outer.diloco import DiLoCo
-from diloco.train.checkpoint import open_checkpoint, save_checkpoint
 
 __all__ = ["exact_state", "has_state", "load_state", "restore", "save_state"]
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.checkpoint.disk import write_whole
 from diloco.errors import ConfigurationError
-from diloco.train.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from diloco.checkpoint.reading import Checkpoint, open_checkpoint
 from diloco.errors import CheckpointError
 from diloco.events import Event, Note
-from diloco.train.checkpoint import Checkpoint, open_checkpoint
 from diloco.train.fleet.base import InProcessFleet
 from diloco.train.fleet.leader_fleet import LeaderFleet
 from diloco.train.fleet.torch_fleet import TorchFleet

@@ -14,10 +14,10 @@ from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sca
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
 from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.checkpoint.reading import open_checkpoint
 from diloco.errors import CheckpointError, FragmentError
 from diloco.model.build import build_language_model, with_vocabulary
 from diloco.model.language_model import LanguageModel
-from diloco.train.checkpoint import open_checkpoint
 from diloco.train.settings import RunSettings
 from diloco.transport.faults import parse_fault
 from diloco.transport.in_process import InProcessTransport

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 
+from diloco.checkpoint.disk import sync_folder, write_file
+from diloco.checkpoint.folder import delete, hidden_name, move_in
+from diloco.checkpoint.parts import tensor_chunks
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.transformer import Transformer
-from diloco.train.checkpoint_folder import delete, hidden_name, move_in
-from diloco.train.tensor_file import sync_folder, tensor_chunks, write_file
 from diloco.train.trained import Trained
 
 if TYPE_CHECKING:

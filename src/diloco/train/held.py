@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.checkpoint.reading import Checkpoint, open_checkpoint
 from diloco.errors import CheckpointError
-from diloco.train.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = ["Held", "held_checkpoint", "replicas_in"]
 

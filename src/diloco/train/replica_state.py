@@ -16,10 +16,10 @@ from torch import Tensor
 
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.fragments import trainable_parameters
+from diloco.checkpoint.shards import SavedValues
 from diloco.errors import CheckpointError
 from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import InnerLoop
-from diloco.train.pieces import SavedValues
 
 __all__ = ["ReplicaState"]
 

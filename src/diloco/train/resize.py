@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.algorithm.averaging import RoundId
+from diloco.checkpoint.reading import Checkpoint, held_step, list_checkpoints, open_checkpoint
 from diloco.data.batches import Cursor
 from diloco.errors import CheckpointError
-from diloco.train.checkpoint import Checkpoint, held_step, list_checkpoints, open_checkpoint
 from diloco.train.held import replicas_in
 
 __all__ = ["Before", "base_home", "checkpoint_home", "grown_fleet_state", "without_rounds_in_flight"]
@@ -117,7 +117,7 @@ def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
     base = base_home(home, replica)
     if base == home or held_step(base, resume) < 0:
         return home
-    newest = open_checkpoint(list_checkpoints(base / "checkpoints")[-1])
+    newest = list_checkpoints(base / "checkpoints")[-1]
     return home if replica < int(newest.about["num_replicas"]) else base
 
 

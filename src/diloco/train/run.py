@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from diloco.checkpoint.disk import write_whole
+from diloco.checkpoint.reading import open_checkpoint
 from diloco.data.corpus import build_corpus, open_stream
 from diloco.devices import choose_device
 from diloco.events import (
@@ -25,7 +27,6 @@ from diloco.events import (
 )
 from diloco.model.build import check_vocabulary, with_vocabulary
 from diloco.train.beginning import find_beginning
-from diloco.train.checkpoint import open_checkpoint
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
 from diloco.train.fleet.base import InProcessFleet
@@ -42,7 +43,6 @@ from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
 from diloco.train.threads import choose_threads
 from diloco.train.trained import read_weights
-from diloco.train.whole_file import write_whole
 
 __all__ = ["run_training"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.digest import digest_tensors
+from diloco.checkpoint.parts import Whole
 from diloco.data.corpus import Corpus
 from diloco.events import Event
 from diloco.model.language_model import LanguageModel
@@ -23,7 +24,6 @@ from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.inner import InnerStep
 from diloco.train.local_replica import Replica, make_diloco, make_replica
 from diloco.train.settings import RunSettings
-from diloco.train.sharded_checkpoint import Whole
 from diloco.train.speed import Speed, known_peak_flops_per_s
 
 __all__ = ["Session", "StepResult", "Totals"]

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from diloco.algorithm.averaging import RoundId
+from diloco.checkpoint.reading import Checkpoint
+from diloco.checkpoint.shards import SavedValues, Shards, load_own
+from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError
-from diloco.train.checkpoint import Checkpoint, save_checkpoint
 from diloco.train.local_replica import Replica
-from diloco.train.pieces import SavedValues
 from diloco.train.resize import Before, base_home, grown_fleet_state, without_rounds_in_flight
 from diloco.train.session import Session, Totals
-from diloco.train.sharded_checkpoint import Shards, Whole, load_own, save_sharded_checkpoint
 from diloco.train.trained import REST, rest_of_state
 
 __all__ = ["load_session", "save_session"]
@@ -39,12 +39,12 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
     own = {"diloco": state.own(), "random": replica.random_state.state_dict()}
     sharded = group.size > 1 and session.settings.train.parallelism == "fsdp"
     rest = rest_of_state(replica.model)
-    return save_sharded_checkpoint(
+    return save_checkpoint(
         folder,
         step,
         {"run": run, name: {"common": state.common(), "sampler": replica.sampler.state_dict()}},
         shards={name: Shards(state.values(), own, group.size if sharded else 1)},
-        whole={"global": Whole(state.global_params())} | ({REST: Whole(rest)} if rest else {}),
+        gathered={"global": state.global_params()} | ({REST: rest} if rest else {}),
         about=about,
         keep=keep,
         group=group,

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco.algorithm.fragments import trainable_parameters
+from diloco.checkpoint.reading import Checkpoint, list_checkpoints, open_checkpoint
+from diloco.checkpoint.shards import SavedValues
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_choice import load_tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
@@ -30,8 +32,6 @@ from diloco.model.architectures import (
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
-from diloco.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
-from diloco.train.pieces import SavedValues
 
 __all__ = [
     "REST",
@@ -116,9 +116,9 @@ def checkpoint_at(run: Path, step: int | None) -> Path:
     if step is None:
         return run
     folder = run / "checkpoints"
-    found = [path for path in list_checkpoints(folder) if open_checkpoint(path).step == step]
+    found = [checkpoint.path for checkpoint in list_checkpoints(folder) if checkpoint.step == step]
     if not found:
-        there = ", ".join(str(open_checkpoint(path).step) for path in list_checkpoints(folder)) or "none"
+        there = ", ".join(str(checkpoint.step) for checkpoint in list_checkpoints(folder)) or "none"
         raise CheckpointError(f"{run} has no checkpoint of step {step}; there are: {there}. Nothing was loaded.")
     return found[-1]
 

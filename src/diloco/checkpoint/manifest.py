@@ -9,7 +9,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import xxhash
 
+from diloco.checkpoint.disk import FileFacts, write_file
+from diloco.checkpoint.parts import file_names
 from diloco.errors import CheckpointError
-from diloco.train.tensor_file import FileFacts, write_file
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "file_names", "read_manifest", "write_manifest"]
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "read_manifest", "running_versions", "write_manifest"]
 
 FORMAT_VERSION = 1
 """Raised when a reader of the version before could not read what is written now."""
@@ -28,47 +29,27 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
 _DIGEST_MEMBER = re.compile(rb',\n  "digest": "([0-9a-f]{32})"\n}\n\Z')
-_PART_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*\Z")  # lower case: some file systems don't tell the cases apart
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The content of a manifest."""
 
     step: int
+    """Inner steps finished when it was saved."""
     serial: int
     """How many checkpoints were saved into this folder before: the order of saving, without any clock."""
     versions: Mapping[str, str]
     """Of diloco, torch and Python, when it was saved."""
     about: Mapping[str, Any]
-    """Free facts."""
-    parts: Mapping[str, Mapping[str, FileFacts]]
-    """For every part its files, by name."""
-
-    @classmethod
-    def of(
-        cls, step: int, serial: int, about: Mapping[str, Any], parts: Mapping[str, Mapping[str, FileFacts]]
-    ) -> Manifest:
-        """A manifest with the versions that are running."""
-        versions = {"diloco": version("diloco"), "torch": torch.__version__, "python": platform.python_version()}
-        return cls(step, serial, versions, about, parts)
+    """Free facts, as they were given when it was saved."""
+    parts: Mapping[str, Mapping[str, FileFacts]] = field(repr=False)
+    """Name of each part -> its files by name, in the order in which they were saved."""
 
 
-def file_names(part: str) -> tuple[str, str]:
-    """The two files of a part: its skeleton and its tensors.
-
-    >>> file_names("replica-0")
-    ('replica-0.json', 'replica-0.safetensors')
-
-    Raises:
-        CheckpointError: when it can't be the name of a file everywhere, or is the manifest's.
-    """
-    if not _PART_NAME.match(part) or f"{part}.json" == MANIFEST_NAME:
-        raise CheckpointError(
-            f"A part of a checkpoint was named {part!r}; lower-case letters, digits, _ and - would work "
-            "('manifest' is taken). Nothing was saved or loaded."
-        )
-    return f"{part}.json", f"{part}.safetensors"
+def running_versions() -> dict[str, str]:
+    """The versions for a manifest that is written now."""
+    return {"diloco": version("diloco"), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -84,7 +65,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"The facts about a checkpoint hold what JSON can't ({error}); text, finite numbers, lists and "
-            "dictionaries would work. Nothing was saved."
+            "dictionaries can be saved. Nothing was saved."
         ) from error
     body = text.removesuffix(b"\n}")
     member = f',\n  "digest": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'
@@ -92,7 +73,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify ``folder/manifest.json``; the files it names are in ``folder`` by their names, not yet looked at.
+    """Read and verify ``folder/manifest.json``; the files it names lie in ``folder``, and are not yet looked at.
 
     Raises:
         CheckpointError: when it is missing, damaged, of another format version, or names files outside of ``folder``.
@@ -112,7 +93,7 @@ def read_manifest(folder: Path) -> Manifest:
     if found != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {found!r}; diloco {version('diloco')} reads version {FORMAT_VERSION}. "
-            "The diloco that wrote it would read it."
+            "Read it with the diloco that wrote it."
         )
     member = _DIGEST_MEMBER.search(raw)
     if member is None or xxhash.xxh3_128_hexdigest(raw[: member.start()]) != member[1].decode():
@@ -132,7 +113,7 @@ def _parse(members: dict[str, Any]) -> Manifest:
             # nothing but the two plain names of a part, so no path can lead out of the folder
             raise CheckpointError(
                 f"part {part!r} names the files {sorted(files)}, which may lie outside of the checkpoint's folder; "
-                f"{' and '.join(file_names(part))} would work."
+                f"it must name {' and '.join(file_names(part))}."
             )
         parts[part] = {
             name: FileFacts(_of(int, facts["size_bytes"]), _of(str, facts["digest"])) for name, facts in files.items()
@@ -148,5 +129,5 @@ def _parse(members: dict[str, Any]) -> Manifest:
 
 def _of(kind: type[Any], value: Any) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"{value!r:.100} where {kind.__name__} is due")
+        raise TypeError(f"{value!r:.100} is not of type {kind.__name__}")
     return value

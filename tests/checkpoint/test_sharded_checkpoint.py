@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from diloco.algorithm.averaging import RoundId
+from diloco.checkpoint.reading import open_checkpoint
 from diloco.errors import CheckpointError
-from diloco.train.checkpoint import open_checkpoint
 from diloco.train.trained import read_weights
 from diloco.transport.replica_group import ReplicaGroup
 from tests.processes import Processes
@@ -63,7 +63,7 @@ def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None
         assert went_on == {name: ran[name] for name in went_on}
     checkpoint = open_checkpoint(tmp_path)
     shards = [f"replica-0-{kind}-{position}" for position in (0, 1) for kind in ("shard", "rank")]
-    assert checkpoint.parts == ("replica-0", *shards, "global")
+    assert [*checkpoint.parts] == ["replica-0", *shards, "global"]
     saved = ranks[0]["ran"]["loaded"]
     agreed = {name.removeprefix("global/"): v for name, v in saved.items() if name.startswith("global/")}
     assert unequal(dict(read_weights(tmp_path)), agreed) == [], "what knows nothing of ranks reads the whole of it"

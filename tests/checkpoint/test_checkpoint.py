@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.train.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
-from tests.train.marked_checkpoints import mark_of, names, save, tree
+from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
+from diloco.checkpoint.writing import save_checkpoint
+from tests.checkpoint.marked_checkpoints import mark_of, names, save, tree
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
@@ -22,7 +23,7 @@ def test_what_is_saved_is_what_is_loaded_and_it_says_what_it_holds(tmp_path: Pat
     files = {"replica-0.json", "replica-0.safetensors", "replica-1.json", "replica-1.safetensors"}
     assert names(place) == files | {"run.json", "run.safetensors", "manifest.json"}
     checkpoint = open_checkpoint(place)
-    assert (checkpoint.step, checkpoint.parts) == (1000, ("replica-0", "replica-1", "run"))
+    assert (checkpoint.step, [*checkpoint.parts]) == (1000, ["replica-0", "replica-1", "run"])
     assert checkpoint.about == {"algorithm": "streaming", "mark": 7.0}
     assert checkpoint.versions["torch"] == torch.__version__
     on_disk = sum(entry.stat().st_size for entry in place.iterdir() if entry.name != "manifest.json")
@@ -49,8 +50,8 @@ def test_only_the_last_ones_stay_in_the_order_of_saving(tmp_path: Path) -> None:
     # a run that goes on from step 20 once more: step 30 is of the run given up, and the oldest
     save(tmp_path, 20, 20.5, keep=2)
     save(tmp_path, 25, 25.0, keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000025"]
-    assert [mark_of(path) for path in list_checkpoints(tmp_path)] == [20.5, 25.0]
+    assert [checkpoint.path.name for checkpoint in list_checkpoints(tmp_path)] == ["step-00000020", "step-00000025"]
+    assert [mark_of(checkpoint.path) for checkpoint in list_checkpoints(tmp_path)] == [20.5, 25.0]
     assert mark_of(tmp_path) == 25.0
     save(tmp_path, 5, 5.0, keep=1)
     assert names(tmp_path) == {"latest", "step-00000005"}

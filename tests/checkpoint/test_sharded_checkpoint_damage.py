@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
+from diloco.checkpoint.disk import FileFacts
+from diloco.checkpoint.parts import Whole, whole
+from diloco.checkpoint.reading import Checkpoint, list_checkpoints, open_checkpoint
+from diloco.checkpoint.shards import SavedValues, Shards, load_own
+from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError
-from diloco.train import sharded_checkpoint
-from diloco.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
-from diloco.train.pieces import SavedValues
-from diloco.train.sharded_checkpoint import Shards, Whole, load_own, save_sharded_checkpoint
-from diloco.train.tensor_file import FileFacts, digest_of
-from diloco.transport.replica_group import ReplicaGroup
 from tests.processes import Processes
-from tests.train.ranks import Rank, Setup, open_group, save, unequal, whole
+from tests.train.ranks import Rank, Setup, open_group, save, unequal
+
+OPEN = open
 
 FAILURES = {
     "replica-0-shard-1.safetensors": 1,
@@ -30,34 +32,52 @@ FAILURES = {
 """What can't be written, and by the rank at which position; the last: the folder that this rank is given."""
 
 
+class FullDisk:
+    """A file on a disk that is full after the first write."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.written = 0
+
+    def __enter__(self) -> FullDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, data: Any) -> None:
+        self.written += 1
+        if self.written > 1 or self.file.name.endswith(".json"):
+            raise OSError(28, "No space left on device", self.file.name)
+        self.file.write(data)
+
+
 def ranks_fail_to_save(position: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Each time they save once, then fail to, then save again, twice."""
     setup = Setup(strategy="fsdp", size=2)
     rank = Rank(setup, open_group(setup, position, folder))
-    write_file = sharded_checkpoint.write_file
     seen = {}
     for who in FAILURES:
         checkpoints = folder / who / "checkpoints"
 
-        def fails(path: Path, chunks: Any, who: str = who) -> Any:
-            if path.name == who:
-                next(iter(chunks))
-                raise OSError(28, "No space left on device", str(path))
-            return write_file(path, chunks)
+        def opened(path: Any, *arguments: Any, who: str = who, **more: Any) -> Any:
+            file = OPEN(path, *arguments, **more)
+            return FullDisk(file) if Path(path).name == who else file
 
         save(rank, checkpoints)
         rank.step()
-        sharded_checkpoint.write_file = fails
-        with pytest.raises(CheckpointError) as caught:
-            save(rank, folder / "elsewhere" if who == "elsewhere" and position == 1 else checkpoints)
-        sharded_checkpoint.write_file = write_file
+        given = folder / "elsewhere" if who == "elsewhere" and position == 1 else checkpoints
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("builtins.open", opened)
+            with pytest.raises(CheckpointError) as caught:
+                save(rank, given)
         rank.group.gather_texts("both have failed")
         left = sorted(path.name for path in checkpoints.iterdir())
         rank.group.gather_texts("both have looked")
         for _ in range(2):
             rank.step()
             save(rank, checkpoints, keep=2)
-        kept = [path.name for path in list_checkpoints(checkpoints)]
+        kept = [checkpoint.path.name for checkpoint in list_checkpoints(checkpoints)]
         seen[who] = {"words": str(caught.value), "left": left, "kept": kept}
     rank.group.close()
     return seen
@@ -72,7 +92,7 @@ def test_all_ranks_save_or_none(tmp_path: Path) -> None:
             seen, step = rank[who], 3 * number
             assert seen["left"] == ["latest", f"step-{step:08d}"]
             assert seen["kept"] == [f"step-{step + 2:08d}", f"step-{step + 3:08d}"]
-            assert "the checkpoints that were complete before still are" in seen["words"]
+            assert "The checkpoints that were complete before still are" in seen["words"]
             assert f"position {position}: " in seen["words"]
             assert f"position {1 - position}: " not in seen["words"]
             assert ("elsewhere is not the folder" if who == "elsewhere" else who) in seen["words"]
@@ -88,15 +108,14 @@ VALUES = {
 
 
 def save_values(folder: Path, values: dict[str, Tensor] = VALUES) -> Checkpoint:
-    save_sharded_checkpoint(
+    save_checkpoint(
         folder,
         3,
         {},
         shards={"values": Shards(values, {"mine": 1})},
-        whole={"whole": values},
+        gathered={"whole": values},
         about={},
         keep=1,
-        group=ReplicaGroup(),
     )
     return open_checkpoint(folder)
 
@@ -119,9 +138,9 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("room", "words"),
     [
-        ({"unknown": torch.zeros(1)}, r"nothing of that name where unknown \(1,\)"),
-        ({"matrix": torch.zeros(3, 2)}, r"\(2, 3\), torch.float32 where matrix \(3, 2\)"),
-        ({"half": torch.zeros(5)}, r"\(5,\), torch.bfloat16 where half \(5,\), torch.float32"),
+        ({"unknown": torch.zeros(1)}, r"unknown is \(1,\), torch.float32 here, and .* nothing of that name"),
+        ({"matrix": torch.zeros(3, 2)}, r"matrix is \(3, 2\), torch.float32 here, .* \(2, 3\), torch.float32"),
+        ({"half": torch.zeros(5)}, r"half is \(5,\), torch.float32 here, .* \(5,\), torch.bfloat16"),
     ],
 )
 def test_values_of_another_model_are_refused(room: dict[str, Tensor], words: str, tmp_path: Path) -> None:
@@ -149,22 +168,14 @@ def test_damage_is_found_before_anything_is_read(name: str, tmp_path: Path) -> N
 
 def test_a_piece_too_few_is_found(tmp_path: Path) -> None:
     checkpoint = save_values(tmp_path)
-    text = (checkpoint.path / "values-shard-0.json").read_text().replace('"whole":[2,3]', '"whole":[4,3]')
-    (checkpoint.path / "values-shard-0.json").write_text(text)
-    files = {part: dict(facts) for part, facts in checkpoint.files.items()}
     path = checkpoint.path / "values-shard-0.json"
-    files["values-shard-0"][path.name] = FileFacts(path.stat().st_size, digest_of(path))
-    with pytest.raises(CheckpointError, match="holds matrix in part only"):
-        SavedValues(replace(checkpoint, files=files), "values")
-
-
-@pytest.mark.parametrize(("step", "keep"), [(-1, 1), (0, 0)])
-def test_arguments_that_can_not_work_are_refused(step: int, keep: int, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="Nothing was saved"):
-        save_sharded_checkpoint(tmp_path, step, {}, shards={}, whole={}, about={}, keep=keep, group=ReplicaGroup())
+    path.write_text(path.read_text().replace('"whole":[2,3]', '"whole":[4,3]'))
+    facts = FileFacts(path.stat().st_size, xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    files = {**checkpoint.parts["values-shard-0"], path.name: facts}
+    with pytest.raises(CheckpointError, match="holds only a part of matrix"):
+        SavedValues(replace(checkpoint, parts={**checkpoint.parts, "values-shard-0": files}), "values")
 
 
 def test_whole_gathers_nothing_that_is_whole() -> None:
     value = torch.ones(2)
-    assert whole(value) is value
-    assert Whole({"value": value})["value"].data_ptr() == value.data_ptr()
+    assert whole(value).data_ptr() == Whole({"value": value})["value"].data_ptr() == value.data_ptr()

@@ -6,6 +6,7 @@ import json
 import math
 from collections import OrderedDict, defaultdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from diloco.checkpoint.parts import read_part, tensor_chunks, write_part
 from diloco.errors import CheckpointError
 from diloco.state_tree import DTYPE_NAMES, flatten, unflatten
-from diloco.train.tensor_file import read_tensors, tensor_chunks
 from tests.same import raw, same
+
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 def through_files(tree: Any, folder: Path) -> Any:
-    """The tree after JSON text and a safetensors file."""
-    skeleton, tensors = flatten(tree)
-    path = folder / "tensors.safetensors"
-    path.write_bytes(b"".join(tensor_chunks(tensors)))
-    return unflatten(json.loads(json.dumps(skeleton, allow_nan=False)), read_tensors(path, "cpu"))
+    """The tree after it was saved in a folder of its own and loaded."""
+    with TemporaryDirectory(dir=folder) as name:
+        return read_part(Path(name), "tree", write_part(Path(name), "tree", tree), "cpu")
 
 
 def of_bytes(dtype: torch.dtype, shape: list[int], seed: int, transposed: bool) -> torch.Tensor:

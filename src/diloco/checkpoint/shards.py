@@ -16,13 +16,37 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from diloco.checkpoint.disk import check_content
+from diloco.checkpoint.parts import file_names
+from diloco.checkpoint.reading import Checkpoint
 from diloco.errors import CheckpointError
-from diloco.train.checkpoint import Checkpoint
-from diloco.train.checkpoint_folder import check_file
-from diloco.train.manifest import file_names
-from diloco.train.tensor_file import digest_of
 
-__all__ = ["SavedValues", "pieces_of"]
+__all__ = ["SavedValues", "Shards", "load_own", "pieces_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """What this rank has of a sharded part.
+
+    Attributes:
+        values: name -> a DTensor, of which each rank saves its shard, or a tensor that all ranks have alike.
+        own: a nested state that only a rank with the same shards can go on with.
+        num_shards: S where the ranks have shards; 1 where all have everything, and position 0 saves it.
+    """
+
+    values: Mapping[str, Tensor]
+    own: Any
+    num_shards: int = 1
+
+
+def load_own(checkpoint: Checkpoint, part: str, position: int, num_shards: int) -> Any:
+    """What a rank with the shards of ``position`` saved as its own; None where the shards were others.
+
+    Raises:
+        CheckpointError: if a file of it is missing or damaged.
+    """
+    saved_by = sum(name.startswith(f"{part}-rank-") for name in checkpoint.parts)
+    return checkpoint.load(f"{part}-rank-{position % num_shards}") if saved_by == num_shards else None
 
 
 def pieces_of(values: Mapping[str, Tensor], *, leads: bool) -> dict[str, Any]:
@@ -61,7 +85,6 @@ class SavedValues:
         part: its name.
 
     Attributes:
-        num_ranks: that saved them.
         sizes: name -> shape of the whole tensor.
         dtypes: name -> its dtype.
 
@@ -71,15 +94,14 @@ class SavedValues:
 
     def __init__(self, checkpoint: Checkpoint, part: str) -> None:
         self.checkpoint = checkpoint
-        self.part = part
         self.sizes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
-        self.num_ranks = 0
-        while (shard := f"{part}-shard-{self.num_ranks}") in checkpoint.files:
+        num_ranks = 0
+        while (shard := f"{part}-shard-{num_ranks}") in checkpoint.parts:
             self._read_outline(shard)
-            self.num_ranks += 1
-        if not self.num_ranks:
+            num_ranks += 1
+        if not num_ranks:
             raise CheckpointError(
                 f"{checkpoint.path} has no sharded part {part!r}; its parts are {', '.join(checkpoint.parts)}. "
                 "Nothing was loaded."
@@ -87,7 +109,7 @@ class SavedValues:
         for name, pieces in self._pieces.items():
             if sum(math.prod(piece.sizes) for piece in pieces.values()) != math.prod(self.sizes[name]):
                 raise CheckpointError(
-                    f"{checkpoint.path} holds {name} in part only: {len(pieces)} pieces of {self.num_ranks} ranks. "
+                    f"{checkpoint.path} holds only a part of {name}: {len(pieces)} pieces of {num_ranks} ranks. "
                     "Nothing was loaded."
                 )
 
@@ -112,8 +134,8 @@ class SavedValues:
             if self.sizes.get(name) != tuple(value.shape) or self.dtypes[name] != value.dtype:
                 there = f"{self.sizes[name]}, {self.dtypes[name]}" if name in self.sizes else "nothing of that name"
                 raise CheckpointError(
-                    f"{self.checkpoint.path} is of another model: it holds {there} where {name} {tuple(value.shape)}, "
-                    f"{value.dtype}, is due. Nothing was started."
+                    f"{self.checkpoint.path} is of another model: {name} is {tuple(value.shape)}, {value.dtype} here, "
+                    f"and the checkpoint holds {there}. Nothing was started."
                 )
             chunks = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.sizes))
@@ -136,7 +158,7 @@ class SavedValues:
                         read = file.get_slice(tensor)[where] if where else file.get_tensor(tensor)
                         planner.resolve_tensor(item).copy_(read)
             except SafetensorError as error:
-                raise CheckpointError(f"{path} is no safetensors file: {error}. Nothing was started.") from error
+                raise CheckpointError(f"{path} is not a safetensors file: {error}. Nothing was started.") from error
 
     def _read_outline(self, shard: str) -> None:
         """Take in where the pieces of one rank belong."""
@@ -152,14 +174,12 @@ class SavedValues:
             raise CheckpointError(f"{path} is malformed: {error!r}. Nothing was loaded.") from error
 
     def _checked(self, shard: str, name: str) -> Path:
-        """The path of a file, once its digest is found right."""
-        path, facts = self.checkpoint.path / name, self.checkpoint.files[shard][name]
+        """The path of a file, once its content is found right."""
+        path = self.checkpoint.path / name
         try:
-            check_file(path, facts)
-            if digest_of(path) != facts.digest:
-                raise CheckpointError(f"{path} is damaged: its digest isn't the manifest's. Nothing was loaded.")
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error}. Nothing was loaded.") from error
+            check_content(path, self.checkpoint.parts[shard][name])
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Nothing was loaded.") from error
         return path
 
 

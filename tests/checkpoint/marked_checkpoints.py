@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from diloco.train.checkpoint import open_checkpoint, save_checkpoint
+from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint.writing import save_checkpoint
 
 
 def tree(mark: float) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from diloco.checkpoint.folder import hidden_name
+from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
+from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError
-from diloco.train import tensor_file
-from diloco.train.checkpoint import list_checkpoints, open_checkpoint, save_checkpoint
-from diloco.train.checkpoint_folder import hidden_name
-from tests.train.marked_checkpoints import mark_of, names, save
+from tests.checkpoint.marked_checkpoints import mark_of, names, save
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
@@ -26,7 +26,7 @@ KILLER = """
 import os, shutil, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.train.marked_checkpoints import save
+from tests.checkpoint.marked_checkpoints import save
 
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 os.fsync = lambda descriptor: None  # what a kill leaves is in the page cache, and that is what is looked at
@@ -77,8 +77,8 @@ def test_kill_9_at_any_system_call_leaves_the_last_complete_checkpoint(scenario:
     folders = [killed / scenario / f"{kill_at:03d}" for kill_at in range(1, 1 + len(names(killed / scenario)))]
     for folder in folders:
         complete = list_checkpoints(folder) if folder.exists() else []
-        for path in complete:
-            mark_of(path)
+        for checkpoint in complete:
+            mark_of(checkpoint.path)
         if complete:
             marks.append(mark_of(folder))
             assert mark_of(folder / "latest") == marks[-1]
@@ -117,7 +117,7 @@ def test_an_error_at_any_system_call_leaves_what_was_complete_and_no_rest(
         return call
 
     monkeypatch.setattr(os, "fsync", failing(os.fsync))
-    monkeypatch.setattr(tensor_file, "open", failing(open), raising=False)
+    monkeypatch.setattr("builtins.open", failing(open))
     monkeypatch.setattr(os, "replace", failing(os.replace))
     outcomes, messages = [], []
     for attempt in range(1, 100):
@@ -149,8 +149,8 @@ def test_a_state_that_cannot_be_saved_changes_nothing(tmp_path: Path) -> None:
         ({"good": [], "bad": {"a": {"b": {1, 2}}}}, {}, "Part 'bad': 'a.b' in the state is a builtins.set"),
         ({"good": []}, {"loss": float("nan")}, "hold what JSON can't"),
         ({"good": []}, {"path": tmp_path}, "hold what JSON can't"),
-        ({"../bad": []}, {}, r"named '\.\./bad'; .* would work"),
-        ({"manifest": []}, {}, "'manifest' is taken"),
+        ({"../bad": []}, {}, r"named '\.\./bad'; its name must"),
+        ({"manifest": []}, {}, "must not be 'manifest'"),
         ({"Good": []}, {}, "named 'Good'"),
     ):
         with pytest.raises(CheckpointError, match=what):
@@ -186,7 +186,7 @@ def test_rests_of_dead_saves_go_and_other_files_stay(tmp_path: Path) -> None:
     mine = {"notes.txt", ".step-00000001.mine", "step-1", "step-00000001.old"}
     for name in mine:
         (tmp_path / name).mkdir()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert [checkpoint.path.name for checkpoint in list_checkpoints(tmp_path)] == ["step-00000001"]
     save(tmp_path, 2, 2.0)
     assert names(tmp_path) == mine | {"latest", "step-00000001", "step-00000002"}
 

@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, how they are saved and how they are read."""

@@ -1,0 +1,110 @@
+"""Files that are on the disk when the call returns, and what a checkpoint remembers of them to find damage."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from diloco.errors import CheckpointError, DiLoCoError
+
+__all__ = ["FileFacts", "check_content", "check_size", "sync_folder", "write_file", "write_whole"]
+
+_PIECE_BYTES = 1 << 20  # hashed and written while it is still in the processor's cache
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a manifest says about a file."""
+
+    size_bytes: int
+    digest: str
+    """xxh3_128 of the content, 32 hexadecimal digits. It finds damage; it is no signature."""
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
+    """Write a new file and see it to the disk.
+
+    Raises:
+        OSError: when it exists, the disk is full, or anything else goes wrong.
+    """
+    digest, size_bytes = xxhash.xxh3_128(), 0
+    with open(path, "xb") as file:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), _PIECE_BYTES):
+                piece = view[start : start + _PIECE_BYTES]
+                digest.update(piece)
+                file.write(piece)
+            size_bytes += len(view)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileFacts(size_bytes, digest.hexdigest())
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write beside and rename, so that nobody reads half a file; text as UTF-8.
+
+    Raises:
+        DiLoCoError: if it can't be written; an earlier file is still there.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(beside, path)
+    except OSError as error:
+        raise DiLoCoError(
+            f"{path} can't be written: {error.strerror or error}. Its folder must be writable and have room. "
+            "Nothing was changed."
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """See the names in a folder to the disk; Windows does so by itself and can't be asked."""
+    if os.name != "nt":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def check_size(path: Path, facts: FileFacts) -> None:
+    """Look whether a file is there, is a plain file, and has its size.
+
+    Raises:
+        CheckpointError: when not.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}.") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a plain file, and may lead outside of the checkpoint's folder.")
+    if status.st_size != facts.size_bytes:
+        raise CheckpointError(
+            f"{path} is damaged: it has {status.st_size} bytes, and the manifest says {facts.size_bytes}."
+        )
+
+
+def check_content(path: Path, facts: FileFacts) -> None:
+    """Read all of a file to see whether it is what was written.
+
+    Raises:
+        CheckpointError: when not.
+    """
+    check_size(path, facts)
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}.") from error
+    if digest != facts.digest:
+        raise CheckpointError(f"{path} is damaged: its digest differs from the manifest's.")
