@@ -44,8 +44,10 @@ VARYING = {"time_s", "step_s", "wall_s", "tokens_per_s", "save_s", "model_flops_
 FILES = ("config.toml", "summary.json", "metrics.jsonl")
 WAITS = {"wait_s", "compute_utilization"}
 """Exact where there is a virtual clock."""
-PEER = "--swarm.listen /ip4/127.0.0.1/tcp/0 --swarm.no-map-ports"
-SWARM = f"--run same-bits --start-replicas 2 --transport.heartbeat-s 0.5 {PEER}"
+SWARM = (
+    "--run same-bits --start-replicas 2 --transport.heartbeat-s 0.5 --swarm.listen /ip4/127.0.0.1/tcp/0 "
+    "--swarm.no-map-ports"
+)
 
 
 class Version:
@@ -63,23 +65,21 @@ class Version:
 
     def train(self, case: Case, text: Path, name: str, *more: str) -> Path:
         """Train in a new folder, and return it; of a swarm, with a folder in it for each of two peers."""
-        folder = self.folder / case.name.replace(" ", "-") / name
-        if not any(folder.rglob("summary.json")):
-            shutil.rmtree(folder, ignore_errors=True)
-            peers = [["--out", str(where), "--replica", str(m)] for m, where in enumerate(peer_folders(case, folder))]
-            common = [*case.arguments(text), *more]
-            if peers:
-                self._swarm([[*common, *SWARM.split(), *peer] for peer in peers])
-            else:
-                self._serve([*common, "--out", str(folder)])
+        folder = self.folder / case.folder / name
+        if any(folder.rglob("summary.json")):
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        arguments = [*case.arguments(text), *more]
+        if case.transport == "hivemind":
+            peers = [["--out", str(folder / out), "--replica", replica] for out, replica in (("a", "0"), ("b", "1"))]
+            self._swarm([[*arguments, *SWARM.split(), *peer] for peer in peers])
+        else:
+            self._serve([*arguments, "--out", str(folder)])
         return folder
 
-    def resume(self, case: Case, folder: Path) -> None:
+    def resume(self, folder: Path) -> None:
         """Go on with the run in ``folder``."""
-        if peers := peer_folders(case, folder):
-            self._swarm([["train", "--resume", str(where), *PEER.split()] for where in peers])
-        else:
-            self._serve(["train", "--resume", str(folder)])
+        self._serve(["train", "--resume", str(folder)])
 
     def _serve(self, arguments: Sequence[str]) -> None:
         assert self.server.stdin
@@ -105,10 +105,6 @@ class Version:
     def close(self) -> None:
         self.server.communicate()
         self.log.close()
-
-
-def peer_folders(case: Case, folder: Path) -> list[Path]:
-    return [folder / "a", folder / "b"] if case.transport == "hivemind" else []
 
 
 def end(folder: Path) -> tuple[list[str], list[float]]:
@@ -138,7 +134,7 @@ def contents(case: Case, folder: Path) -> dict[str, list[Any]]:
         elif path.name == "summary.json":
             parts = list(lasting(json.loads("".join(lines)), without).items())
         else:
-            parts = [line for line in lines if not line.startswith("#")]
+            parts = [line for line in lines if not line.startswith("#") and '"/' not in line]
         found[str(path.relative_to(folder))] = parts
     return found
 
@@ -171,7 +167,7 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
         for name, stopped, version in (("old", old, before), ("new", new, after), ("old by new", old, after)):
             folder = runs[1].parent / f"resumed {name}"
             shutil.copytree(stopped, folder)
-            version.resume(case, folder)
+            version.resume(folder)
             if end(folder) == (digests, losses):
                 resumed.append(name)
             else:
