@@ -13,7 +13,7 @@ from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.donor_session import DonorService
 from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.state_fetch import fetch_state
+from diloco.transport.peers.state_transfer import fetch_state
 from diloco.transport.peers.state_wire import describe
 from diloco.transport.peers.streams import TcpStreams
 

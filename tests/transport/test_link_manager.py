@@ -14,6 +14,7 @@ import torch
 
 from diloco.errors import TransportError
 from diloco.protocol.failure_detector import Timing
+from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
@@ -54,19 +55,19 @@ class Breaking(TcpStreams):
             writer.transport.abort()
 
 
-class Side:
+class End:
     def __init__(self, rank: int, patience_s: float) -> None:
         self.streams = Breaking()
         self.connections = ConnectionManager(rank, Timing(), lambda *_: None, lambda *_: None, self.streams)
         self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
-        self.others: dict[int, Address] = {}
-        self.desk = LinkManager(self.connections, self.others.__getitem__, patience_s)
+        self.entries: dict[int, Entry] = {}
+        self.links = LinkManager(self.connections, self.entries, patience_s)
 
     def open(self, peer: int, streams: int = 1, timeout_s: float = LIMIT_S) -> ReliableLink:
         low, high = sorted((self.connections.rank, peer))
         key, first = f"0/{low}-{high}", self.connections.rank < peer
         request = LinkRequest(key, peer, first, streams, timeout_s, lambda key, value: None)
-        return self.desk.open_link(request)
+        return self.links.open_link(request)
 
     def in_loop(self, function: Callable[[], Any]) -> None:
         done = threading.Event()
@@ -75,16 +76,16 @@ class Side:
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
-    sides = [Side(rank, getattr(request, "param", LIMIT_S)) for rank in range(2)]
-    for side, other in (sides, sides[::-1]):
-        side.others[other.connections.rank] = other.address
-    yield sides[0], sides[1]
-    for side in sides:
-        side.connections.close()
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
+    ends = [End(rank, getattr(request, "param", LIMIT_S)) for rank in range(2)]
+    for end, other in (ends, ends[::-1]):
+        end.entries[other.connections.rank] = Entry(other.connections.rank, str(other.address))
+    yield ends[0], ends[1]
+    for end in ends:
+        end.connections.close()
 
 
-def linked(pair: tuple[Side, Side], streams: int = 1) -> tuple[ReliableLink, ReliableLink]:
+def linked(pair: tuple[End, End], streams: int = 1) -> tuple[ReliableLink, ReliableLink]:
     first, second = at_once([lambda: pair[0].open(1, streams), lambda: pair[1].open(0, streams)])
     assert isinstance(first, ReliableLink), first
     assert isinstance(second, ReliableLink), second
@@ -98,7 +99,7 @@ def wait(work: Any) -> None:
         raise error
 
 
-def test_messages_find_their_rooms_whichever_comes_first(pair: tuple[Side, Side]) -> None:
+def test_messages_find_their_rooms_whichever_comes_first(pair: tuple[End, End]) -> None:
     first, second = linked(pair, streams=2)
     values = [torch.arange(1000.0) * n for n in range(6)]
     sent = [first.send(each, stream=n, tag=n) for n, each in enumerate(values)]
@@ -113,7 +114,7 @@ def test_messages_find_their_rooms_whichever_comes_first(pair: tuple[Side, Side]
     assert back.tolist() == [1, 2, 3]
 
 
-def test_messages_of_one_tag_arrive_in_the_order_sent(pair: tuple[Side, Side]) -> None:
+def test_messages_of_one_tag_arrive_in_the_order_sent(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
     rooms = [torch.empty(1) for _ in range(5)]
     works = [second.receive(room, 0, 7) for room in rooms]
@@ -124,8 +125,8 @@ def test_messages_of_one_tag_arrive_in_the_order_sent(pair: tuple[Side, Side]) -
     assert [room.item() for room in rooms] == [0, 1, 2, 3, 4]
 
 
-def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[Side, Side]) -> None:
-    """Cut at every tenth message, from both sides in turn."""
+def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[End, End]) -> None:
+    """Cut at every tenth message, from both ends in turn."""
     first, second = linked(pair)
     count, size = 60, 200_000
     rooms = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
@@ -141,7 +142,7 @@ def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[Side, Side]) ->
     assert len(pair[0].streams.opened) > 1, "it was opened anew"
 
 
-def test_a_damaged_message_is_sent_again(pair: tuple[Side, Side]) -> None:
+def test_a_damaged_message_is_sent_again(pair: tuple[End, End]) -> None:
     damaged: list[int] = []
 
     def damage(data: bytes) -> bytes:
@@ -161,7 +162,7 @@ def test_a_damaged_message_is_sent_again(pair: tuple[Side, Side]) -> None:
 
 
 @pytest.mark.parametrize("pair", [0.3], indirect=True)
-def test_a_link_that_stays_broken_ends_on_both_sides(pair: tuple[Side, Side]) -> None:
+def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
     works = [first.receive(torch.empty(1), 0, 0), second.receive(torch.empty(1), 0, 0)]
 
@@ -179,14 +180,14 @@ def test_a_link_that_stays_broken_ends_on_both_sides(pair: tuple[Side, Side]) ->
 
 
 @pytest.mark.parametrize("pair", [0.3], indirect=True)
-def test_nobody_at_the_other_end_is_an_error_in_time(pair: tuple[Side, Side]) -> None:
+def test_nobody_at_the_other_end_is_an_error_in_time(pair: tuple[End, End]) -> None:
     with pytest.raises(TransportError, match="could not be made: the other side did not come"):
         pair[1].open(0, timeout_s=0.2)
     with pytest.raises(TransportError, match="the other side has no such link"):
         pair[0].open(1)
 
 
-def test_closing_wakes_who_waits_on_both_sides(pair: tuple[Side, Side]) -> None:
+def test_closing_wakes_who_waits_on_both_ends(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
     mine, theirs = first.receive(torch.empty(1), 0, 0), second.receive(torch.empty(1), 0, 0)
     first.close()
@@ -197,13 +198,13 @@ def test_closing_wakes_who_waits_on_both_sides(pair: tuple[Side, Side]) -> None:
         wait(theirs)
 
 
-def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[Side, Side]) -> None:
+def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
     first.send(torch.empty(3), 0, 0)
     first.send(torch.ones(1), 0, 1)
     wait(second.receive(room := torch.empty(1), 0, 1))
     assert room.item() == 1
-    with pytest.raises(TransportError, match="12 bytes came where 16 were due"):
+    with pytest.raises(TransportError, match="12 bytes came instead of 16"):
         wait(second.receive(torch.empty(4), 0, 0))
 
 
@@ -217,7 +218,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("message", STRANGE, ids=str)
-def test_a_stranger_takes_no_link(pair: tuple[Side, Side], message: dict[str, Any]) -> None:
+def test_a_stranger_takes_no_link(pair: tuple[End, End], message: dict[str, Any]) -> None:
     first, second = linked(pair)
     with closing(socket.create_connection((pair[1].address.host, pair[1].address.port))) as stranger:
         stranger.sendall(pack(message))

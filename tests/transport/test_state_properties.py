@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from diloco.errors import TransportError
 from diloco.transport.peers.block_assembly import Assembly
-from diloco.transport.peers.snapshot_cache import Snapshot, SnapshotCache
-from diloco.transport.peers.state_fetch import choose
-from diloco.transport.peers.state_transfer import donors_in_turn
+from diloco.transport.peers.donor_session import Snapshot, SnapshotCache
+from diloco.transport.peers.state_transfer import choose, donors_in_turn
 from diloco.transport.peers.state_wire import MAX_DEPTH, Description, block_bytes, describe
 from diloco.transport.shaping import TokenBucket
 from tests.same import same_values

@@ -23,7 +23,7 @@ from diloco.protocol.registry import Entry, Registry
 from diloco.transport.hivemind.dialler import Dialler
 from diloco.transport.hivemind.identity import Admission, load_identity, number_of
 from diloco.transport.hivemind.node import NodePlace
-from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
+from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.records import PeerRecord
 from diloco.transport.hivemind.swarm import NotNowError, SwarmDesk, SwarmTable
 from diloco.transport.peers.connected import Connected, Table
@@ -147,7 +147,7 @@ class _Arrival:
         call = self.connections.call
         self.mine = call(self._entry())
         self.registry.entries[self.number] = self.mine
-        open_link = LinkManager(self.connections, self._address_of, self.wire.silence_s).open_link
+        open_link = LinkManager(self.connections, self.registry.entries, self.wire.silence_s).open_link
         self.connections.admits = lambda rank, address: (
             (known := self.registry.entries.get(rank)) is None or known.address == str(address)
         )
@@ -192,13 +192,6 @@ class _Arrival:
     def _members(self) -> tuple[int, ...]:
         view = self.transport.view
         return view.members if self.number in view.members else ()
-
-    def _address_of(self, rank: int) -> PeerAddress:
-        """Of a rank that is connected, or was when it asked; `OSError` for one that nobody knows."""
-        connected = self.connections.address_of(rank)
-        if connected is None and rank not in self.registry.entries:
-            raise OSError(f"nobody knows where replica {rank} is")
-        return PeerAddress(str(connected or self.registry.entries[rank].address))
 
     async def _entry(self) -> Entry:
         places = await self.streams.node.addresses()

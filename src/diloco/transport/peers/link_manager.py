@@ -1,16 +1,17 @@
-"""Opening payload links over the streams of a network, and opening them again when they break."""
+"""Payload links over the streams of a network. The lower rank opens them, and opens them again when they break."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
 from torch import Tensor
 
 from diloco.errors import TransportError
+from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
@@ -23,62 +24,77 @@ __all__ = ["LinkManager", "ReliableLink"]
 _RETRY_S = 0.2
 
 
-class ReliableLink:
-    """Payload streams to one other rank.
-
-    Args:
-        streams: each with its own messages in order.
-        close: ends them; for any thread.
-    """
-
-    def __init__(self, streams: Sequence[ReliableStream], close: Callable[[], None]) -> None:
-        self._streams = streams
-        self.close = close
-
-    def send(self, values: Tensor, stream: int, tag: int) -> StreamWork:
-        return self._streams[stream % len(self._streams)].send(values, tag)
-
-    def receive(self, values: Tensor, stream: int, tag: int) -> StreamWork:
-        return self._streams[stream % len(self._streams)].receive(values, tag)
-
-
-class _Line:
-    """One stream of a link, from its first connection to its last."""
+class _LinkStream:
+    """One stream of a link, over all connections that carry it."""
 
     def __init__(self, request: LinkRequest, index: int, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.index = index
-        self.stream = ReliableStream(loop, self._note)
-        self.settled = asyncio.Event()  # connected for the first time, or given up
+        self.messages = ReliableStream(loop)
+        self.settled = asyncio.Event()  # connected for the first time, or ended
         self.why = "the other side did not come"
         self.uses = 0
         self.running: asyncio.Task[Any] | None = None
         self.keeping: asyncio.Task[None] | None = None
 
-    def _note(self, why: str) -> None:
-        self.why = why
+    async def use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, theirs: int) -> None:
+        """Carry messages over a connection until it breaks."""
+        self.uses += 1
+        self.settled.set()
+        why = await self.messages.run(reader, writer, theirs)
+        if not self.messages.ended:
+            self.why = why
 
     async def leave(self) -> None:
-        """End the connection that is in use, so that another one can take its place."""
+        """End the connection in use, so that another can take its place."""
         while self.running is not None and not self.running.done():  # others may be waiting for the same
             self.running.cancel()
             await asyncio.wait((self.running,))
 
+    def end(self, why: str) -> None:
+        """For good."""
+        if self.messages.ended:
+            return
+        self.why = why
+        self.messages.end(TransportError(f"a payload connection ended: {why}"))
+        self.settled.set()
+        for task in (self.running, self.keeping):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+
+class ReliableLink:
+    """Payload streams to one other rank, each with its own messages in order."""
+
+    def __init__(self, manager: LinkManager, streams: Sequence[_LinkStream]) -> None:
+        self._manager = manager
+        self._streams = streams
+
+    def send(self, values: Tensor, stream: int, tag: int) -> StreamWork:
+        return self._streams[stream % len(self._streams)].messages.send(values, tag)
+
+    def receive(self, values: Tensor, stream: int, tag: int) -> StreamWork:
+        return self._streams[stream % len(self._streams)].messages.receive(values, tag)
+
+    def close(self) -> None:
+        """End the streams; for any thread."""
+        self._manager.close(self._streams)
+
 
 class LinkManager:
-    """All payload links of one rank. The lower rank of a link opens its connections, and opens them again.
+    """All payload links of one rank.
 
     Args:
         connections: whose loop does the work, and at which the others' connections come in.
-        address_of: rank -> where it listens.
+        entries: rank -> its entry; kept up to date by the caller.
         patience_s: how long a link may be broken before it ends.
     """
 
-    def __init__(self, connections: ConnectionManager, address_of: Callable[[int], Address], patience_s: float) -> None:
+    def __init__(self, connections: ConnectionManager, entries: Mapping[int, Entry], patience_s: float) -> None:
         self._connections = connections
-        self._address_of = address_of
+        self._entries = entries
         self._patience_s = patience_s
-        self._lines: dict[tuple[str, int], _Line] = {}
+        self._streams: dict[tuple[str, int], _LinkStream] = {}
         self._opened = asyncio.Condition()
         connections.services["link"] = self._serve
 
@@ -91,75 +107,68 @@ class LinkManager:
             opening.close()
             raise TransportError(f"the payload connection {request.key} was not made: the transport closed") from error
 
+    def close(self, streams: Sequence[_LinkStream]) -> None:
+        """End the streams of a link; for any thread."""
+        for each in streams:
+            self._connections.post(self._end, each, "it was closed")
+
     async def _open(self, request: LinkRequest) -> ReliableLink:
-        lines = [_Line(request, index, self._connections.loop) for index in range(request.streams)]
+        streams = [_LinkStream(request, index, self._connections.loop) for index in range(request.streams)]
         async with self._opened:
-            self._lines.update({(request.key, line.index): line for line in lines})
+            self._streams.update({(request.key, each.index): each for each in streams})
             self._opened.notify_all()
         if request.first:
-            for line in lines:
-                line.keeping = asyncio.ensure_future(self._keep(line))
+            for each in streams:
+                each.keeping = asyncio.ensure_future(self._keep(each))
         with contextlib.suppress(TimeoutError):
-            await within(request.timeout_s, _settled(lines))
-        lacking = [line for line in lines if line.stream.ended or not line.settled.is_set()]
+            await within(request.timeout_s, _settled(streams))
+        lacking = [each for each in streams if each.messages.ended or not each.settled.is_set()]
         if lacking:
-            self._end(lines, lacking[0].why)
-            raise TransportError(f"the payload connection {request.key} could not be made: {lacking[0].why}")
-        return ReliableLink(
-            [line.stream for line in lines], lambda: self._connections.post(self._end, lines, "it was closed")
-        )
+            why = lacking[0].why
+            for each in streams:
+                self._end(each, why)
+            raise TransportError(f"the payload connection {request.key} could not be made: {why}")
+        return ReliableLink(self, streams)
 
-    def _end(self, lines: Sequence[_Line], why: str) -> None:
-        for line in lines:
-            if line.stream.ended:
-                continue
-            self._lines.pop((line.request.key, line.index), None)
-            line.why = why
-            line.stream.end(TransportError(f"a payload connection ended: {why}"))
-            line.settled.set()
-            for task in (line.running, line.keeping):
-                if task is not None and task is not asyncio.current_task():
-                    task.cancel()
+    def _end(self, stream: _LinkStream, why: str) -> None:
+        if not stream.messages.ended:
+            self._streams.pop((stream.request.key, stream.index), None)
+            stream.end(why)
 
-    async def _keep(self, line: _Line) -> None:
-        """Connect, again and again; give up when it takes too long."""
+    async def _keep(self, stream: _LinkStream) -> None:
+        """Connect again and again; give up when it takes too long."""
         loop = asyncio.get_running_loop()
-        broken_s, patience_s = loop.time(), line.request.timeout_s
-        while not line.stream.ended:
-            uses = line.uses
-            line.running = asyncio.ensure_future(self._dial(line, broken_s + patience_s - loop.time()))
-            await asyncio.wait((line.running,))
-            if line.uses > uses:
+        broken_s, patience_s = loop.time(), stream.request.timeout_s
+        while not stream.messages.ended:
+            uses = stream.uses
+            stream.running = asyncio.ensure_future(self._dial(stream, broken_s + patience_s - loop.time()))
+            await asyncio.wait((stream.running,))
+            if stream.uses > uses:
                 broken_s, patience_s = loop.time(), self._patience_s
             elif loop.time() + _RETRY_S > broken_s + patience_s:
-                self._end([line], f"{line.why}, and it could not be made again in {patience_s:g} s")
+                self._end(stream, f"{stream.why}, and it could not be made again in {patience_s:g} s")
             else:
                 await asyncio.sleep(_RETRY_S)
 
-    async def _dial(self, line: _Line, left_s: float) -> None:
+    async def _dial(self, stream: _LinkStream, left_s: float) -> None:
         try:
-            opening = self._connections.open(self._address_of(line.request.rank))
+            opening = self._connections.open(self._address_of(stream.request.rank))
             reader, writer = await within(left_s, opening)
         except (OSError, TimeoutError) as error:
-            line.why = str(error) or type(error).__name__
+            stream.why = str(error) or type(error).__name__
             return
-        asking = {"kind": "link", "key": line.request.key, "stream": line.index, "received": line.stream.received}
+        asking = {"kind": "link", "key": stream.request.key, "stream": stream.index}
         try:
-            writer.write(pack({**asking, "rank": self._connections.rank}))
+            writer.write(pack({**asking, "received": stream.messages.received, "rank": self._connections.rank}))
             answer, _ = await within(left_s, read_frame(reader))
             if answer["kind"] == "refused":
-                self._end([line], str(answer["reason"]))
+                self._end(stream, str(answer["reason"]))
             else:
-                await self._use(line, reader, writer, int(answer["received"]))
+                await stream.use(reader, writer, int(answer["received"]))
         except (OSError, EOFError, TimeoutError, TransportError, KeyError, ValueError, TypeError) as error:
-            line.why = str(error) or type(error).__name__
+            stream.why = str(error) or type(error).__name__
         finally:
             writer.close()
-
-    async def _use(self, line: _Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, theirs: int) -> None:
-        line.uses += 1
-        line.settled.set()
-        await line.stream.run(reader, writer, theirs)
 
     async def _serve(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -170,28 +179,37 @@ class LinkManager:
             return
         async with self._opened:
             try:
-                await within(self._patience_s, self._opened.wait_for(lambda: key in self._lines))
+                await within(self._patience_s, self._opened.wait_for(lambda: key in self._streams))
             except TimeoutError:
                 writer.write(pack({"kind": "refused", "reason": "the other side has no such link"}))
                 await writer.drain()
                 return
-        line = self._lines[key]
-        if line.request.rank != rank or line.request.first:
+        stream = self._streams[key]
+        if stream.request.rank != rank or stream.request.first:
             return
-        await line.leave()
-        line.running = asyncio.current_task()
-        writer.write(pack({"kind": "link", "received": line.stream.received}))
+        await stream.leave()
+        stream.running = asyncio.current_task()
+        writer.write(pack({"kind": "link", "received": stream.messages.received}))
         try:
-            await self._use(line, reader, writer, int(message["received"]))
+            await stream.use(reader, writer, int(message["received"]))
         finally:
-            if not line.stream.ended:
-                self._connections.loop.call_later(self._patience_s, self._give_up, line, line.uses)
+            if not stream.messages.ended:
+                self._connections.loop.call_later(self._patience_s, self._give_up, stream, stream.uses)
 
-    def _give_up(self, line: _Line, uses: int) -> None:
-        if line.uses == uses:
-            self._end([line], f"{line.why}, and the other side did not come again in {self._patience_s:g} s")
+    def _give_up(self, stream: _LinkStream, uses: int) -> None:
+        if stream.uses == uses:
+            self._end(stream, f"{stream.why}, and the other side did not come again in {self._patience_s:g} s")
+
+    def _address_of(self, rank: int) -> Address:
+        """Of a rank that is connected, or has been known; `OSError` for any other."""
+        connected = self._connections.address_of(rank)
+        if connected is not None:
+            return connected
+        if rank not in self._entries:
+            raise OSError(f"nobody knows where rank {rank} is")
+        return self._connections.streams.address(self._entries[rank].address)
 
 
-async def _settled(lines: Sequence[_Line]) -> None:
-    for line in lines:
-        await line.settled.wait()
+async def _settled(streams: Sequence[_LinkStream]) -> None:
+    for each in streams:
+        await each.settled.wait()

@@ -1,13 +1,13 @@
-"""Payload links over streams of bytes that may break: what was on its way when one broke is sent again over the next.
+"""Messages over streams of bytes that may break: what was on its way when one broke is sent again over the next.
 
-Each message is numbered and carries a checksum; the receiver says up to which number it has everything, and the sender
-keeps a message until then. Where a stream ends, the rank that is the lower one opens another; each side tells the other
-what it has, and sending goes on behind it. So a router that forgets a connection costs a round trip and no payload.
+Each message is numbered and carries a checksum. The receiver acknowledges how far it has everything, and the sender
+keeps a message until then. When a stream has ended, the lower of the two ranks opens another; each side says what it
+has, and the other continues behind that. So a router that forgets a connection costs a round trip and no payload.
 
 ::
 
     1 byte   b"D" payload, b"A" acknowledgement
-    8 bytes  number            of the message; of an acknowledgement: the last one that came
+    8 bytes  number of the message; of an acknowledgement: of the last message that has come
     4 bytes  tag, 4 bytes size, 8 bytes XXH3 of what follows (all zero in an acknowledgement)
 """
 
@@ -18,7 +18,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import xxhash
 from torch import Tensor
@@ -28,10 +28,10 @@ from diloco.errors import TransportError
 __all__ = ["MAX_MESSAGE_BYTES", "ReliableStream", "StreamWork"]
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""A larger message is not taken, whatever its head says."""
+"""A larger message is refused."""
 
 _HEAD = struct.Struct(">cQIIQ")
-_HELD_BYTES = 64 << 20
+_MOST_EARLY_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
 
 
@@ -63,38 +63,32 @@ class _Outgoing:
 
 
 @dataclass(eq=False)
-class _Room:
+class _Receive:
     data: memoryview
     work: StreamWork
 
 
-@dataclass(eq=False)
-class _Traffic:
-    """What outlives a broken stream; all numbers are of the last message that it is true of."""
-
-    unacknowledged: deque[_Outgoing] = field(default_factory=deque)
-    sent: int = 0
-    confirmed: int = 0  # the other side said that it has it
-    received: int = 0
-    acknowledged: int = 0  # I said that I have it
-
-
 class ReliableStream:
-    """One stream's messages both ways. All methods but `send` and `receive` run in the event loop's thread.
+    """Messages both ways, over one stream after the other. All but `send` and `receive` runs in the loop's thread.
 
     Args:
         loop: whose thread does everything.
-        broken: called when the stream ended and the link did not.
+
+    Attributes:
+        received: number of the last message that has come whole.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, broken: Callable[[str], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.received = 0
         self._loop = loop
-        self._broken = broken
-        self._traffic = _Traffic()
-        self._rooms: dict[int, deque[_Room]] = {}
+        self._unacknowledged: deque[_Outgoing] = deque()
+        self._sent = 0  # number of the last message sent over the present stream, or held by the other side
+        self._confirmed = 0  # of the last message that the other side has acknowledged
+        self._acknowledged = 0  # of the last message that was acknowledged to the other side
+        self._receives: dict[int, deque[_Receive]] = {}
         self._early: dict[int, deque[bytes]] = {}
         self._early_bytes = 0
-        self._changed = asyncio.Event()
+        self._to_write = asyncio.Event()
         self._taken = asyncio.Event()
         self._error: TransportError | None = None
 
@@ -109,7 +103,7 @@ class ReliableStream:
     def receive(self, values: Tensor, tag: int) -> StreamWork:
         """Start receiving into a contiguous CPU tensor."""
         work = StreamWork()
-        self._call(self._make_room, tag, _Room(_bytes_of(values), work), work)
+        self._call(self._expect, tag, _Receive(_bytes_of(values), work))
         return work
 
     # In the loop's thread.
@@ -119,36 +113,33 @@ class ReliableStream:
         """Whether nothing is sent or received any more."""
         return self._error is not None
 
-    @property
-    def received(self) -> int:
-        """Number of the last message that came whole."""
-        return self._traffic.received
-
     def end(self, error: TransportError) -> None:
-        """Whoever waits gets ``error``, and so does who comes later."""
+        """Give ``error`` to all that wait now or later; only the first call counts."""
         if self._error is not None:
             return
         self._error = error
-        waiting = [each.work for each in self._traffic.unacknowledged]
-        waiting += [room.work for rooms in self._rooms.values() for room in rooms]
+        waiting = [each.work for each in self._unacknowledged]
+        waiting += [each.work for receives in self._receives.values() for each in receives]
         for work in waiting:
             work.finish(error)
-        self._changed.set()
+        self._to_write.set()
         self._taken.set()
 
-    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, theirs: int) -> None:
-        """Use a stream until it breaks or the link ends.
+    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, theirs: int) -> str:
+        """Use a stream until it breaks or `end` is called; returns why it broke.
 
         Args:
             reader, writer: the stream.
-            theirs: number of the last message of mine that the other side has.
+            theirs: number of the last message sent from here that the other side has.
+
+        Raises:
+            TransportError: if it can't have that one.
         """
-        traffic = self._traffic
-        if not traffic.confirmed <= theirs <= traffic.sent:
-            raise TransportError(f"the other side has {theirs} messages, and {traffic.sent} were sent")
+        if not self._confirmed <= theirs <= self._sent:
+            raise TransportError(f"the other side has {theirs} messages, and {self._sent} were sent")
         self._confirm(theirs)
-        traffic.sent = theirs
-        traffic.acknowledged = traffic.received
+        self._sent = theirs
+        self._acknowledged = self.received
         writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
         writing = asyncio.ensure_future(self._write(writer))
         reading = asyncio.ensure_future(self._read(reader))
@@ -159,9 +150,7 @@ class ReliableStream:
                 task.cancel()
             ended = await asyncio.gather(writing, reading, return_exceptions=True)
             writer.close()
-        if self._error is None:
-            why = next((str(e) or type(e).__name__ for e in ended if isinstance(e, Exception)), "it ended")
-            self._broken(why)
+        return next((str(e) or type(e).__name__ for e in ended if isinstance(e, Exception)), "it ended")
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -173,89 +162,83 @@ class ReliableStream:
         if self._error is not None:
             work.finish(self._error)
             return
-        traffic = self._traffic
-        last = traffic.unacknowledged[-1].number if traffic.unacknowledged else traffic.confirmed
-        traffic.unacknowledged.append(_Outgoing(last + 1, tag, data, work))
-        self._changed.set()
+        last = self._unacknowledged[-1].number if self._unacknowledged else self._confirmed
+        self._unacknowledged.append(_Outgoing(last + 1, tag, data, work))
+        self._to_write.set()
 
-    def _make_room(self, tag: int, room: _Room, work: StreamWork) -> None:
+    def _expect(self, tag: int, receive: _Receive) -> None:
         if self._error is not None:
-            work.finish(self._error)
+            receive.work.finish(self._error)
             return
-        early = self._early.get(tag)
-        if early:
+        if early := self._early.get(tag):
             data = early.popleft()
             if not early:
                 del self._early[tag]
             self._early_bytes -= len(data)
-            self._taken.set()
-            self._fill(room, data)
+            _fill(receive, data)
         else:
-            self._rooms.setdefault(tag, deque()).append(room)
-            self._taken.set()
+            self._receives.setdefault(tag, deque()).append(receive)
+        self._taken.set()
 
     def _confirm(self, number: int) -> None:
-        traffic = self._traffic
-        while traffic.unacknowledged and traffic.unacknowledged[0].number <= number:
-            traffic.confirmed = traffic.unacknowledged[0].number
-            traffic.unacknowledged.popleft().work.finish()
+        while self._unacknowledged and self._unacknowledged[0].number <= number:
+            self._confirmed = self._unacknowledged[0].number
+            self._unacknowledged.popleft().work.finish()
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
-        traffic = self._traffic
         while self._error is None:
-            self._changed.clear()
-            if traffic.acknowledged < traffic.received:
-                traffic.acknowledged = traffic.received
-                writer.write(_HEAD.pack(b"A", traffic.received, 0, 0, 0))
-            following = next((each for each in traffic.unacknowledged if each.number > traffic.sent), None)
+            self._to_write.clear()
+            if self._acknowledged < self.received:
+                self._acknowledged = self.received
+                writer.write(_HEAD.pack(b"A", self.received, 0, 0, 0))
+            following = next((each for each in self._unacknowledged if each.number > self._sent), None)
             if following is None:
                 await writer.drain()
-                await self._changed.wait()
+                await self._to_write.wait()
                 continue
-            traffic.sent = following.number
+            self._sent = following.number
             checksum = xxhash.xxh3_64_intdigest(following.data)
             writer.write(_HEAD.pack(b"D", following.number, following.tag, len(following.data), checksum))
             writer.write(following.data)
             await writer.drain()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        traffic = self._traffic
         while True:
             kind, number, tag, size, checksum = _HEAD.unpack(await reader.readexactly(_HEAD.size))
             if kind == b"A":
-                if not traffic.confirmed <= number <= traffic.sent:
-                    raise TransportError(f"message {number} was acknowledged and {traffic.sent} are sent")
+                if not self._confirmed <= number <= self._sent:
+                    raise TransportError(f"message {number} was acknowledged and {self._sent} are sent")
                 self._confirm(number)
                 continue
-            if kind != b"D" or number != traffic.received + 1 or size > MAX_MESSAGE_BYTES:
-                raise TransportError(f"a message {kind!r} {number} of {size} bytes came after {traffic.received}")
-            rooms = self._rooms.get(tag)
-            if rooms and len(rooms[0].data) != size:
-                raise TransportError(f"a message of {size} bytes came where {len(rooms[0].data)} were due")
-            while not rooms and self._early_bytes + size > _HELD_BYTES and self._early_bytes:
+            if kind != b"D" or number != self.received + 1 or size > MAX_MESSAGE_BYTES:
+                raise TransportError(f"a message {kind!r} {number} of {size} bytes came after {self.received}")
+            receives = self._receives.get(tag)
+            if receives and len(receives[0].data) != size:
+                raise TransportError(f"a message of {size} bytes came instead of {len(receives[0].data)}")
+            while not receives and self._early_bytes + size > _MOST_EARLY_BYTES and self._early_bytes:
                 self._taken.clear()
                 await self._taken.wait()
-                rooms = self._rooms.get(tag)
+                receives = self._receives.get(tag)
             data = await reader.readexactly(size)
             if xxhash.xxh3_64_intdigest(data) != checksum:
                 raise TransportError(f"message {number} was damaged on its way")
-            traffic.received = number
-            self._changed.set()
-            rooms = self._rooms.get(tag)  # there may be room by now
-            if rooms:
-                self._fill(rooms.popleft(), data)
-                if not rooms:
-                    del self._rooms[tag]
+            self.received = number
+            self._to_write.set()
+            if receives := self._receives.get(tag):  # or by now
+                _fill(receives.popleft(), data)
+                if not receives:
+                    del self._receives[tag]
             else:
                 self._early.setdefault(tag, deque()).append(data)
                 self._early_bytes += size
 
-    def _fill(self, room: _Room, data: bytes) -> None:
-        if len(room.data) != len(data):
-            room.work.finish(TransportError(f"a message of {len(data)} bytes came where {len(room.data)} were due"))
-            return
-        room.data[:] = data
-        room.work.finish()
+
+def _fill(receive: _Receive, data: bytes) -> None:
+    if len(receive.data) != len(data):
+        receive.work.finish(TransportError(f"a message of {len(data)} bytes came instead of {len(receive.data)}"))
+        return
+    receive.data[:] = data
+    receive.work.finish()
 
 
 def _bytes_of(values: Tensor) -> memoryview:

@@ -1,20 +1,35 @@
-"""State of fragments, given to others and taken from them, as the training thread asks for it."""
+"""State of fragments, given to others and taken from them.
+
+A rank that needs a state asks several donors what they hold. Of those that have finished the most rounds, the snapshot
+that most of them hold is fetched, block by block, from all that hold it, each at its own pace. A broken connection is
+opened again and continues where it stopped. A donor is dropped if it can't be reached three times in a row, sends bytes
+that do not match its digest, or keeps the others waiting; the others are asked for its blocks. The result matches the
+digest and is finite. `donor_client` and `donor_session` are the two ends of such a connection.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from diloco.errors import TransportError
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Rules
+from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
+from diloco.transport.peers.block_assembly import Assembly
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.donor_client import Meter
+from diloco.transport.peers.donor_client import Donor, FetchContext, Meter
 from diloco.transport.peers.donor_session import DonorService
-from diloco.transport.peers.state_fetch import fetch_state
+from diloco.transport.peers.state_wire import Description, not_finite
+from diloco.transport.peers.streams import Streams
 
-__all__ = ["StateTransfer", "donors_in_turn"]
+__all__ = ["StateTransfer", "choose", "donors_in_turn", "fetch_state"]
+
+_CANCEL_AGAIN_S = 0.2
 
 
 class StateTransfer:
@@ -107,3 +122,127 @@ def donors_in_turn(donors: Sequence[int], asker: int, fragment: int, together: i
     turned = [*donors[start:], *donors[:start]]
     for first in range(0, len(turned), together):
         yield tuple(turned[first : first + together])
+
+
+async def fetch_state(
+    streams: Streams,
+    donors: Mapping[int, Address],
+    fragment: int,
+    after: int,
+    timeout_s: float,
+    *,
+    expected_bytes: int | None = None,
+    slow_s: float = 15.0,
+    grace_s: float = 1.0,
+    meter: Meter | None = None,
+) -> dict[str, Any]:
+    """The state of ``fragment``, from donors that have finished ``after`` rounds of it.
+
+    Args:
+        streams: of the network.
+        donors: replica -> its address.
+        fragment: its index.
+        after: rounds that must be in the state; a donor that has finished fewer is asked again.
+        timeout_s: for all of it.
+        expected_bytes: a larger state is refused; None: `state_wire.MAX_STATE_BYTES`.
+        slow_s: a donor that sends nothing for so long has failed once; one that keeps the others waiting so long is
+            dropped.
+        grace_s: how long the choice of a snapshot waits for more donors after the first offer.
+        meter: counts the bytes that come.
+
+    Raises:
+        TransportError: if no donor gives it in time; it says of every donor why.
+    """
+    fetch = FetchContext(streams, fragment, after, expected_bytes, slow_s, meter or Meter())
+    fetch.donors = [Donor(fetch, replica, donors[replica]) for replica in sorted(donors)]
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _run(fetch, grace_s)
+    except TimeoutError as error:
+        raise _failed(fetch, f"none gave it within {timeout_s:g} s") from error
+
+
+async def _run(fetch: FetchContext, grace_s: float) -> dict[str, Any]:
+    tasks = [donor.start() for donor in fetch.donors]
+    try:
+        while (state := await _attempt(fetch, grace_s)) is None:
+            pass
+        return state
+    finally:
+        while waiting := [task for task in tasks if not task.done()]:
+            for task in waiting:  # again: a library may forget that it was told
+                task.cancel()
+            await asyncio.wait(waiting, timeout=_CANCEL_AGAIN_S)
+
+
+async def _attempt(fetch: FetchContext, grace_s: float) -> dict[str, Any] | None:
+    """Choose a snapshot and fetch it; None if its donors were all lost or have moved on."""
+    await fetch.until(lambda: bool(_offers(fetch)) or not fetch.left)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            await fetch.until(lambda: _may_choose(fetch))
+    if not fetch.left:
+        raise _failed(fetch, "none gave it")
+    chosen = choose(_offers(fetch), fetch.after)
+    if chosen is None:  # who had offered something is being asked again
+        return None
+    try:
+        assembly = fetch.assembly = Assembly(chosen)
+    except TransportError as error:
+        raise _failed(fetch, str(error)) from error
+    fetch.notify()
+    await fetch.until(lambda: assembly.complete or not fetch.sources(assembly))
+    state = None
+    if assembly.complete:
+        bad = await asyncio.get_running_loop().run_in_executor(None, not_finite, assembly.state)
+        for donor in fetch.sources(assembly) if bad else []:
+            donor.drop(f"its {', '.join(bad)} hold NaN or infinity")
+        state = None if bad else assembly.state
+    fetch.assembly = None
+    for donor in fetch.donors:
+        donor.answered = donor.offer is not None
+    fetch.notify()
+    return state
+
+
+def choose(offers: Mapping[int, Description], after: int) -> Description | None:
+    """The snapshot to fetch: of the donors that have finished the most rounds, what most of them hold.
+
+    On a tie, what the lowest of these replicas holds.
+
+    Args:
+        offers: by replica.
+        after: taken as the finished rounds of a donor that does not tell them.
+    """
+    if not offers:
+        return None
+    finished = {m: after if each.finished_rounds is None else each.finished_rounds for m, each in offers.items()}
+    furthest = {m: offers[m] for m in sorted(offers) if finished[m] == max(finished.values())}
+    held = Counter(each.digest for each in furthest.values())
+    return next(each for each in furthest.values() if held[each.digest] == max(held.values()))
+
+
+def _offers(fetch: FetchContext) -> dict[int, Description]:
+    return {donor.replica: donor.offer for donor in fetch.left if donor.offer is not None}
+
+
+def _may_choose(fetch: FetchContext) -> bool:
+    """Whether more than half of the donors offer the same, or all have answered."""
+    offers = _offers(fetch)
+    same = Counter(each.digest for each in offers.values())
+    if 2 * max(same.values(), default=0) > len(fetch.left):
+        return True
+    return all(donor.answered for donor in fetch.left) and bool(offers or not fetch.left)
+
+
+def _failed(fetch: FetchContext, what: str) -> TransportError:
+    """The error that names every donor."""
+    replicas = [donor.replica for donor in fetch.donors]
+    numbers = ", ".join(map(str, replicas)) or "none"
+    named = f"replicas {numbers} were" if len(replicas) > 1 else f"replica {numbers} was"
+    reasons = "; ".join(f"replica {donor.replica}: {donor.trouble}" for donor in fetch.donors)
+    return TransportError(
+        f"{named} asked for fragment {fetch.fragment}, and {what} ({reasons}). Nothing was taken over; another donor "
+        "may have it.",
+        replicas=replicas,
+    )

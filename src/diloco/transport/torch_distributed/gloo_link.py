@@ -1,13 +1,13 @@
-"""The way for payloads between two ranks: a few gloo connections, made and ended on their own.
+"""Payload links between two ranks: a gloo group of two for each stream.
 
-A gloo group of two, once for each stream. Nothing but these two ranks can break it, and it is made anew without anybody
-else. Groups find each other through the control connection, so no store has to live longer than a replica.
+Only these two ranks can break such a group, and it is made anew without anybody else. They exchange their addresses
+over the control connection, so that no store has to outlive a replica.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from diloco.transport.peers.threads import Mailbox
 __all__ = ["GlooLink", "gloo_words", "link_opener", "make_device"]
 
 _NEVER = timedelta(days=30)
-"""For ``Work.wait``: our own watch ends a wait, by closing the link."""
+"""For ``Work.wait``: whoever watches the link ends the wait by closing it."""
 
 _ABORT_TAG = (1 << 31) - 1
 
@@ -32,31 +32,30 @@ _MOST_STREAMS = 64
 
 
 class _PairStore(Store):
-    """What two ranks need to know to connect a group of two: each one's address, by control message."""
+    """Where two ranks leave each other the addresses of a group of two; values travel as control messages."""
 
-    def __init__(self, prefix: str, mailbox: Mailbox, tell: Callable[[str, bytes], None], timeout_s: float) -> None:
+    def __init__(self, request: LinkRequest, stream: int, mailbox: Mailbox) -> None:
         super().__init__()
-        self._prefix = prefix
+        self._request = request
+        self._prefix = f"{request.key}/{stream}/"
         self._mailbox = mailbox
-        self._tell = tell
-        self._timeout_s = timeout_s
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._mailbox.put(self._prefix + key, data)
-        self._tell(self._prefix + key, data)
+        self._request.tell(self._prefix + key, data)
 
     def get(self, key: str) -> bytes:
-        return self._mailbox.take(self._prefix + key, self._timeout_s)
+        return self._mailbox.take(self._prefix + key, self._request.timeout_s)
 
     def wait(self, keys: list[str], timeout: timedelta = _NEVER) -> None:
         for key in keys:
-            self._mailbox.take(self._prefix + key, min(self._timeout_s, timeout.total_seconds()))
+            self._mailbox.take(self._prefix + key, min(self._request.timeout_s, timeout.total_seconds()))
 
 
 @contextlib.contextmanager
 def _link_errors() -> Iterator[None]:
-    """Around what uses a link: gloo's plain errors become a `TransportError`."""
+    """Turns gloo's plain errors into a `TransportError`."""
     try:
         yield
     except RuntimeError as error:
@@ -89,7 +88,7 @@ class GlooLink:
 
     Args:
         groups: one gloo group of two for each stream.
-        peer: 0 or 1: the other one's place in them.
+        peer: 0 or 1: the other rank's place in them.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], peer: int) -> None:
@@ -121,7 +120,7 @@ class GlooLink:
     def close(self) -> None:
         """End the connections; whoever waits on them gets an error at once.
 
-        gloo offers one way to close a pair from outside: an operation that times out. So one is made that must.
+        gloo closes a pair from outside in one case only: when an operation times out. So start one that does at once.
         """
         for group in self._groups:
             with contextlib.suppress(RuntimeError):
@@ -147,12 +146,6 @@ def make_device(host: str, interface: str) -> object:
         ) from error
 
 
-def _as_group(backend: Any) -> dist.ProcessGroup:
-    """A gloo backend has the sends and receives of a group; torch's stubs do not say so."""
-    group: dist.ProcessGroup = backend
-    return group
-
-
 def link_opener(device: object, mailbox: Mailbox) -> OpenLink:
     """Opens links whose ends find each other by control messages.
 
@@ -172,8 +165,9 @@ def _open_link(request: LinkRequest, device: object, mailbox: Mailbox) -> GlooLi
         options._threads = 1
         options._timeout = timedelta(seconds=request.timeout_s)  # of connecting; waits have their own
         options._devices = [device]
-        store = _PairStore(f"{request.key}/{stream}/", mailbox, request.tell, request.timeout_s)
-        return _as_group(ProcessGroupGloo(store, place, 2, options))
+        backend: Any = ProcessGroupGloo(_PairStore(request, stream, mailbox), place, 2, options)
+        group: dist.ProcessGroup = backend  # a backend sends and receives as a group does; torch's stubs do not say so
+        return group
 
     number = _agreed_streams(request, mailbox)
     with ThreadPoolExecutor(number, "diloco-connect") as pool:
@@ -188,10 +182,10 @@ def _open_link(request: LinkRequest, device: object, mailbox: Mailbox) -> GlooLi
 
 
 def _agreed_streams(request: LinkRequest, mailbox: Mailbox) -> int:
-    """The larger number of what both ends would open: one that loss slows down needs them for what it sends.
+    """The larger of the numbers that both ends ask for: an end that loss slows down needs them for what it sends.
 
     Raises:
-        TransportError: if the other end's does not come in time, or is no number of streams.
+        TransportError: if the other end's number does not come in time, or is invalid.
     """
     mine, theirs = (f"{request.key}/streams-of-{end}" for end in ((0, 1) if request.first else (1, 0)))
     request.tell(mine, b"%d" % request.streams)
