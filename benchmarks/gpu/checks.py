@@ -23,7 +23,8 @@ from diloco.model.language_model import LanguageModel, LossChunks, document_numb
 from diloco.model.modules import attend, block_mask, boolean_mask
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.inner import InnerLoop, make_inner_optimizer
+from diloco.train.inner import InnerLoop
+from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
 from diloco.train.prepare import prepare_blocks
 from diloco.train.resolve import CODEC_NAMES

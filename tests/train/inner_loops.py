@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
-from diloco.train.inner import InnerLoop, make_inner_optimizer
+from diloco.train.inner import InnerLoop
+from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.settings import InnerSettings
 
 MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)

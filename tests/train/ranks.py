@@ -22,7 +22,8 @@ from diloco.checkpoint.writing import save_checkpoint
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
 from diloco.outer.diloco import DiLoCo
-from diloco.train.inner import InnerLoop, InnerStep, make_inner_optimizer
+from diloco.train.inner import InnerLoop, InnerStep
+from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
 from diloco.train.prepare import prepare_model
 from diloco.train.replica_state import ReplicaState

@@ -16,7 +16,8 @@ from diloco.errors import NonFiniteError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.data_parallel import GradientAverager
-from diloco.train.inner import InnerLoop, make_inner_optimizer
+from diloco.train.inner import InnerLoop
+from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.settings import InnerSettings
 from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport

@@ -14,7 +14,8 @@ from torch import nn
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.errors import ConfigurationError
 from diloco.model.transformer import build_model
-from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
+from diloco.train.inner import InnerLoop, inner_learning_rate
+from diloco.train.inner_optimizer import inner_optimizer_in_words, make_inner_optimizer
 from diloco.train.settings import InnerSettings
 from tests.train.inner_loops import CONSTANT, MODEL, batch, make_loop, train
 
@@ -90,17 +91,15 @@ class TestOptimizer:
         assert type(loop.optimizer).__name__ == name
         assert losses[-1] < 0.95 * losses[0]
 
-    def test_muon_says_that_it_takes_matrices_only_and_trains_those(self) -> None:
+    def test_muon_trains_hidden_matrices_at_a_rate_of_their_own_by_the_same_schedule(self) -> None:
         model = build_model(MODEL, seed=0)
-        with pytest.raises(ConfigurationError, match=r"torch\.optim\.Muon refused .* only supports 2D"):
-            make_inner_optimizer(InnerSettings(name="Muon", arguments={}), model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.dim() == 2)
-        optimizer = make_inner_optimizer(InnerSettings(name="Muon", arguments={}), model)
-        held = {name: p.detach().clone() for name, p in model.named_parameters()}
+        settings = InnerSettings(name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2)
+        optimizer = make_inner_optimizer(settings, model)
         losses = train(InnerLoop(model, optimizer, learning_rate=CONSTANT), 15)
         assert losses[-1] < 0.95 * losses[0]
-        assert {p.dim() for name, p in model.named_parameters() if not torch.equal(p, held[name])} == {2}
+        rates = [(group["orthogonalise"], group["lr"]) for group in optimizer.param_groups]
+        assert rates == [(True, 4 * CONSTANT(0)), (False, CONSTANT(0)), (False, CONSTANT(0))]
+        assert "AdamW for" in inner_optimizer_in_words(settings, model)
 
     @pytest.mark.parametrize("arguments", [{"weight_decay": 0.5}, {}, {"betas": (0.9, 0.95)}])
     def test_weight_decay_acts_on_matrices_only(self, arguments: dict[str, Any]) -> None:
@@ -145,12 +144,15 @@ class TestOptimizer:
             ),
             ("SGD", {"betas": (0.9, 0.95)}, "betas is no argument of SGD"),
             ("AdamW", {"params": []}, "params is no argument of AdamW"),
-            ("AdamW", {"lr": 0.1}, "inner.learning_rate, from which the schedule starts, would work"),
+            ("AdamW", {"lr": 0.1}, "starts from inner.learning_rate: set that instead"),
             ("AdamW", {"betas": (0.9, 1.5)}, "torch.optim.AdamW refused .*1.5"),
             ("AdamW", {"betas": 0.9}, "torch.optim.AdamW refused"),
             ("SGD", {"nesterov": True}, "torch.optim.SGD refused .*momentum"),
             ("AdamW", {"eps": -1.0}, "torch.optim.AdamW refused .*-1.0"),
-            ("LBFGS", {}, "'LBFGS' evaluates the loss several times a step; AdamW or SGD would work"),
+            ("LBFGS", {}, "'LBFGS' evaluates the loss several times a step. Use AdamW or SGD"),
+            ("Muon", {"momntum": 0.9}, "momntum is no argument of Muon; did you mean 'momentum'"),
+            ("Muon", {"momentum": 1.5}, "momentum must be in"),
+            ("Muon", {"adamw": ["nowhere"]}, "fits no trainable matrix"),
             ("SparseAdam", {}, "'SparseAdam' takes sparse gradients only"),
         ],
     )

@@ -18,7 +18,7 @@ from diloco.algorithm.fragments import local_shard
 from diloco.errors import ConfigurationError
 from diloco.model.transformer import build_model
 from diloco.train.data_parallel import GradientAverager
-from diloco.train.inner import make_inner_optimizer
+from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import WholeModel
 from diloco.train.settings import InnerSettings
 from diloco.transport.in_process import InProcessTransport

@@ -14,7 +14,7 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError, ReplicaLostError
 from diloco.model.transformer import build_model
 from diloco.outer.diloco import DiLoCo
-from diloco.train.inner import make_inner_optimizer
+from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import parallelise
 from diloco.train.settings import InnerSettings
 from diloco.transport.replica_group import ReplicaGroup

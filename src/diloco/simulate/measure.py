@@ -15,7 +15,8 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError, TransportError
 from diloco.model.build import build_language_model
 from diloco.outer.diloco import DiLoCo
-from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
+from diloco.train.inner import InnerLoop, inner_learning_rate
+from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.prepare import prepare_model
 from diloco.train.settings import RunSettings
 from diloco.transport.address import parse_address

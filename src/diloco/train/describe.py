@@ -18,6 +18,7 @@ from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange
 from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.model.language_model import LanguageModel
 from diloco.train.components import make_clipping, make_configured_codec, make_fragments, make_schedule
+from diloco.train.inner_optimizer import inner_optimizer_in_words
 from diloco.train.settings import RunSettings
 from diloco.units import format_bytes, format_count, format_ratio
 
@@ -36,6 +37,8 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     parameters = model.num_parameters()
     facts = {"model": f"{format_count(parameters)} parameters, {model.num_layers} layers{_origin(settings, model)}"}
     facts["algorithm"] = _algorithm(settings)
+    if words := inner_optimizer_in_words(settings.inner, model):
+        facts["inner optimizer"] = words
     train, replicas = settings.train, settings.transport.replicas
     tokens = replicas * train.batch_size * train.sequence_length
     facts["tokens"] = (

@@ -6,36 +6,26 @@ Where a replica has several ranks, each of them has an `InnerLoop`, and all of t
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from diloco.algorithm.fragments import local_shard
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.devices import to_device
-from diloco.errors import ConfigurationError, NonFiniteError, nearest
+from diloco.errors import NonFiniteError
 from diloco.model.language_model import LanguageModel, document_numbers
 from diloco.train.parallel import ParallelModel, WholeModel
 from diloco.train.settings import InnerSettings
 
-__all__ = ["InnerLoop", "InnerStep", "inner_learning_rate", "make_inner_optimizer"]
+__all__ = ["InnerLoop", "InnerStep", "inner_learning_rate"]
 
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
-"""Classes of torch.optim that no step of one forward and one dense backward can drive, and why."""
-
-UNFIT_ON_SHARDS = ("Adafactor", "Rprop")
-"""Classes of torch.optim whose step torch does not have for DTensors."""
-
-FUSED_ON_SHARDS = ("Adam", "AdamW")
-"""Classes of torch.optim whose fused kernel torch has for DTensors."""
 
 
 @dataclass(frozen=True)
@@ -67,73 +57,6 @@ def inner_learning_rate(settings: InnerSettings, steps: int) -> ValueSchedule:
         final_ratio=settings.final_ratio,
         decay_steps=decay_steps,
     )
-
-
-def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """The ``torch.optim`` class that ``settings`` names, over the trainable parameters of ``model``.
-
-    Weight decay, asked for or the class's own default, acts on matrices only, not on norms and biases. The fused kernel
-    is used where the class has one.
-
-    Raises:
-        ConfigurationError: for an unknown class or argument; it names the nearest. For a class that needs more than one
-            dense gradient a step, or whole parameters where the model is sharded.
-    """
-    sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
-    known = {
-        name
-        for name, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    } - UNFIT.keys()
-    if settings.name in UNFIT:
-        raise ConfigurationError(
-            f"inner.name={settings.name!r} {UNFIT[settings.name]}; AdamW or SGD would work. Nothing was started."
-        )
-    if settings.name not in known:
-        raise ConfigurationError(
-            f"inner.name={settings.name!r} is no optimizer of torch.optim; {nearest(settings.name, known)} "
-            "Nothing was started."
-        )
-    if sharded and settings.name in UNFIT_ON_SHARDS:
-        raise ConfigurationError(
-            f"inner.name={settings.name!r} can't step parameters that are sharded over ranks; AdamW or SGD, or ranks "
-            "that hold all of them (ddp), would work. Nothing was started."
-        )
-    kind = getattr(torch.optim, settings.name)
-    signature = inspect.signature(kind).parameters
-    accepted = signature.keys() - {"params", "lr"}
-    arguments = dict(settings.arguments)
-    for name in arguments:
-        if name == "lr":
-            raise ConfigurationError(
-                "inner.arguments.lr was given; inner.learning_rate, from which the schedule starts, would work. "
-                "Nothing was started."
-            )
-        if name not in accepted:
-            raise ConfigurationError(
-                f"inner.arguments.{name} is no argument of {settings.name}; {nearest(name, accepted)} "
-                "Nothing was started."
-            )
-    may_fuse = "fused" in accepted and (settings.name in FUSED_ON_SHARDS or not sharded)
-    if arguments.get("fused") and not may_fuse:
-        raise ConfigurationError(
-            f"inner.arguments.fused was given to {settings.name}, whose fused kernel takes no parameters that are "
-            "sharded over ranks; without it would work. Nothing was started."
-        )
-    if may_fuse and not {"fused", "foreach"} & arguments.keys():
-        arguments["fused"] = True
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": parameters}]
-    if "weight_decay" in accepted and arguments.get("weight_decay", signature["weight_decay"].default) != 0:
-        vectors = {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0}
-        matrices = {"params": [parameter for parameter in parameters if parameter.dim() >= 2]}
-        groups = [group for group in (matrices, vectors) if group["params"]]
-    try:
-        return cast(torch.optim.Optimizer, kind(groups, lr=settings.learning_rate, **arguments))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"torch.optim.{settings.name} refused {arguments}: {error}. Nothing was started."
-        ) from error
 
 
 class InnerLoop:
@@ -235,7 +158,7 @@ class InnerLoop:
         """
         learning_rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
         gradients = [local_shard(p.grad) for p in self.model.parameters() if p.grad is not None]
         self._norm = self.parallel.total_norm(get_total_norm(gradients))
         if self.masked and not skip:

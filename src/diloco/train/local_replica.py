@@ -28,7 +28,8 @@ from diloco.train.components import (
 )
 from diloco.train.data_parallel import GradientAverager
 from diloco.train.fleet.base import Fleet
-from diloco.train.inner import InnerLoop, inner_learning_rate, make_inner_optimizer
+from diloco.train.inner import InnerLoop, inner_learning_rate
+from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import Strategy, parallelise
 from diloco.train.prepare import prepare_model
 from diloco.train.random_state import RandomState

@@ -108,9 +108,9 @@ class InnerSettings:
     """The inner optimizer and its learning rate."""
 
     name: str = "AdamW"
-    """Name of a class in torch.optim."""
+    """Name of a class in torch.optim. Muon: hidden matrices by Muon, embeddings, head and vectors by AdamW."""
     learning_rate: float = 4e-4
-    """Peak learning rate."""
+    """Peak learning rate. Muon: that of AdamW; hidden matrices have `arguments.matrix_lr_ratio` (10) times it."""
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1})
     """Further arguments of the optimizer's class, as a table."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

@@ -1,0 +1,238 @@
+"""Muon on hidden matrices and AdamW on everything else, as one inner optimizer (MuLoCo, 2505.23725)."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import ConfigurationError
+
+__all__ = ["Muon", "muon", "orthogonalised"]
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_BATCH_VALUES = 1 << 24  # of matrices that are orthogonalised together; bounds the scratch memory
+
+
+class Muon(torch.optim.Optimizer):
+    """One optimizer over two kinds of parameter groups, with one ``state_dict``; `muon` makes it from a model.
+
+    For a matrix G (the gradient) of a group with ``orthogonalise``, where O is `orthogonalised`::
+
+        B <- momentum B + G;   U = O(G + momentum B) with Nesterov, O(B) without
+        theta <- theta - lr (weight_decay theta + sqrt(max(1, rows / columns)) U)
+
+    which is ``torch.optim.Muon``, with matrices of equal shape orthogonalised together, and in float32 on CPUs. All
+    other groups are stepped by ``torch.optim.AdamW``.
+
+    A scheduler that sets ``lr`` of all groups alike multiplies it by the group's ``lr_ratio``.
+
+    Args:
+        params: parameter groups; ``orthogonalise`` says which kind a group is (default: AdamW), and ``lr_ratio`` how
+            many times ``lr`` its learning rate is (default: 1).
+        lr: learning rate of groups with ``lr_ratio`` 1.
+        weight_decay: decoupled, of groups that do not say it themselves.
+        momentum: of the matrices that are orthogonalised.
+        nesterov: whether their momentum looks ahead.
+        newton_schulz_steps: see `orthogonalised`.
+        betas, eps, fused: of AdamW.
+
+    Raises:
+        ConfigurationError: if a parameter that is to be orthogonalised is no whole matrix, or a value is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Mapping[str, Any]],
+        lr: float = 4e-4,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        newton_schulz_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ) -> None:
+        if not 0.0 <= momentum < 1.0:
+            raise ConfigurationError(f"Muon's momentum must be in [0, 1); {momentum} was given. Nothing was started.")
+        if newton_schulz_steps < 1:
+            raise ConfigurationError(
+                f"Muon needs at least one Newton-Schulz step; {newton_schulz_steps} was given. Nothing was started."
+            )
+        groups = [dict(group) for group in params]
+        for group in groups:
+            group.setdefault("lr", lr * group.setdefault("lr_ratio", 1.0))
+            group.setdefault("weight_decay", weight_decay)
+            if not group.setdefault("orthogonalise", False):
+                continue
+            group.update(momentum=momentum, nesterov=nesterov, newton_schulz_steps=newton_schulz_steps)
+            for parameter in group["params"]:
+                _check_matrix(parameter)
+        self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+        super().__init__(self._adamw.param_groups, {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let AdamW see its own groups, and keep its state in ours."""
+        self._adamw.param_groups = [group for group in self.param_groups if not group["orthogonalise"]]
+        self._adamw.state = self.state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict()`` gave; see ``torch.optim.Optimizer``."""
+        super().load_state_dict(dict(state_dict))
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._adamw.param_groups:
+            self._adamw.step()
+        for group in self.param_groups:
+            if group["orthogonalise"]:
+                self._step_matrices(group)
+        return loss
+
+    def _step_matrices(self, group: Mapping[str, Any]) -> None:
+        alike: dict[Any, list[tuple[nn.Parameter, Tensor]]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
+            update = parameter.grad.add(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum
+            key = parameter.shape, parameter.device, parameter.dtype
+            alike.setdefault(key, []).append((parameter, update))
+        for (shape, _, _), pairs in alike.items():
+            step_size = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+            at_once = max(1, _BATCH_VALUES // shape.numel())
+            for start in range(0, len(pairs), at_once):
+                batch = pairs[start : start + at_once]
+                updates = orthogonalised(torch.stack([update for _, update in batch]), group["newton_schulz_steps"])
+                for (parameter, _), update in zip(batch, updates, strict=True):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(update, alpha=-step_size)
+
+
+def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
+    """About ``U V^T`` of each matrix ``U S V^T``, by the quintic Newton-Schulz iteration; singular values near 1.
+
+    With ``X = G / |G|_F``, transposed where it has more rows than columns, ``steps`` times::
+
+        A = X X^T;   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
+
+    Args:
+        matrices: ``(n, rows, columns)``, left as they are. Computed in bfloat16 on CUDA and in float32 elsewhere.
+        steps: of the iteration.
+
+    Returns:
+        ``(n, rows, columns)``, in the type of ``matrices``. A matrix of zeros stays one.
+
+    >>> made = orthogonalised(torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)))
+    >>> bool((torch.linalg.svdvals(made) - 1).abs().max() < 0.35)
+    True
+    """
+    a, b, c = _COEFFICIENTS
+    working = matrices.to(torch.bfloat16 if matrices.device.type == "cuda" else torch.float32)
+    tall = matrices.shape[1] > matrices.shape[2]
+    if tall:
+        working = working.mT
+    working = working / working.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = working @ working.mT
+        working = torch.baddbmm(working, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), working, beta=a)
+    return (working.mT if tall else working).to(matrices.dtype)
+
+
+def muon(
+    model: nn.Module,
+    lr: float = 4e-4,
+    *,
+    matrix_lr_ratio: float = 10.0,
+    adamw: Sequence[str] = (),
+    weight_decay: float = 0.1,
+    **arguments: Any,
+) -> Muon:
+    """`Muon` over the trainable parameters of ``model``: hidden matrices are orthogonalised, the rest goes to AdamW.
+
+    Hidden matrices are all matrices but embeddings, output heads (linear layers from an embedding's width to its number
+    of entries) and those named by ``adamw``. Norms, biases and other vectors are not decayed.
+
+    Args:
+        model: any module.
+        lr: learning rate of AdamW.
+        matrix_lr_ratio: how many times ``lr`` that of hidden matrices is.
+        adamw: patterns, as in ``*.router.weight``, of names of matrices that AdamW shall train.
+        weight_decay: decoupled, of matrices of both kinds.
+        arguments: further ones of `Muon`.
+
+    Raises:
+        ConfigurationError: if a pattern fits no trainable matrix, none is left to orthogonalise, or a matrix is sharded
+            over ranks.
+
+    >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 50, bias=False))
+    >>> optimizer = muon(model, lr=1e-3)
+    >>> [(group["orthogonalise"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+    [(True, 0.01, 2), (False, 0.001, 2), (False, 0.001, 2)]
+    """
+    hidden = hidden_matrices(model, adamw)
+    if not hidden:
+        raise ConfigurationError(
+            "Muon needs hidden matrices and this model has none beside its embeddings and head. "
+            "AdamW trains such a model. Nothing was started."
+        )
+    names = {id(parameter) for parameter in hidden.values()}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in names]
+    groups: list[dict[str, Any]] = [
+        {"params": list(hidden.values()), "orthogonalise": True, "lr_ratio": matrix_lr_ratio},
+        {"params": [p for p in others if p.dim() >= 2]},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return Muon([group for group in groups if group["params"]], lr, weight_decay=weight_decay, **arguments)
+
+
+def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn.Parameter]:
+    """Name -> trainable matrix that `muon` orthogonalises; see there.
+
+    Raises:
+        ConfigurationError: if a pattern fits no trainable matrix.
+    """
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {(weight.shape[0], weight.shape[1]) for weight in embeddings}
+    heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and tuple(m.weight.shape) in tables]
+    apart = {id(weight) for weight in (*embeddings, *heads)}
+    matrices = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2}
+    for pattern in adamw:
+        if not fnmatch.filter(matrices, pattern):
+            raise ConfigurationError(
+                f"the pattern {pattern!r} fits no trainable matrix of this model, whose matrices are "
+                f"{', '.join(list(matrices)[:5])}{', ...' if len(matrices) > 5 else ''}. Nothing was started."
+            )
+    return {
+        name: p
+        for name, p in matrices.items()
+        if id(p) not in apart and not any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw)
+    }
+
+
+def _check_matrix(parameter: Tensor) -> None:
+    if hasattr(parameter, "to_local"):
+        raise ConfigurationError(
+            "Muon orthogonalises whole matrices, and this model's are sharded over the ranks of a replica. AdamW, or "
+            "ranks that hold all parameters (ddp), can be used. Nothing was started."
+        )
+    if parameter.dim() != 2:
+        raise ConfigurationError(
+            f"Muon orthogonalises matrices, and a parameter of shape {tuple(parameter.shape)} was given. "
+            "Nothing was started."
+        )

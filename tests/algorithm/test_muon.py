@@ -1,0 +1,152 @@
+"""Muon: against torch's own, and what one optimizer over two kinds of parameters has to keep."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.muon import Muon, hidden_matrices, muon, orthogonalised
+from diloco.errors import ConfigurationError
+
+
+class Model(nn.Module):
+    """Embedding, two hidden matrices of one shape and one of another, a norm, a head."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24)])
+        self.down = nn.Linear(24, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 20, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return self.head(self.norm(self.down(hidden)))  # type: ignore[no-any-return]
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
+    generator = torch.Generator().manual_seed(1)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        tokens = torch.randint(20, (16, 5), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens + 1).flatten() % 20)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_move_as_with_torchs_muon_and_the_rest_as_with_adamw(model: Model, nesterov: bool) -> None:
+    other = copy.deepcopy(model)
+    hidden = hidden_matrices(other)
+    rest = [p for p in other.parameters() if id(p) not in set(map(id, hidden.values()))]
+    theirs = torch.optim.Muon(hidden.values(), lr=0.01, weight_decay=0.1, momentum=0.95, nesterov=nesterov)
+    vectors, tables = [p for p in rest if p.dim() < 2], [p for p in rest if p.dim() == 2]
+    groups = [{"params": tables}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, 1e-3, (0.9, 0.95), weight_decay=0.1)
+    mine = muon(model, lr=1e-3, nesterov=nesterov)
+    before = copy.deepcopy(model.state_dict())
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+    mine.step()
+    theirs.step()
+    adamw.step()
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        if name in hidden:  # torch iterates in bfloat16
+            assert bool((a - b).norm() < 0.05 * (b - before[name]).norm()), name
+        else:
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5), (3, 8, 8), (2, 4, 64), (2, 64, 4)])
+def test_orthogonalised_has_the_singular_vectors_and_values_near_one(shape: tuple[int, ...]) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    made = orthogonalised(matrices, steps=10)
+    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    assert ((torch.linalg.svdvals(made) - 1).abs() < 0.35).all()
+    rotated = left.mT @ made @ right.mT  # diagonal, if the singular vectors are the same
+    off = rotated - torch.diag_embed(rotated.diagonal(dim1=1, dim2=2))
+    assert off.abs().max() < 0.02
+    assert values.shape == rotated.shape[:2]
+
+
+def test_a_matrix_of_zeros_stays_one_and_others_beside_it_are_as_alone() -> None:
+    one = torch.randn(1, 6, 9, generator=torch.Generator().manual_seed(0))
+    made = orthogonalised(torch.cat([one, torch.zeros(1, 6, 9)]))
+    assert torch.equal(made[1], torch.zeros(6, 9))
+    assert torch.allclose(made[:1], orthogonalised(one), atol=1e-6)
+
+
+def test_it_learns_faster_than_adamw_alone(model: Model) -> None:
+    other = copy.deepcopy(model)
+    with_muon = trained(model, muon(model, lr=3e-3, weight_decay=0.0), 150)
+    alone = trained(other, torch.optim.AdamW(other.parameters(), 3e-3, weight_decay=0.0), 150)
+    assert with_muon < alone
+
+
+def test_stop_and_resume_equals_never_stopping(model: Model) -> None:
+    whole = copy.deepcopy(model)
+    optimizer = muon(whole)
+    trained(whole, optimizer, 3)
+    trained(whole, optimizer, 3)
+    first = muon(model)
+    trained(model, first, 3)
+    second = muon(model, lr=1.0)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    trained(model, second, 3)
+    assert second.param_groups[0]["lr"] == pytest.approx(4e-3)
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_embeddings_and_heads_are_left_to_adamw_tied_or_not() -> None:
+    expected = ["layers.0.weight", "layers.1.weight", "layers.2.weight", "down.weight"]
+    assert list(hidden_matrices(Model())) == list(hidden_matrices(Model(tied=True))) == expected
+
+
+def test_patterns_name_what_adamw_shall_train(model: Model) -> None:
+    assert list(hidden_matrices(model, ["layers.?.weight"])) == ["down.weight"]
+    with pytest.raises(ConfigurationError, match=r"the pattern 'layer\.\*' fits no trainable matrix .* layers\.0"):
+        muon(model, adamw=["layer.*"])
+    with pytest.raises(ConfigurationError, match="has none beside its embeddings and head"):
+        muon(model, adamw=["layers.*", "down.*"])
+
+
+def test_frozen_parameters_are_in_no_group(model: Model) -> None:
+    model.layers[0].requires_grad_(False)
+    model.embedding.requires_grad_(False)
+    held = {id(p) for group in muon(model).param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_a_parameter_without_a_gradient_stays(model: Model) -> None:
+    optimizer = muon(model)
+    before = model.down.weight.clone()
+    model.layers[0].weight.grad = torch.ones_like(model.layers[0].weight)
+    optimizer.step()
+    assert torch.equal(model.down.weight, before)
+    assert not torch.equal(model.layers[0].weight.grad, torch.zeros(()))
+
+
+@pytest.mark.parametrize("values", [{"momentum": 1.0}, {"momentum": -0.1}, {"newton_schulz_steps": 0}])
+def test_values_out_of_range_are_refused(model: Model, values: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match="Muon"):
+        muon(model, **values)
+    with pytest.raises(ConfigurationError, match=r"shape \(3,\)"):
+        Muon([{"params": [nn.Parameter(torch.zeros(3))], "orthogonalise": True}])
