@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from diloco.algorithm.schedule import Merge, Send, SyncSchedule
     from diloco.algorithm.value_schedule import ValueSchedule
     from diloco.errors import DiLoCoError
-    from diloco.integrations.shares import replica_share
+    from diloco.integrations.host import replica_share
     from diloco.outer.diloco import DiLoCo
     from diloco.transport.hivemind.library import connect_peer
     from diloco.transport.in_process import InProcessTransport
@@ -48,7 +48,7 @@ _HOMES = {
     "connect_replica": "diloco.transport.torch_distributed.library",
     "make_codec": "diloco.algorithm.codec",
     "partition": "diloco.algorithm.fragments",
-    "replica_share": "diloco.integrations.shares",
+    "replica_share": "diloco.integrations.host",
 }
 
 __all__ = [

@@ -185,7 +185,7 @@ def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
     class Pretending:
         strategy = ModelParallelStrategy()
 
-    with pytest.raises(ConfigurationError, match="Accelerate with FSDP2"):
+    with pytest.raises(ConfigurationError, match="FSDP2 with Accelerate"):
         DiLoCoCallback().setup(Pretending(), Small(), "fit")  # type: ignore[arg-type]  # all that setup looks at
     mine = DiLoCoCallback()
     Trainer(**(arguments | {"max_steps": 1}), callbacks=[mine]).fit(Small(), DataLoader(torch.ones(4, 1)))

@@ -118,7 +118,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-2"
 
     elsewhere = options(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint=that folder\) would work"):
+    with pytest.raises(CheckpointError, match=r"use DiLoCoCallback\(resume_from_checkpoint=that folder\)"):
         trainer(elsewhere).train(resume_from_checkpoint=str(folder))
     more = {"max_steps": 3, "save_strategy": "no"}
     trainer(elsewhere, more=more, resume_from_checkpoint=folder).train(resume_from_checkpoint=str(folder))
@@ -136,7 +136,7 @@ def test_two_replicas_in_one_folder_are_refused(tmp_path: Path) -> None:
     def train(replica: int, transport: Transport) -> None:
         trainer(given[replica], transport, {"max_steps": 2, "save_steps": 2}).train()
 
-    with pytest.raises(ConfigurationError, match="a folder for each replica would work"):
+    with pytest.raises(ConfigurationError, match="Give each replica a folder of its own"):
         in_turns(train)
 
 

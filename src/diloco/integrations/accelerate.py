@@ -8,10 +8,8 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from diloco.errors import ConfigurationError
-from diloco.integrations.figures import Figures
-from diloco.integrations.host import StepWatch, required, unwrapped
-from diloco.integrations.hosted_replica import DiLoCoArguments
+from diloco.integrations.host import StepWatch, refuse_unfit, required, unwrapped
+from diloco.integrations.hosted_replica import DiLoCoArguments, Figures
 from diloco.integrations.state import load_state, save_state
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
@@ -21,23 +19,16 @@ from accelerate import Accelerator  # noqa: E402  # once it is sure to be there
 
 __all__ = ["AcceleratedDiLoCo"]
 
-_UNFIT = {
-    "DEEPSPEED": "DeepSpeed keeps the parameters to itself",
-    "MEGATRON_LM": "Megatron keeps its parameters in pieces that are no DTensors",
-    "XLA": "torch_xla does not run here",
-}
-
 
 class AcceleratedDiLoCo(DiLoCo):
     """`DiLoCo` for a model and an optimizer that an `Accelerator` prepared.
 
-    `step` may be called after every micro-batch: under ``accelerator.accumulate`` it counts where gradients were
-    synchronised, and only there, so once for each step of the optimizer. A step that the gradient scaler of
-    ``mixed_precision="fp16"`` skipped counts as one that trained nothing.
+    `step` may be called after every micro-batch: under ``accelerator.accumulate`` it counts only where gradients were
+    synchronised, once for each step of the optimizer. A step that the gradient scaler of ``mixed_precision="fp16"``
+    skipped counts as one that trained nothing.
 
-    ``accelerator.save_state`` and ``load_state`` save and load its state, too, in files beside theirs; it need not be
-    registered for checkpointing. The model that they save has the local parameters; for the global ones use
-    ``with diloco.global_model() as model``.
+    ``accelerator.save_state`` and ``load_state`` save and load its state, too, in files beside theirs. The model that
+    they save has the local parameters; for the global ones use ``with diloco.global_model() as model``.
 
     Args:
         accelerator: that prepared both.
@@ -60,11 +51,7 @@ class AcceleratedDiLoCo(DiLoCo):
         **arguments: Unpack[DiLoCoArguments],
     ) -> None:
         kind = accelerator.distributed_type.name
-        if kind in _UNFIT:
-            raise ConfigurationError(
-                f"an Accelerator for {kind} was given; {_UNFIT[kind]}, so DiLoCo can't serve it. "
-                "DistributedDataParallel or FSDP2 would work. Nothing was started."
-            )
+        refuse_unfit([kind], f"an Accelerator for {kind}")
         bare, inner = unwrapped(model, optimizer, transport)
         self.figures = Figures(arguments.get("on_event"))
         super().__init__(bare, inner, transport=transport, **(arguments | {"on_event": self.figures.handle}))
@@ -76,12 +63,14 @@ class AcceleratedDiLoCo(DiLoCo):
         )
 
     def begin(self, trained: float = 1.0) -> None:
-        """The first half of `step`; does nothing where gradients are still accumulated."""
-        if self._stepped():
+        """The first half of `step`; does nothing while gradients are accumulated."""
+        # a loop that accumulates by itself takes no step; a scaler may have skipped one
+        stepped = self._watch.taken or self._accelerator.scaler is not None
+        if self._accelerator.sync_gradients and stepped:
             super().begin(trained * self._watch.trained())
 
     def finish(self) -> None:
-        """The second half of `step`; does nothing where gradients are still accumulated."""
+        """The second half of `step`; does nothing while gradients are accumulated."""
         if self._accelerator.sync_gradients:
             super().finish()
 
@@ -100,11 +89,6 @@ class AcceleratedDiLoCo(DiLoCo):
     ) -> None:
         super().__exit__(kind, error, trace)
         self.close()
-
-    def _stepped(self) -> bool:
-        """Whether the optimizer was to step: it did, or a gradient scaler may have skipped it."""
-        synchronised = bool(self._accelerator.sync_gradients)
-        return synchronised and (self._watch.taken or self._accelerator.scaler is not None)
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         save_state(Path(folder), self)

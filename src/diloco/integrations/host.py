@@ -1,6 +1,4 @@
-"""What stands behind the wrappers of a framework: the bare model and optimizer, which ranks hold what of them, and
-whether a step was really taken.
-"""
+"""What stands behind the wrappers of a framework: the bare model and optimizer, and which ranks hold what of them."""
 
 from __future__ import annotations
 
@@ -9,15 +7,16 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import Subset
 
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.errors import ConfigurationError
 from diloco.transport.base import Transport
-from diloco.transport.leader import LeaderTransport
 
 __all__ = [
     "StepWatch",
@@ -25,33 +24,58 @@ __all__ = [
     "bare_optimizer",
     "check_ranks",
     "is_sharded",
-    "names_of_kinds",
+    "names_of",
+    "refuse_unfit",
+    "replica_share",
     "required",
     "unwrapped",
 ]
 
 _UNFIT = {
-    "deepspeed": "DeepSpeed keeps the parameters that its optimizer steps to itself",
-    "megatron": "Megatron keeps its parameters in pieces that are no DTensors",
-    "FullyShardedDataParallel": "FSDP1 keeps its parameters in flat pieces that are no DTensors",
-    "MegatronEngine": "Megatron keeps its parameters in pieces that are no DTensors",
-    "DeepSpeedOptimizerWrapper": "DeepSpeed keeps the parameters that its optimizer steps to itself",
+    "DeepSpeed keeps the parameters to itself": (
+        *("deepspeed", "DEEPSPEED", "DeepSpeedOptimizerWrapper", "DeepSpeedStrategy"),
+    ),
+    "Megatron keeps its parameters in pieces that are no DTensors": ("megatron", "MEGATRON_LM", "MegatronEngine"),
+    "FSDP1 keeps its parameters in flat pieces that are no DTensors": ("FullyShardedDataParallel", "FSDPStrategy"),
+    "torch_xla does not run here": ("XLA", "XLAStrategy", "SingleDeviceXLAStrategy"),
+    "Lightning's checkpoints keep only what the first rank says of a callback": ("ModelParallelStrategy",),
 }
-"""Packages and classes that can't be served, and why."""
+"""Why something can't be served, and what: packages and classes, and how Accelerate calls them."""
 
 
 def required(module: str, extra: str) -> ModuleType:
     """The module, imported.
 
     Raises:
-        ConfigurationError: if it is not installed; it says how it would be.
+        ConfigurationError: if it is not installed; it says how to install it.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigurationError(
-            f"{module} can't be imported ({error}); pip install 'diloco[{extra}]' would work. Nothing was started."
+            f"{module} can't be imported ({error}). Install it with pip install 'diloco[{extra}]'. Nothing was started."
         ) from error
+
+
+def refuse_unfit(names: Iterable[str], given: str) -> None:
+    """Refuse what is known by one of these names not to work; ``given`` says what it is.
+
+    Raises:
+        ConfigurationError: with the reason.
+    """
+    found = set(names)
+    for why, unfit in _UNFIT.items():
+        if found.intersection(unfit):
+            raise ConfigurationError(
+                f"{given} was given, but {why}, so DiLoCo can't serve it. Use DistributedDataParallel, or FSDP2 with "
+                "Accelerate or the Trainer of transformers. Nothing was started."
+            )
+
+
+def names_of(thing: object) -> list[str]:
+    """The names of the classes that ``thing`` is one of, and of the packages that they are from."""
+    kinds = type(thing).__mro__
+    return [kind.__name__ for kind in kinds] + [kind.__module__.partition(".")[0] for kind in kinds]
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -65,7 +89,7 @@ def bare_model(model: nn.Module) -> nn.Module:
     True
     """
     for module in model.modules():
-        _refuse_unfit(module)
+        refuse_unfit(names_of(module), f"a model with a {type(module).__name__}")
     while True:
         compiled = model._modules.get("_orig_mod")  # of torch.compile, asked without importing it
         if isinstance(model, DistributedDataParallel | DataParallel):
@@ -82,22 +106,23 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     Raises:
         ConfigurationError: if there is none.
     """
-    _refuse_unfit(optimizer)
-    if {"AcceleratedOptimizer", "LightningOptimizer"}.intersection(names_of_kinds(optimizer)):
+    names = names_of(optimizer)
+    refuse_unfit(names, f"a {type(optimizer).__name__}")
+    if {"AcceleratedOptimizer", "LightningOptimizer"}.intersection(names):
         return bare_optimizer(optimizer.optimizer)
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            f"an optimizer of {type(optimizer).__module__}.{type(optimizer).__name__} was given; one that is a "
-            "torch.optim.Optimizer would work. Nothing was started."
+            f"a {type(optimizer).__module__}.{type(optimizer).__name__} was given as the optimizer; it must be a "
+            "torch.optim.Optimizer. Nothing was started."
         )
     return optimizer
 
 
 def unwrapped(model: nn.Module, optimizer: Any, transport: Transport | None) -> tuple[nn.Module, Optimizer]:
-    """The bare model and the bare optimizer, once all that can't work with them or ``transport`` is refused.
+    """The bare model and the bare optimizer.
 
     Raises:
-        ConfigurationError: for it.
+        ConfigurationError: if DiLoCo can't work with one of them or with ``transport``.
     """
     bare, inner = bare_model(model), bare_optimizer(optimizer)
     check_ranks(bare, transport)
@@ -112,7 +137,7 @@ def is_sharded(model: nn.Module) -> bool:
 def check_ranks(model: nn.Module, transport: Transport | None) -> None:
     """Refuse a transport that does not fit what the ranks of torch.distributed hold of the model.
 
-    They are the ranks of one replica: a host framework averages their gradients, whatever else they are told.
+    They are the ranks of one replica, because the framework averages their gradients.
 
     Raises:
         ConfigurationError: if it does not fit.
@@ -120,26 +145,23 @@ def check_ranks(model: nn.Module, transport: Transport | None) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1 or transport is None:
         return
-    led = isinstance(transport, LeaderTransport)
-    if is_sharded(model) == led:
-        kind, fitting = ("shards", "sharded") if is_sharded(model) else ("all", "whole")
+    if is_sharded(model) == transport.shared_by_ranks:
+        held, fitting = ("shards", "sharded") if is_sharded(model) else ("all", "whole")
         raise ConfigurationError(
-            f"each of the {ranks} ranks of this replica holds {kind} of its parameters, and was given a "
-            f"{type(transport).__name__}; what connect_replica(..., ranks={fitting!r}) gives would work. "
-            "Nothing was started."
+            f"a {type(transport).__name__} was given, but each of this replica's {ranks} ranks holds {held} of its "
+            f"parameters. Use what connect_replica(..., ranks={fitting!r}) gives. Nothing was started."
         )
 
 
 class StepWatch:
     """Whether an optimizer took its steps, or a gradient scaler skipped them.
 
-    Asks the optimizer, not the framework: fused kernels are called with ``found_inf`` and skip the step themselves,
+    It asks the optimizer, not the framework: a fused kernel is called with ``found_inf`` and skips the step by itself,
     which Accelerate, for one, counts as taken.
 
     Args:
         optimizer: of torch.
 
-    >>> import torch
     >>> parameter = nn.Parameter(torch.zeros(1))
     >>> optimizer = torch.optim.SGD([parameter], lr=1.0)
     >>> watch = StepWatch(optimizer)
@@ -160,12 +182,12 @@ class StepWatch:
         return self._taken
 
     def trained(self) -> float:
-        """How much of the step since the last call was trained: 1 all, 0 nothing. As `DiLoCo.step` takes it."""
+        """How much of the step since the last call was trained, as `DiLoCo.step` takes it: 1 all, 0 nothing."""
         taken, self._taken = self._taken, False
         return float(taken)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._handle.remove()
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -174,16 +196,42 @@ class StepWatch:
             self._taken = True
 
 
-def names_of_kinds(thing: object) -> Iterable[str]:
-    """The names of the classes that ``thing`` is one of."""
-    return (kind.__name__ for kind in type(thing).__mro__)
+def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | None = 0) -> Any:
+    """What of a map-style data set one replica trains on: as many samples for each replica, and no sample for two.
 
+    Equal shares make epochs of equally many steps, so that no replica waits for one that ended an epoch early. What
+    can't be dealt out evenly, fewer than M samples, is left out.
 
-def _refuse_unfit(thing: object) -> None:
-    for kind in type(thing).__mro__:
-        why = _UNFIT.get(kind.__module__.partition(".")[0]) or _UNFIT.get(kind.__name__)
-        if why:
-            raise ConfigurationError(
-                f"a {kind.__name__} of {kind.__module__.partition('.')[0]} was given; {why}, so DiLoCo can't serve it. "
-                "DistributedDataParallel, or FSDP2 where the integration says so, would work. Nothing was started."
-            )
+    Args:
+        dataset: with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` is one, too.
+        replica: m.
+        num_replicas: M.
+        seed: of the order in which samples are dealt, the same on all replicas; None: the order that they have, every
+            M-th sample to the same replica.
+
+    Raises:
+        ConfigurationError: if there is no such replica, less than one sample for each, or no length.
+
+    >>> [list(replica_share(range(7), replica=m, num_replicas=3, seed=None)) for m in range(3)]
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    if not 0 <= replica < num_replicas:
+        raise ConfigurationError(
+            f"replica={replica} of {num_replicas} was given; use 0 to {num_replicas - 1}. Nothing was shared out."
+        )
+    if not hasattr(dataset, "__len__"):
+        raise ConfigurationError(
+            f"a {type(dataset).__name__} has no length. For a stream of Hugging Face's, use datasets.distributed."
+            f"split_dataset_by_node(dataset, rank={replica}, world_size={num_replicas}). Nothing was shared out."
+        )
+    each = len(dataset) // num_replicas
+    if each == 0:
+        raise ConfigurationError(
+            f"{len(dataset)} samples were given to {num_replicas} replicas, and each needs at least one. "
+            "Nothing was shared out."
+        )
+    order = torch.arange(len(dataset))
+    if seed is not None:
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    indices = order[replica : each * num_replicas : num_replicas].tolist()
+    return dataset.select(indices) if hasattr(dataset, "select") else Subset(dataset, indices)

@@ -1,34 +1,34 @@
-"""One replica whose loop a framework drives: what its callbacks have in common, from the beginning of the training to
-its end.
-"""
+"""One replica whose loop a framework drives: what the integrations have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
-from diloco.algorithm.fragments import Fragment
+from diloco.algorithm.fragments import Fragment, local_shard, trainable_parameters
 from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.events import Event
-from diloco.integrations.figures import Figures
+from diloco.events import Event, RoundCommitted
 from diloco.integrations.host import StepWatch, unwrapped
-from diloco.integrations.values import GlobalsInModel, Parameters, hold_values
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
-__all__ = ["DiLoCoArguments", "HostedReplica"]
+__all__ = ["DiLoCoArguments", "Figures", "HostedReplica", "Parameters", "held_values", "hold_values"]
+
+Parameters = Literal["global", "local"]
+"""Whose values are evaluated, saved for use, and left in the model at the end: what all replicas agree on, or this
+replica's own."""
 
 
 class DiLoCoArguments(TypedDict, total=False):
-    """What of `DiLoCo`'s arguments an integration passes on; its docstring tells them."""
+    """The arguments of `DiLoCo` that an integration passes on; they are explained there."""
 
     schedule: SyncSchedule | None
     fragments: Sequence[Fragment] | None
@@ -42,8 +42,42 @@ class DiLoCoArguments(TypedDict, total=False):
     on_event: Callable[[Event], None] | None
 
 
+class Figures:
+    """What became of the rounds so far, as a framework's logs take it.
+
+    Args:
+        on_event: called with every event, too.
+    """
+
+    def __init__(self, on_event: Callable[[Event], None] | None) -> None:
+        self._on_event = on_event
+        self._wait_s = 0.0
+        self._contributors = 0
+
+    def handle(self, event: Event) -> None:
+        """Take note of ``event``."""
+        if isinstance(event, RoundCommitted):
+            self._wait_s += event.wait_s
+            self._contributors = len(event.contributors)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def of(self, diloco: DiLoCo) -> dict[str, float]:
+        """Name -> number. Rounds and bytes since the beginning; seconds of waiting since this process began."""
+        return {
+            "diloco/rounds": diloco.rounds_committed,
+            "diloco/rounds_void": diloco.rounds_void,
+            "diloco/contributors": self._contributors,
+            "diloco/sent_bytes": diloco.transport.sent_bytes,
+            "diloco/received_bytes": diloco.transport.received_bytes,
+            "diloco/wait_s": self._wait_s,
+        }
+
+
 class HostedReplica:
-    """A `DiLoCo` that is made when a framework begins to train, and whose values the model holds until it has ended.
+    """A `DiLoCo` that is made when a framework begins to train, and the values that the model holds meanwhile.
+
+    While the global parameters are shown, nothing may be trained or merged.
 
     Args:
         parameters: whose values the model holds where it is evaluated and saved, and at the end.
@@ -59,14 +93,13 @@ class HostedReplica:
 
     def __init__(self, parameters: Parameters, arguments: DiLoCoArguments) -> None:
         if parameters not in get_args(Parameters):
-            raise ConfigurationError(
-                f"parameters={parameters!r} was given; global or local would work. Nothing was started."
-            )
+            raise ConfigurationError(f"parameters={parameters!r} was given; use global or local. Nothing was started.")
         self.parameters = parameters
         self.diloco: DiLoCo | None = None
         self.training = False
         self._arguments = arguments
         self._figures = Figures(arguments.get("on_event"))
+        self._hidden: dict[str, Tensor] | None = None
 
     def begin(self, model: nn.Module, optimizer: Any, transport: Transport | None) -> DiLoCo:
         """Make the `DiLoCo` of what a framework has wrapped.
@@ -77,7 +110,6 @@ class HostedReplica:
         bare, inner = unwrapped(model, optimizer, transport)
         arguments = self._arguments | {"on_event": self._figures.handle}
         self.diloco = DiLoCo(bare, inner, transport=transport, **arguments)
-        self._globals = GlobalsInModel(self.diloco)
         self._watch = StepWatch(inner)
         self.training = True
         return self.diloco
@@ -90,39 +122,41 @@ class HostedReplica:
         """For the framework's logs; see `Figures`."""
         return self._figures.of(self._begun)
 
-    def show(self) -> None:
-        """The model takes the parameters that are to be evaluated or saved; where none is trained, nothing is done."""
-        if self.training and self.parameters == "global":
-            self._globals.show()
-
-    def hide(self) -> None:
-        """Training goes on with the local parameters; where none is trained, nothing is done."""
-        if self.training:
-            self._globals.hide()
-
     @property
     def shows_globals(self) -> bool:
         """Whether the model holds the global parameters in place of the local ones."""
-        return self.training and self._globals.shown
+        return self._hidden is not None
+
+    def show(self) -> None:
+        """While training: the model takes the parameters that are to be evaluated or saved."""
+        if self.training and self.parameters == "global" and self._hidden is None:
+            self._hidden = {name: values.clone() for name, values in held_values(self._begun.model).items()}
+            hold_values(self._begun.model, self._begun.outer_loop.named_global_params())
+
+    def hide(self) -> None:
+        """The model holds the local parameters again."""
+        if self._hidden is not None:
+            hold_values(self._begun.model, self._hidden)
+            self._hidden = None
 
     def local(self) -> dict[str, Tensor]:
         """Parameter name -> the local value, wherever it is now; not copied."""
-        return self._globals.local()
+        return held_values(self._begun.model) if self._hidden is None else self._hidden
 
     def end(self, instead: Mapping[str, Tensor] | None = None) -> None:
         """Merge what is in flight, and leave the model with the parameters that were asked for, or ``instead``."""
         self.hide()
         self._begun.drain()
+        if instead is None and self.parameters == "global":
+            instead = self._begun.outer_loop.named_global_params()
         if instead is not None:
             hold_values(self._begun.model, instead)
-        elif self.parameters == "global":
-            self._globals.keep()
         self.abandon()
 
     def abandon(self) -> None:
-        """Leave the model with the local parameters, and the optimizer as it was; where none is trained, nothing."""
+        """Leave the model with the local parameters and the optimizer as it was; does nothing after the end."""
+        self.hide()
         if self.training:
-            self._globals.hide()
             self._watch.close()
             self.training = False
 
@@ -130,3 +164,14 @@ class HostedReplica:
     def _begun(self) -> DiLoCo:
         assert self.diloco is not None, "training has begun"
         return self.diloco
+
+
+def held_values(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> what this rank holds of the trainable parameter, on the same memory."""
+    return {name: local_shard(parameter) for name, parameter in trainable_parameters(model).items()}
+
+
+def hold_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy ``values`` into the trainable parameters, in their own dtype and on their own device."""
+    for name, shard in held_values(model).items():
+        shard.copy_(values[name])

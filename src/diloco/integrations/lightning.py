@@ -1,7 +1,6 @@
 """DiLoCo in Lightning's `Trainer`: a callback.
 
-Not a strategy: what happens inside a replica is the business of Lightning's own strategies, one device or DDP, and
-DiLoCo goes around each of them.
+It is not a strategy, because what happens inside a replica is left to Lightning's own: one device, or DDP.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.integrations.host import names_of_kinds, required
-from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica
+from diloco.integrations.host import names_of, refuse_unfit, required
+from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica, Parameters
 from diloco.integrations.state import exact_state, restore
-from diloco.integrations.values import Parameters
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
@@ -28,16 +26,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  
 __all__ = ["Connect", "DiLoCoCallback"]
 
 Connect = Callable[[], AbstractContextManager[Transport]]
-"""Connects to the other replicas when training begins, and parts when it has ended: a `functools.partial` of
-`connect_replica`, for one."""
-
-_UNFIT = {
-    "DeepSpeedStrategy": "DeepSpeed keeps the parameters to itself",
-    "FSDPStrategy": "FSDP1 keeps its parameters in flat pieces that are no DTensors",
-    "ModelParallelStrategy": "its checkpoints keep nothing of a callback but what its first rank has",
-    "XLAStrategy": "torch_xla does not run here",
-    "SingleDeviceXLAStrategy": "torch_xla does not run here",
-}
+"""Connects to the other replicas when training begins, and disconnects at its end, such as a `functools.partial` of
+`connect_replica`."""
 
 
 class DiLoCoCallback(Callback):
@@ -45,12 +35,12 @@ class DiLoCoCallback(Callback):
 
     After every optimizer step, however many batches it accumulated, fragments are sent and merged as the schedule says;
     a step that a gradient scaler skipped counts as one that trained nothing. DiLoCo's state is in Lightning's
-    checkpoints, and ``trainer.fit(ckpt_path=...)`` goes on exactly. Figures of the rounds are logged by names that
+    checkpoints, and ``trainer.fit(ckpt_path=...)`` resumes exactly. Figures of the rounds are logged under names that
     begin with ``diloco/``.
 
-    Every replica is a process of its own, or the processes of one ``strategy="ddp"``, with a ``default_root_dir`` of
-    its own. All must begin with the same weights, take the same number of optimizer steps (``max_steps``), and see
-    other data (`diloco.replica_share`).
+    Every replica is a process, or the processes of one ``strategy="ddp"``, with its own ``default_root_dir``. All must
+    begin with the same weights, take the same number of optimizer steps (``max_steps``), and see different data
+    (`diloco.replica_share`).
 
     Args:
         transport: this replica's way to the others, or how to connect to them when training begins (with DDP it must be
@@ -89,24 +79,20 @@ class DiLoCoCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what can't work before anything is set up for it."""
-        for name in names_of_kinds(trainer.strategy):
-            if stage == "fit" and name in _UNFIT:
-                raise ConfigurationError(
-                    f"DiLoCoCallback was given to a Trainer with {name}; {_UNFIT[name]}. One device or DDP would work; "
-                    "so would Accelerate with FSDP2. Nothing was started."
-                )
+        if stage == "fit":
+            refuse_unfit(names_of(trainer.strategy), f"a Trainer with {type(trainer.strategy).__name__}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Connect, and make the `DiLoCo`, at its beginning or where a checkpoint was saved."""
         if self.diloco is not None:
             raise ConfigurationError(
-                "DiLoCoCallback was given to a second fit(), and its rounds are over; a new one, with a new transport, "
-                "would work. Nothing was started."
+                "DiLoCoCallback was given to a second fit(), but its rounds are over. Make a new one with a new "
+                "transport. Nothing was started."
             )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
                 f"DiLoCoCallback was given to a module of {len(trainer.optimizers)} optimizers, whose steps Lightning "
-                "adds up; one optimizer, or DiLoCo around a loop of your own, would work. Nothing was started."
+                "adds up. Use one optimizer, or DiLoCo around a loop of your own. Nothing was started."
             )
         transport = self.transport
         if callable(transport):
@@ -116,8 +102,8 @@ class DiLoCoCallback(Callback):
             self._resume(diloco, self._loaded)
         elif trainer.global_step and not self.begin_from_checkpoint:
             raise CheckpointError(
-                f"the Trainer resumes at step {trainer.global_step} from a checkpoint without DiLoCo's state; one that "
-                "was saved with DiLoCoCallback, or begin_from_checkpoint=True, would work. Nothing was started."
+                f"the Trainer resumes at step {trainer.global_step} from a checkpoint without DiLoCo's state. Use one "
+                "that was saved with DiLoCoCallback, or begin_from_checkpoint=True. Nothing was started."
             )
         self._counted = trainer.global_step
         if self._replica.parameters == "global":
@@ -132,8 +118,8 @@ class DiLoCoCallback(Callback):
         self._counted = trainer.global_step
         if steps > 1:
             raise ConfigurationError(
-                f"training_step took {steps} steps of the optimizer with one batch, between which DiLoCo would have to "
-                "merge; one step a batch, or DiLoCo around a loop of your own, would work. Training stops here."
+                f"training_step took {steps} steps of the optimizer with one batch, but DiLoCo may have to merge after "
+                "each. Take one step a batch, or use DiLoCo around a loop of your own. Training stops here."
             )
         if steps:
             self._replica.step()
@@ -148,12 +134,12 @@ class DiLoCoCallback(Callback):
         self._replica.hide()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Merge what is in flight, leave the module with the parameters that were asked for, and part."""
+        """Merge what is in flight, leave the module with the parameters that were asked for, and disconnect."""
         self._replica.end()
         self._at_end.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Part at once."""
+        """Disconnect at once."""
         self._replica.abandon()
         self._at_end.__exit__(type(exception), exception, sys.exc_info()[2])
 
@@ -172,8 +158,8 @@ class DiLoCoCallback(Callback):
     def _resume(self, diloco: DiLoCo, state: Mapping[str, Any]) -> None:
         if state["replica"] != diloco.transport.replica:
             raise CheckpointError(
-                f"the checkpoint is of replica {state['replica']}, and this is replica {diloco.transport.replica}; "
-                "each replica's own would work. Nothing was started."
+                f"the checkpoint is of replica {state['replica']}, but this is replica {diloco.transport.replica}. "
+                "Resume each replica from its own. Nothing was started."
             )
         restore(diloco, state)
 

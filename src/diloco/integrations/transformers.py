@@ -10,9 +10,8 @@ from torch import nn
 
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.integrations.host import required
-from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica
+from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica, Parameters, held_values
 from diloco.integrations.state import has_state, load_state, save_state
-from diloco.integrations.values import Parameters, held_values
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
@@ -33,12 +32,12 @@ class DiLoCoCallback(TrainerCallback):
     """Makes a `Trainer` one replica among others.
 
     After every optimizer step, however many micro-batches it took, fragments are sent and merged as the schedule says.
-    DiLoCo's state is saved with the Trainer's checkpoints, and ``trainer.train(resume_from_checkpoint=...)`` goes on
-    exactly. Figures of the rounds are added to the Trainer's logs, by names that begin with ``diloco/``.
+    DiLoCo's state is saved with the Trainer's checkpoints, and ``trainer.train(resume_from_checkpoint=...)`` resumes
+    exactly. Figures of the rounds are added to the Trainer's logs, under names that begin with ``diloco/``.
 
-    Every replica is a process of its own, or a group of processes of `torchrun` that train it together with
-    DistributedDataParallel or FSDP2, with an ``output_dir`` of its own. All must begin with the same weights, take the
-    same number of optimizer steps (``max_steps``), and see other data (`diloco.replica_share`).
+    Every replica is a process, or a group of processes of `torchrun` that train it together with
+    DistributedDataParallel or FSDP2, with its own ``output_dir``. All must begin with the same weights, take the same
+    number of optimizer steps (``max_steps``), and see different data (`diloco.replica_share`).
 
     Args:
         transport: this replica's way to the others; None: alone.
@@ -139,8 +138,8 @@ class DiLoCoCallback(TrainerCallback):
         folder, shown = _checkpoint_of(args, state), self._replica.shows_globals
         if self._replica.parameters == "global" and not shown:
             warnings.warn(
-                f"{folder} holds local parameters, since a callback behind DiLoCoCallback asked for it to be saved; "
-                "DiLoCoCallback as the last one would save the global ones.",
+                f"{folder} holds local parameters, because a callback after DiLoCoCallback asked for it to be saved. "
+                "Give DiLoCoCallback as the last one to save the global parameters.",
                 stacklevel=2,
             )
         if not args.save_only_model:
@@ -180,9 +179,9 @@ class DiLoCoCallback(TrainerCallback):
             load_state(folder, diloco, check_model=True)
         elif not self.begin_from_checkpoint:
             raise CheckpointError(
-                f"the Trainer resumes at step {state.global_step}, and {folder} has no state of DiLoCo. Where it "
-                "resumes from another folder, DiLoCoCallback(resume_from_checkpoint=that folder) would work; where a "
-                "Trainer without DiLoCo saved it, begin_from_checkpoint=True. Nothing was started."
+                f"the Trainer resumes at step {state.global_step}, but {folder} has no state of DiLoCo. If it resumes "
+                "from another folder, use DiLoCoCallback(resume_from_checkpoint=that folder); if a Trainer without "
+                "DiLoCo saved it, begin_from_checkpoint=True. Nothing was started."
             )
 
     def _refuse_unfit(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -195,10 +194,7 @@ class DiLoCoCallback(TrainerCallback):
         }
         for what, given in refused.items():
             if given:
-                raise ConfigurationError(
-                    f"DiLoCoCallback was given to a Trainer with {what}; without that, it would work. "
-                    "Nothing was started."
-                )
+                raise ConfigurationError(f"DiLoCoCallback can't serve a Trainer with {what}. Nothing was started.")
 
 
 class _FiguresFirst(TrainerCallback):

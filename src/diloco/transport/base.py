@@ -96,10 +96,12 @@ class Transport(abc.ABC):
         view: who takes part in the next round.
         sent_bytes, received_bytes: payload moved by this replica in all rounds so far, void ones included.
         fetched_bytes: of others' state that have come so far, where the transport counts them.
+        shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
 
     replica: int
     view: View
+    shared_by_ranks: bool = False
     sent_bytes: int = 0
     received_bytes: int = 0
 

@@ -37,6 +37,8 @@ class LeaderTransport(Transport):
         ConfigurationError: if a rank has a transport that should have none, or position 0 has none.
     """
 
+    shared_by_ranks = True
+
     def __init__(self, group: ReplicaGroup, transport: Transport | None) -> None:
         wrong = group.leads == (transport is None)
         if group.any(wrong):
