@@ -23,4 +23,4 @@ def test_the_largest_works_everywhere() -> None:
     seed = load_configuration(["--seed", str(2**63 - 1)]).seed
     tiny = ModelSettings(layers=1, width=8, heads=2, ffn_width=8, vocab_size=9)
     assert build_language_model(tiny, seed=seed).num_parameters() > 0
-    RandomState.seeded(seed, 3)
+    RandomState(seed, 3)

@@ -101,7 +101,7 @@ def make_replica(
     )
     batches = make_batches(settings, corpus, number, elastic=fleet.elastic)
     gradients = make_gradients(settings, model, fleet, number)
-    return Replica(number, model, inner, batches, RandomState.seeded(settings.seed, number), gradients)
+    return Replica(number, model, inner, batches, RandomState(settings.seed, number), gradients)
 
 
 def make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
