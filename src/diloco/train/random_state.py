@@ -102,7 +102,7 @@ class RandomState:
         """Install these generators for the length of a ``with`` block.
 
         Afterwards, also after an exception, this state has advanced by what the block drew and the process has the
-        generators that it had before. Different states may be nested. About 0.2 ms each time.
+        generators that it had before. Different states may be nested. About 0.1 ms each time.
 
         Raises:
             DiLoCoError: when this state is active already.
