@@ -31,6 +31,7 @@ ORDER = (
     "simulate",
     "integrations",
     "config",
+    "sweep",
     "cli",
 )
 ROOT = Path(diloco.__file__).parent

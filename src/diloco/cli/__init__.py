@@ -26,6 +26,7 @@ COMMANDS = {
     "dht": "be a peer that others find each other through, and that trains nothing",
     "simulate": "the compute utilisation that a link allows, and the link that one needs",
     "plan": "the settings for a model and a link that harm the loss least",
+    "sweep": "a study: the same run with settings varied along axes",
     "presets": "the models to begin from, with their dimensions",
 }
 """Every command and what it does; the module of the same name has ``run(arguments) -> exit code``."""

@@ -1,0 +1,115 @@
+"""``diloco sweep``: a study, which is many runs that differ in some settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from diloco.checkpoint.disk import write_whole
+from diloco.config.usage import parse_arguments_of
+from diloco.cores import usable_cores
+from diloco.errors import ConfigurationError
+from diloco.sweep.study import read_study
+
+if TYPE_CHECKING:
+    from diloco.sweep.execute import Ended
+
+__all__ = ["run"]
+
+DESCRIPTION = """Run a study: the same training run with settings varied along axes.
+
+STUDY is a TOML file. [base] has any keys of a run, as `diloco train` takes them;
+[axes] has a list of values for each key that is varied, and all combinations are
+run. Keys with a comma between them are varied together. Runs that differ in
+their seed alone share a row of the table.
+
+  [base]
+  train.steps = 300
+  [axes]
+  "schedule.inner_steps" = [10, 30]
+  "codec.name" = ["float32", "fp4"]
+  seed = [0, 1, 2]
+
+DIR gets results.jsonl, a line for each run that has ended; table.md; and runs/,
+a folder for each. After an interruption the same command goes on: finished runs
+are not repeated, begun ones go on from their checkpoints, failed ones are tried
+again.
+
+Examples:
+  diloco sweep study.toml --out studies/first --dry-run
+  diloco sweep study.toml --out studies/first --plot studies/first/loss.svg"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What follows `diloco sweep`."""
+
+    study: Annotated[Positional[Path], arg(metavar="STUDY", help_behavior_hint="")]
+    """TOML file with [base] and [axes]."""
+    out: Annotated[Path, arg(metavar="DIR", help_behavior_hint="")]
+    """Folder for everything."""
+    jobs: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Runs side by side. Default: one for each core."""
+    plot: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Draw the held-out loss over the first axis of numbers: .svg, .png or .html. Needs matplotlib."""
+    dry_run: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Only say which runs there are, and which of them are done."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run what is not done yet; 1 where a run failed."""
+    given = parse_arguments_of(Arguments, program="diloco sweep", description=DESCRIPTION, arguments=arguments)
+    jobs = usable_cores() if given.jobs is None else given.jobs
+    if jobs < 1:
+        raise ConfigurationError(f"--jobs {jobs} was given. At least one run is needed at a time. Nothing was started.")
+    runs = read_study(given.study).runs()
+    if repeated := [run.name for run in runs if [each.name for each in runs].count(run.name) > 1]:
+        raise ConfigurationError(f"Two runs of the study would be called {repeated[0]}. Nothing was started.")
+
+    from diloco.sweep.execute import run_all
+    from diloco.sweep.outcomes import Outcomes, check_plot, draw, table
+
+    folder = given.out / "runs"
+    _make_folder(given.out if given.dry_run else folder)
+    if given.plot is not None:
+        check_plot(given.plot, runs)
+    outcomes = Outcomes(given.out / "results.jsonl")
+    rest = [each for each in runs if not outcomes.is_done(each)]
+    print(f"{len(runs)} runs, {len(runs) - len(rest)} of them done; {jobs} side by side", flush=True)
+    if given.dry_run:
+        for each in runs:
+            print(f"  {'done ' if outcomes.is_done(each) else 'to do'}  {each.name}")
+        return 0
+
+    for each, ended in run_all(rest, folder, jobs):
+        if ended is None:
+            print(f"  begun  {each.name}", flush=True)
+            continue
+        outcomes.add(each, ended.summary, ended.error)
+        write_whole(given.out / "table.md", table(outcomes.of_all(runs)) + "\n")
+        print(f"  {'failed' if ended.summary is None else 'done  '} {each.name}: {_in_words(ended)}", flush=True)
+    held = outcomes.of_all(runs)
+    text = table(held)
+    write_whole(given.out / "table.md", text + "\n")
+    print(text)
+    if given.plot is not None:
+        draw(held, given.plot)
+    return 1 if any(outcome["status"] != "done" for outcome in held) else 0
+
+
+def _in_words(ended: Ended) -> str:
+    if ended.summary is None:
+        return ended.error
+    loss = ended.summary["heldout_loss"]
+    return f"{'no held-out loss' if loss is None else f'held-out loss {loss:.4f}'}, {ended.summary['wall_s']:.0f} s"
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--out {folder} can't be made: {error.strerror}. Nothing was started.") from error

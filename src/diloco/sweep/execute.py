@@ -1,0 +1,92 @@
+"""Runs of a study, each a `diloco train` of its own, as many side by side as there are cores for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.checkpoint.disk import write_whole
+from diloco.cores import choose_share
+from diloco.sweep.study import Run
+
+__all__ = ["Ended", "run_all"]
+
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        summary: what `diloco train` wrote of it; None: it failed.
+        error: why.
+    """
+
+    summary: dict[str, Any] | None
+    error: str = ""
+
+
+def run_all(runs: Iterable[Run], folder: Path, jobs: int) -> Iterator[tuple[Run, Ended | None]]:
+    """Run all, ``jobs`` at a time: each with None as it begins, and with how it ended.
+
+    A run that was interrupted goes on from its last checkpoint. If the caller stops, the processes are ended with
+    SIGINT, upon which they save their states.
+
+    Args:
+        runs: in the order to begin them.
+        folder: gets a configuration, a log and a run folder for each.
+        jobs: so many processes at a time.
+    """
+    waiting, going = list(runs), dict[subprocess.Popen[bytes], Run]()
+    try:
+        while waiting or going:
+            while waiting and len(going) < jobs:
+                run = waiting.pop(0)
+                going[_begin(run, folder, jobs)] = run
+                yield run, None
+            ended = [process for process in going if process.poll() is not None]
+            for process in ended:
+                run = going.pop(process)
+                yield run, _ended(run, folder, process.returncode)
+            if not ended:
+                time.sleep(_LOOK_S)
+    finally:
+        for process in going:
+            process.send_signal(2)
+        for process in going:
+            process.wait()
+
+
+def _begin(run: Run, folder: Path, jobs: int) -> subprocess.Popen[bytes]:
+    place = folder / run.name
+    environment = dict(os.environ)
+    choose_share(environment, jobs)
+    if (place / "checkpoints" / "latest").exists():
+        words = ["--resume", str(place)]
+    else:
+        if place.exists():
+            shutil.rmtree(place)  # it ended before it had saved anything
+        settings = folder / f"{run.name}.toml"
+        write_whole(settings, run.to_toml())
+        words = [str(settings), "--out", str(place)]
+    with (folder / f"{run.name}.log").open("ab") as log:
+        command = [sys.executable, "-m", "diloco", "train", *words]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+
+
+def _ended(run: Run, folder: Path, code: int) -> Ended:
+    summary = folder / run.name / "summary.json"
+    if code == 0 and summary.exists():
+        return Ended(json.loads(summary.read_text(encoding="utf-8")))
+    lines = (folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    said = lines[-1].removeprefix("diloco: ")[:300] if lines else "it said nothing"
+    return Ended(None, f"exit code {code}: {said}")

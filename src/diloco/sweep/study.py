@@ -1,0 +1,157 @@
+"""What a study is: settings that all runs share, axes along which they differ, and the runs that follow from both."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.config.configuration import Configuration
+from diloco.config.keys import Values, keys_of
+from diloco.config.toml import in_toml, parse_toml
+from diloco.errors import ConfigurationError
+
+__all__ = ["Run", "Study", "read_study"]
+
+_LONGEST_NAME = 100
+_NOT_VARIED = ("out", "checkpoint.resume")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study.
+
+    Attributes:
+        name: made of the values in which it differs from the others; a name of a folder.
+        settings: key -> value, of all that the study sets.
+        varied: key -> value, of the axes alone.
+    """
+
+    name: str
+    settings: Values
+    varied: Values
+
+    def to_toml(self) -> str:
+        """The settings as a file for `diloco train`."""
+        return "".join(f"{key} = {in_toml(value)}\n" for key, value in self.settings.items())
+
+
+@dataclass(frozen=True)
+class Study:
+    """A base and axes.
+
+    Attributes:
+        base: key -> value, of all runs.
+        axes: keys that are varied together -> the values that they take, one tuple of values for each point.
+    """
+
+    base: Values
+    axes: Mapping[tuple[str, ...], tuple[tuple[Any, ...], ...]]
+
+    def runs(self) -> tuple[Run, ...]:
+        """Every combination of the axes' points, the last axis fastest."""
+        runs = []
+        for points in itertools.product(*self.axes.values()):
+            pairs = zip(self.axes, points, strict=True)
+            varied = {key: value for keys, values in pairs for key, value in zip(keys, values, strict=True)}
+            runs.append(Run(_name(varied), self.base | varied, varied))
+        return tuple(runs)
+
+
+def read_study(path: Path) -> Study:
+    """The study in a TOML file: ``[base]`` with any keys of a run, ``[axes]`` with a list of values for a key.
+
+    Several keys, separated by commas, are varied together: ``"schedule.inner_steps, schedule.overlap_steps" =
+    [[10, 1], [30, 3]]`` is two points and not four.
+
+    Raises:
+        ConfigurationError: if the file can't be read, or a key or value can't be one of a run.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"The study {path} cannot be read: {error.strerror}. Nothing was started.") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}. Nothing was started.") from error
+    if unknown := sorted(tables.keys() - {"base", "axes"}):
+        raise ConfigurationError(
+            f"{path} has [{unknown[0]}]. A study has [base], with keys of a run, and [axes], with a list of values for "
+            "each key that is varied. Nothing was started."
+        )
+    base = _checked(_flat(tables.get("base", {})), f"{path}, [base]")
+    axes = {}
+    for names, points in _flat(tables.get("axes", {})).items():
+        keys = tuple(name.strip() for name in names.split(","))
+        axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in _listed(names, points, path))
+    _refuse_repeated([*itertools.chain(*axes)], path)
+    if not axes:
+        raise ConfigurationError(f"{path} has no [axes], so there is nothing to vary. Nothing was started.")
+    return Study(base, axes)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys; a table that is the value of a key, such as ``inner.arguments``, stays one."""
+    flat: dict[str, Any] = {}
+    known = keys_of(Configuration)
+    for word, value in table.items():
+        name = f"{prefix}{word}"
+        if isinstance(value, dict) and name not in known:
+            flat |= _flat(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def _listed(names: str, points: Any, path: Path) -> list[Any]:
+    if not isinstance(points, list) or not points:
+        raise ConfigurationError(
+            f"{path}, [axes]: {names} = {points!r} was given. An axis is a list of at least one value. "
+            "Nothing was started."
+        )
+    if len({repr(point) for point in points}) < len(points):
+        raise ConfigurationError(f"{path}, [axes]: {names} has a value twice. Nothing was started.")
+    return points
+
+
+def _point(keys: tuple[str, ...], point: Any, where: str) -> tuple[Any, ...]:
+    values = [point] if len(keys) == 1 else point
+    if not isinstance(values, list) or len(values) != len(keys):
+        raise ConfigurationError(
+            f"{where}: {', '.join(keys)} are varied together, and {point!r} is not a list of {len(keys)} values. "
+            "Nothing was started."
+        )
+    checked = _checked(dict(zip(keys, values, strict=True)), where)
+    return tuple(checked[key] for key in keys)
+
+
+def _checked(values: Mapping[str, Any], where: str) -> Values:
+    """The values converted to the types of a run's settings."""
+    for key in _NOT_VARIED:
+        if key in values:
+            raise ConfigurationError(f"{where}: {key} was given, which a study sets for each run. Nothing was started.")
+    text = "".join(f"{key} = {in_toml(value)}\n" for key, value in values.items())
+    return parse_toml(text, Configuration, where=where)
+
+
+def _refuse_repeated(keys: list[str], path: Path) -> None:
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigurationError(f"{path}: {key} is on two axes. Nothing was started.")
+
+
+def _name(varied: Values) -> str:
+    words = [f"{key.rpartition('.')[2]}={_short(value)}" for key, value in varied.items()]
+    name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", ",".join(words).replace(",", "_"))
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(repr(sorted(varied.items())).encode()).hexdigest()[:12]
+    return f"{name[: _LONGEST_NAME - 13]}-{digest}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

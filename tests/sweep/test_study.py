@@ -1,0 +1,105 @@
+"""Studies as files, their runs, and what is shown of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.config.configuration import Configuration
+from diloco.config.toml import parse_toml
+from diloco.errors import ConfigurationError
+from diloco.sweep.outcomes import Outcomes, draw, table
+from diloco.sweep.study import Run, read_study
+
+STUDY = """
+[base]
+seed = 3
+train.steps = 50
+[axes]
+"schedule.inner_steps, schedule.overlap_steps" = [[10, 1], [30, 3]]
+codec.name = ["fp4", "float32"]
+"""
+
+
+def study(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "study.toml"
+    path.write_text(text)
+    return path
+
+
+def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -> None:
+    runs = read_study(study(tmp_path, STUDY)).runs()
+    assert [run.name for run in runs] == [
+        "inner_steps=10_overlap_steps=1_name=fp4",
+        "inner_steps=10_overlap_steps=1_name=float32",
+        "inner_steps=30_overlap_steps=3_name=fp4",
+        "inner_steps=30_overlap_steps=3_name=float32",
+    ]
+    for run in runs:
+        assert parse_toml(run.to_toml(), Configuration, where="") == run.settings
+        assert run.settings == {"seed": 3, "train.steps": 50, **run.varied}
+
+
+def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_path: Path) -> None:
+    tables = ", ".join(f'{{momentum = {momentum}, extra = "{"x" * 200}"}}' for momentum in (0.9, 0.8))
+    text = f'[axes]\n"inner.arguments" = [{tables}]'
+    runs = read_study(study(tmp_path, text)).runs()
+    assert runs[0].settings["inner.arguments"]["momentum"] == 0.9
+    assert len({run.name for run in runs}) == 2
+    assert all(len(run.name) <= 100 for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[base", "is not valid TOML"),
+        ("[bases]\nseed = 1", r"has \[bases\]. A study has \[base\]"),
+        ("[base]\nseed = 1", r"has no \[axes\]"),
+        ("[axes]\nseed = 1", "seed = 1 was given. An axis is a list of at least one value"),
+        ("[axes]\nseed = []", "at least one value"),
+        ("[axes]\nseed = [1, 1]", "seed has a value twice"),
+        ("[axes]\nsede = [1]", "unknown key 'sede'; did you mean 'seed'"),
+        ('[axes]\nseed = ["one"]', "seed = .*one.* was given"),
+        ("[base]\ntrain.stesp = 1\n[axes]\nseed = [1]", "unknown key 'train.stesp'"),
+        ('[base]\nout = "x"\n[axes]\nseed = [1]', "out was given, which a study sets for each run"),
+        ('[axes]\n"seed, train.steps" = [[1]]', r"seed, train.steps are varied together, and \[1\] is not a list of 2"),
+        ('[axes]\nseed = [1]\n"seed, train.steps" = [[1, 2]]', "seed is on two axes"),
+    ],
+)
+def test_what_can_not_be_a_study_is_refused_before_anything_runs(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        read_study(study(tmp_path, text))
+    assert str(caught.value).endswith("Nothing was started.")
+
+
+SUMMARY = {"heldout_loss": 2.0, "sent_bytes_per_replica": 1000, "tokens_per_s": 5.0, "wall_s": 1.0}
+
+
+def test_outcomes_are_kept_by_settings_and_the_last_one_counts(tmp_path: Path) -> None:
+    run, other = Run("a", {"seed": 0}, {"seed": 0}), Run("a", {"seed": 0, "train.steps": 2}, {"seed": 0})
+    outcomes = Outcomes(tmp_path / "results.jsonl")
+    outcomes.add(run, None, "exit code 1")
+    assert not outcomes.is_done(run)
+    outcomes.add(run, SUMMARY)
+    again = Outcomes(tmp_path / "results.jsonl")
+    assert again.is_done(run)
+    assert not again.is_done(other), "it was run with other settings"
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
+    (tmp_path / "results.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigurationError, match=r"Line 1 of .* is no outcome"):
+        Outcomes(tmp_path / "results.jsonl")
+
+
+def test_a_failed_run_is_a_row_and_a_picture_is_drawn_of_the_rest(tmp_path: Path) -> None:
+    held = [
+        {"run": f"{h}{c}", "varied": {"schedule.inner_steps": h, "codec.name": c}, "status": "done", **SUMMARY}
+        for h in (10, 100)
+        for c in ("fp4", "int8")
+    ]
+    held[3] = held[3] | {"status": "failed", "error": "exit code 1: a | b"}
+    assert "| 100 | int8 |  |  | 0, 1 failed: exit code 1: a / b |  |  |" in table(held)
+    draw(held, tmp_path / "loss.svg")
+    picture = (tmp_path / "loss.svg").read_text()
+    assert "schedule.inner_steps" in picture
+    assert "name fp4" in picture
