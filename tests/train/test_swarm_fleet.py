@@ -14,8 +14,8 @@ from diloco.data.shares import Shares
 from diloco.errors import RunOverError
 from diloco.events import Event, Note
 from diloco.train.fleet.swarm_fleet import SwarmFleet
-from diloco.train.follow import follow_views
 from diloco.train.held import Held
+from diloco.train.joining import follow_views
 from diloco.train.session import Session
 from diloco.train.stopping import StopRequest
 from diloco.train.threads import PeerThreads, Seats
@@ -122,7 +122,7 @@ def test_a_change_of_threads_is_told_between_two_steps(make: Make, monkeypatch: 
     fleet, told = make(0), list[Event]()
     monkeypatch.setattr(fleet.threads, "follow", lambda: "2 peers train on this machine.")
     session = cast(Session, SimpleNamespace(totals=SimpleNamespace(steps=7)))
-    follow_views(fleet, session, StopRequest(), told.append, lambda: None)
+    follow_views(fleet, session, StopRequest(), told.append)
     assert Note(step=7, text="2 peers train on this machine.") in told
 
 

@@ -17,7 +17,7 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
     from diloco.cli.watching import watch
     from diloco.train.fleet.connecting import connect_peer
     from diloco.train.fleet.swarm_fleet import SwarmFleet
-    from diloco.train.follow import OVER
+    from diloco.train.joining import OVER
     from diloco.train.run import run_training
 
     settings = plan.configuration

@@ -16,7 +16,6 @@ from diloco.train.settings import TrainSettings
 from diloco.transport.address import Address
 
 if TYPE_CHECKING:
-    from diloco.train.fleet.leader_fleet import LeaderFleet
     from diloco.train.fleet.torch_fleet import TorchFleet
 
 __all__ = ["launch_ranks", "train_rank"]
@@ -66,7 +65,7 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     if quiet and not role.is_first:
         settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
 
-    def meet(facts: Mapping[str, str], own: Path) -> TorchFleet | LeaderFleet:
+    def meet(facts: Mapping[str, str], own: Path) -> TorchFleet:
         home = own.parent if role.position else own
         resume, held = settings.checkpoint.resume, -1
         if resume is not None:

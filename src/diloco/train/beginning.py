@@ -10,11 +10,9 @@ import torch
 from diloco.checkpoint.reading import Checkpoint, open_checkpoint
 from diloco.errors import CheckpointError
 from diloco.events import Event, Note
-from diloco.train.fleet.base import InProcessFleet
-from diloco.train.fleet.leader_fleet import LeaderFleet
-from diloco.train.fleet.torch_fleet import TorchFleet
+from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.handshake import model_fingerprint
-from diloco.train.joining import JoinableFleet, join_run
+from diloco.train.joining import join_run
 from diloco.train.resize import checkpoint_home
 from diloco.train.session import Session
 from diloco.train.session_state import load_session
@@ -22,62 +20,55 @@ from diloco.train.session_state import load_session
 __all__ = ["find_beginning"]
 
 
-def find_beginning(
-    session: Session, fleet: InProcessFleet | JoinableFleet, home: Path, emit: Callable[[Event], None]
-) -> str | None:
-    """Bring a session to where its run goes on: as one who joins it, or at the checkpoint that is asked for.
+def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: Callable[[Event], None]) -> str | None:
+    """Bring a session to where its run goes on: where the others are, or at the checkpoint that was asked for.
 
     Replicas in processes of their own that begin together go on from the newest checkpoint that all of them have.
 
     Args:
         session: at step 0.
-        fleet: of the session.
+        fleet: of the session; None: all replicas train in this process.
         home: the replica's run folder.
-        emit: told what is different from now on.
+        emit: gets notes of what is different from now on.
 
     Returns:
         What it goes on from, in words; None: it begins at step 0.
 
     Raises:
-        CheckpointError: if there is none that all have, or it is of another run.
+        CheckpointError: if there is no checkpoint that all have, or it is of another run.
         TransportError: if the others can't be joined.
     """
     settings = session.settings
-    if not isinstance(fleet, InProcessFleet) and fleet.joining:
+    if fleet is not None and fleet.joining:
         join_run(session, fleet, settings.transport.rendezvous_timeout_s)
         return "the other replicas"
     path = settings.checkpoint.resume
     if path is None:
         return None
-    if isinstance(fleet, TorchFleet | LeaderFleet):
+    if fleet is not None and not fleet.elastic:
         step = _newest_of_all(fleet)
         path = checkpoint_home(home, session.replicas[0].number, path) / "checkpoints" / f"step-{step:08d}"
     checkpoint = open_checkpoint(path)
     _check_same_run(session, checkpoint)
-    for words in (*load_session(session, checkpoint, home), *_other_threads(fleet, checkpoint)):
+    notes = load_session(session, checkpoint, home)
+    before, now = checkpoint.about.get("threads"), torch.get_num_threads()
+    if before not in (None, now) and not session.fleet.elastic:  # where the bits are otherwise the same
+        notes += (
+            f"The checkpoint was saved with train.threads={before}, and this process has {now}: what follows may "
+            f"differ in the last bits from a run that never stopped. --train.threads {before} makes it the same.",
+        )
+    for words in notes:
         emit(Note(step=session.totals.steps, text=words))
     return str(checkpoint.path)
 
 
-def _other_threads(fleet: InProcessFleet | JoinableFleet, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """That going on is not the same as never having stopped, where that is otherwise promised."""
-    before, now = checkpoint.about.get("threads"), torch.get_num_threads()
-    if fleet.elastic or before in (None, now):
-        return ()
-    return (
-        f"The checkpoint was saved with train.threads={before}, and this process has {now}: what follows may differ in "
-        f"the last bits from a run that never stopped. --train.threads {before} makes it the same.",
-    )
-
-
-def _newest_of_all(fleet: TorchFleet | LeaderFleet) -> int:
+def _newest_of_all(fleet: PeerFleet) -> int:
     """The newest step that all processes have a checkpoint of."""
     held = fleet.held_steps()
-    if min(held.values()) < 0:
-        lacking = ", ".join(str(rank) for rank, step in held.items() if step < 0)
+    if lacking := ", ".join(str(rank) for rank, step in held.items() if step < 0):
         raise CheckpointError(
-            f"--resume was given, and rank {lacking} has no checkpoint in its folder; its checkpoints in place, or "
-            "a new run with --init-from the global parameters of another one, would work. Nothing was started."
+            f"--resume was given, and rank {lacking} has no checkpoint in its folder. Put its checkpoints there, or "
+            "start a new run with --init-from the global parameters of another one. Nothing was started."
         )
     return min(held.values())
 
@@ -88,12 +79,11 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
     if fingerprint != session.corpus.fingerprint:
         raise CheckpointError(
             f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
-            f"{session.corpus.fingerprint}; the same files and tokeniser would work. Nothing was started."
+            f"{session.corpus.fingerprint}. Give the same files and tokeniser. Nothing was started."
         )
-    fingerprint = checkpoint.about.get("model_fingerprint")
-    mine = model_fingerprint(session.replicas[0].model)
+    fingerprint, mine = checkpoint.about.get("model_fingerprint"), model_fingerprint(session.replicas[0].model)
     if fingerprint not in (None, mine):
         raise CheckpointError(
-            f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}; the model that the run "
-            "began with, from the same source, would work. Nothing was started."
+            f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}. Give the model that the run "
+            "began with, from the same source. Nothing was started."
         )

@@ -1,31 +1,33 @@
-"""How the replica of a process becomes a member of a run that goes on, at first or again."""
+"""How the replica of a process becomes a member of a run that goes on: when it starts, and after it lost the others."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
 
-from diloco.errors import ConfigurationError
-from diloco.train.fleet.leader_fleet import LeaderFleet
-from diloco.train.fleet.returning import Returning
-from diloco.train.fleet.swarm_fleet import SwarmFleet
-from diloco.train.fleet.torch_fleet import TorchFleet
+from diloco.errors import ConfigurationError, RunOverError, TransportError
+from diloco.events import Event, Note, ViewChanged
+from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.local_replica import Replica, make_gradients
 from diloco.train.session import Session
+from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 
-__all__ = ["JoinableFleet", "come_back", "join_run"]
+__all__ = ["OVER", "come_back", "follow_views", "join_run"]
 
-JoinableFleet: TypeAlias = TorchFleet | LeaderFleet | SwarmFleet
-"""Of one replica in processes of its own."""
+_AGAIN_S = 1.0
+
+OVER = "the others, who have finished"
+"""What stops a replica that comes back when nobody is left to join."""
 
 
-def join_run(session: Session, fleet: JoinableFleet, timeout_s: float) -> None:
+def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:
     """Take over what the others have, and become one of them: their global parameters, step and place in the data.
 
-    The global parameters and outer state are fetched while the others train on; what changes meanwhile is taken
-    over fragment by fragment afterwards. The inner optimizer starts fresh.
+    Global parameters and outer state are fetched while the others train on. What changes meanwhile is taken over
+    afterwards, fragment by fragment. The inner optimizer starts fresh.
 
     Args:
         session: at its beginning.
@@ -40,31 +42,85 @@ def join_run(session: Session, fleet: JoinableFleet, timeout_s: float) -> None:
     fleet.close_to_joiners("")
     if session.settings.algorithm not in ("streaming", "diloco"):
         raise ConfigurationError(
-            f"replica {replica.number} came to a run of algorithm={session.settings.algorithm!r} that is going on; "
-            "only DiLoCo and Streaming DiLoCo can be joined. Starting all replicas again would work. "
-            "Nothing was started."
+            f"Replica {replica.number} came to a run of algorithm={session.settings.algorithm!r} that is going on, and "
+            "only DiLoCo and Streaming DiLoCo can be joined. Start all replicas again. Nothing was started."
         )
     if fleet.others_have_trained:
-        diloco = session.begin_diloco(replica)
-        diloco.take_over(fleet.endpoint(replica.number).view.members)
+        session.begin_diloco(replica).take_over(fleet.view.members)
     _become_member(session, replica, fleet, timeout_s)
+
+
+def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Callable[[Event], None]) -> None:
+    """Between two steps: report the views that were adopted, and come back if this replica has lost the others.
+
+    Args:
+        fleet: of the session.
+        session: whose replica it is.
+        stop: a replica that was asked to stop does not look for the others.
+        emit: gets the events.
+
+    Raises:
+        TransportError: if the others aren't found within `transport.give_up_after_s`, where that is given.
+    """
+    step = session.totals.steps
+    if words := fleet.take_words():
+        emit(Note(step=step, text=words))
+    for news in fleet.take_news():
+        before, now = news.previous.members, news.view.members if news.view else ()
+        emit(
+            ViewChanged(
+                step=step,
+                replica=fleet.transport.replica,
+                view=news.view.id if news.view else news.previous.id,
+                members=now,
+                joined=news.joined,
+                left=tuple(sorted(set(before) - set(now))),
+                reason=news.reason,
+            )
+        )
+    if fleet.failure is None or stop.signal is not None:
+        return
+    emit(Note(step=step, text=f"{fleet.failure} It looks for the others."))
+    limit_s = session.settings.transport.give_up_after_s
+    gives_up_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
+    try:
+        while True:
+            try:
+                come_back(session, fleet, max(0.0, gives_up_s - time.monotonic()), stop.interrupting)
+                break
+            except RunOverError:
+                raise
+            except TransportError as error:
+                if time.monotonic() >= gives_up_s:
+                    raise
+                emit(Note(step=session.totals.steps, text=f"Coming back has failed, and is tried again: {error}"))
+            with stop.interrupting():
+                time.sleep(_AGAIN_S)
+    except StopAsked:
+        return
+    except RunOverError as error:
+        emit(Note(step=step, text=f"{error} What this replica has not shared is in its checkpoint."))
+        stop.ask(OVER)
+        return
+    how = "is a member again" if len(fleet.view.members) > 1 else "goes on"
+    emit(Note(step=session.totals.steps, text=f"Replica {fleet.transport.replica} {how}."))
 
 
 def come_back(
     session: Session,
-    fleet: Returning,
+    fleet: PeerFleet,
     patience_s: float,
     looking: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """After this replica lost the others: take over what they have, and keep the work not shared yet.
+    """After this replica lost the others: take over what they have, and keep the work that is not shared yet.
 
-    Where all have lost each other, one of them founds another view instead, and goes on when enough are back.
+    If all have lost each other, one of them founds another view instead, and goes on when enough are back.
 
     Args:
         session: of the replica.
         fleet: of the session.
-        patience_s: so long they are looked for.
-        looking: entered while they are looked for, when whatever it raises leaves everything as it is.
+        patience_s: for how long to look for them.
+        looking: entered while looking; whatever it raises leaves everything as it is.
 
     Raises:
         TransportError: if they aren't found, or refuse; it may be called again.
@@ -85,11 +141,11 @@ def come_back(
             fleet.gather(timeout_s)
         return
     if replica.diloco is not None:
-        replica.diloco.take_over(fleet.endpoint(replica.number).view.members, keep_work=True)
+        replica.diloco.take_over(fleet.view.members, keep_work=True)
     _become_member(session, replica, fleet, timeout_s)
 
 
-def _become_member(session: Session, replica: Replica, fleet: Returning | LeaderFleet, timeout_s: float) -> None:
+def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout_s: float) -> None:
     totals = session.totals
     before = totals.steps
     with waiting_for(lambda: f"the other replicas to let replica {replica.number} in", timeout_s):

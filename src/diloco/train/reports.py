@@ -1,7 +1,8 @@
-"""What is said of a run: facts at its start, what a checkpoint notes of it, and the summary at its end."""
+"""What a run reports: facts at its start, evaluations and samples, what a checkpoint notes, and the summary."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.cores import usable_cores
 from diloco.data.corpus import Corpus, StreamedCorpus
 from diloco.data.packed import CYCLE, Mixture
+from diloco.events import Evaluated, SampleGenerated
 from diloco.train.components import make_configured_codec
 from diloco.train.describe import describe
 from diloco.train.handshake import model_fingerprint
 from diloco.train.session import Session
-from diloco.trained.evaluate import Evaluation
+from diloco.trained.evaluate import evaluate, mean_evaluation
+from diloco.trained.generate import generate
 from diloco.units import format_bytes, format_count
 
-__all__ = ["checkpoint_about", "run_facts", "run_summary"]
+__all__ = ["checkpoint_about", "evaluate_session", "run_facts", "run_summary", "sample_session"]
 
 
 def run_facts(session: Session, folder: Path) -> dict[str, str]:
@@ -62,6 +65,65 @@ def data_facts(corpus: Corpus) -> str:
     return f"{count}{', in files' if corpus.mapped else ''}; {heldout}"
 
 
+def evaluate_session(session: Session, *, final: bool) -> Evaluated:
+    """Evaluate what the replicas agree on, or the mean over replicas that are independent.
+
+    Args:
+        session: of the run.
+        final: whether training is over.
+    """
+    settings, corpus = session.settings, session.corpus
+    with session.evaluated_models() as models:
+        found = [
+            evaluate(
+                model,
+                corpus.tokenizer,
+                corpus.heldout,
+                sequence_length=settings.train.sequence_length,
+                batch_size=settings.train.batch_size * 8,
+                sequences=settings.evaluation.sequences,
+                document_masks=settings.train.document_masks,
+            )
+            for model in models
+        ]
+    mean = mean_evaluation(found)
+    return Evaluated(
+        step=session.totals.steps,
+        heldout_loss=mean.loss,
+        perplexity=mean.perplexity,
+        bits_per_byte=mean.bits_per_byte,
+        heldout_tokens=mean.tokens,
+        final=final,
+    )
+
+
+def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated]:
+    """Let the first model continue each prompt of the settings.
+
+    Samples are drawn by a generator of their own, the same each time, so training keeps its bits.
+
+    Args:
+        session: of the run.
+        final: whether training is over.
+    """
+    settings, tokenizer = session.settings.evaluation, session.corpus.tokenizer
+    if not settings.sample_tokens:
+        return
+    generator = torch.Generator(session.device).manual_seed(session.settings.seed)
+    for prompt in settings.sample_prompts:
+        with session.evaluated_models() as models:
+            tokens = generate(
+                models[0],
+                tokenizer.encode(prompt) or [tokenizer.eos_id],
+                generator,
+                max_new_tokens=settings.sample_tokens,
+                stop_token=tokenizer.eos_id,
+                window=session.settings.train.sequence_length,
+            )
+            text = tokenizer.decode(list(tokens))
+        yield SampleGenerated(step=session.totals.steps, prompt=prompt, text=text, final=final)
+
+
 def checkpoint_about(session: Session) -> dict[str, Any]:
     """What can be read of a checkpoint without loading it, as JSON. To be called on all ranks of a replica."""
     settings, diloco = session.settings, session.replicas[0].diloco
@@ -87,7 +149,7 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
 
 
 def run_summary(
-    session: Session, folder: Path, evaluation: Evaluation | None, signal_name: str | None
+    session: Session, folder: Path, evaluation: Evaluated | None, signal_name: str | None
 ) -> dict[str, Any]:
     """What is left to say when a run ends, as JSON. To be called on all ranks of a replica.
 
@@ -102,7 +164,7 @@ def run_summary(
     first = session.replicas[0].diloco
     spent_s = session.totals.compute_s + session.totals.exchange_s
     return {
-        "heldout_loss": evaluation.loss if evaluation else None,
+        "heldout_loss": evaluation.heldout_loss if evaluation else None,
         "perplexity": evaluation.perplexity if evaluation else None,
         "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
         "tokens": session.tokens,

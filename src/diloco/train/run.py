@@ -15,9 +15,10 @@ from diloco.checkpoint.disk import write_whole
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.data.corpus import build_corpus, open_stream
 from diloco.devices import choose_device
+from diloco.errors import TransportError
 from diloco.events import (
     CheckpointSaved,
-    Event,
+    Evaluated,
     Interrupted,
     Note,
     RunFinished,
@@ -29,14 +30,11 @@ from diloco.model.build import check_vocabulary, with_vocabulary
 from diloco.train.beginning import find_beginning
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
-from diloco.train.fleet.base import InProcessFleet
-from diloco.train.fleet.returning import Returning
-from diloco.train.fleet.swarm_fleet import SwarmFleet
-from diloco.train.follow import follow_views
+from diloco.train.fleet.base import Fleet, InProcessFleet
+from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.handshake import handshake_facts
-from diloco.train.joining import JoinableFleet
-from diloco.train.progress import evaluate_session, sample_session
-from diloco.train.reports import checkpoint_about, run_facts, run_summary
+from diloco.train.joining import follow_views
+from diloco.train.reports import checkpoint_about, evaluate_session, run_facts, run_summary, sample_session
 from diloco.train.session import Session
 from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
@@ -47,7 +45,7 @@ from diloco.train.trained import read_weights
 __all__ = ["run_training"]
 
 
-Meet = Callable[[Mapping[str, str], Path], JoinableFleet]
+Meet = Callable[[Mapping[str, str], Path], PeerFleet]
 """What the ranks must agree on, and the folder of this one -> its fleet."""
 
 
@@ -65,9 +63,9 @@ def run_training(
     Args:
         settings: resolved.
         folder: of the run; made if missing.
-        sink: told of everything that happens.
+        sink: gets all events.
         config_toml: the settings as text, written to ``config.toml`` when the run is new.
-        notes: sentences that the sink is told at the start.
+        notes: sentences for the sink at the start.
         meet: finds the processes of the other replicas; None: all replicas train in this one.
 
     Returns:
@@ -85,24 +83,20 @@ def run_training(
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
-    fleet: InProcessFleet | JoinableFleet
-    if meet is None:
-        fleet = InProcessFleet(make_transport(settings.transport))
-    else:
-        facts = handshake_facts(settings, weightless, corpus.fingerprint)
-        fleet = meet(facts, folder)
+    peers = meet(handshake_facts(settings, weightless, corpus.fingerprint), folder) if meet else None
+    fleet: Fleet = peers or InProcessFleet(make_transport(settings.transport))
     session: Session | None = None
     try:
         session = Session(settings, corpus, fleet, device, sink.handle, initial, stored_definition(settings))
         home = folder.parent if fleet.group.position else folder
-        resumed_from = find_beginning(session, fleet, home, sink.handle)
+        resumed_from = find_beginning(session, peers, home, sink.handle)
         if resumed_from is None or not (folder / "config.toml").exists():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.toml").write_text(config_toml, encoding="utf-8")
             corpus.tokenizer.save(folder)
         environment = json.dumps(describe_environment(device), indent=2)
         (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
-        return _Run(folder, home, sink, session, resumed_from).train(notes)
+        return _Run(session, peers, sink, folder, home, resumed_from).train(notes)
     finally:
         if session is not None:
             session.close()
@@ -112,89 +106,95 @@ def run_training(
 class _Run:
     """The state of `run_training` that its parts share."""
 
-    def __init__(self, folder: Path, home: Path, sink: Sink, session: Session, resumed_from: str | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        peers: PeerFleet | None,
+        sink: Sink,
+        folder: Path,
+        home: Path,
+        resumed_from: str | None,
+    ) -> None:
         self.settings = session.settings
+        self.session = session
+        self.peers = peers
+        self.emit = sink.handle
         self.folder = folder
         self.home = home
-        self.sink = sink
-        self.session = session
-        self.speed = session.speed
         self.resumed_from = resumed_from
+        self.speed = session.speed
+        self.saved_at = self.step if resumed_from else -1
+        self.wall_before_s, self.started_s = session.totals.wall_s, time.perf_counter()
 
     @property
     def step(self) -> int:
         return self.session.totals.steps
 
     def train(self, notes: Sequence[str]) -> dict[str, Any]:
-        settings, totals = self.settings, self.session.totals
-        last = min(settings.train.steps, settings.train.stop_after or settings.train.steps)
-        self._emit(
-            RunStarted(
-                step=self.step,
-                total_steps=settings.train.steps,
-                algorithm=settings.algorithm,
-                num_replicas=settings.transport.replicas,
-                parameters=self.session.num_parameters,
-                tokens_per_step=self.session.sequences_per_step * settings.train.sequence_length,
-                resumed_from=self.resumed_from,
-                flops_per_token=self.speed.flops_per_token,
-                peak_flops_per_s=self.speed.peak_flops_per_s,
-                facts=run_facts(self.session, self.folder),
-            )
-        )
-        for note in notes:
-            self._emit(Note(step=self.step, text=note))
-        wall_before_s, started_s = totals.wall_s, time.perf_counter()
-        evaluate_every, save_every = settings.evaluation.every_steps or 0, settings.checkpoint.every_steps or 0
-        sample_every = settings.evaluation.sample_every_steps
-        saved_at = self.step if self.resumed_from else -1
-        fleet = self.session.fleet
-        agreed: int | None = None
-        with StopRequest(fleet.leave_soon if isinstance(fleet, SwarmFleet) else lambda: None) as stop:
-            if isinstance(fleet, SwarmFleet):
-                fleet.wait_for_start(lambda: stop.signal is not None)
-            self.session.open_to_joiners()
-            while self.step < last:
-                if isinstance(fleet, Returning) and fleet.comes_back:
-                    follow_views(fleet, self.session, stop, self._emit, self._save)
-                if agreed is None:
-                    agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
-                    if agreed is not None:
-                        last = min(last, agreed)
-                        continue
-                self._train_step()
-                totals.wall_s = wall_before_s + time.perf_counter() - started_s
-                if evaluate_every and self.step % evaluate_every == 0 and self.step < last and fleet.leads:
-                    evaluate_session(self.session, self._emit, final=False)
-                if sample_every and self.step % sample_every == 0 and self.step < last and fleet.leads:
-                    sample_session(self.session, self._emit, final=False)
-                if save_every and self.step % save_every == 0 and self.step < last:
-                    self._save()
-                    saved_at = self.step
-            finished = self.step >= settings.train.steps
+        session, fleet, peers = self.session, self.session.fleet, self.peers
+        self._emit_start(notes)
+        with StopRequest(peers.leave_soon if peers else lambda: None) as stop:
+            if peers:
+                peers.wait_for_start(lambda: stop.signal is not None)
+            session.open_to_joiners()
+            stopped_by_others = self._take_steps(stop)
+            finished = self.step >= self.settings.train.steps
             if finished:
-                self.session.drain()
-            if saved_at != self.step or finished:
+                session.drain()
+            if self.saved_at != self.step or finished:
                 self._save()
-            if fleet.failure is not None and not fleet.comes_back:
-                self._emit(Note(step=self.step, text=f"{fleet.failure} The state at step {self.step} is saved."))
-                raise fleet.failure
-            interrupted = stop.signal or ("another replica" if agreed is not None and not finished else None)
+            if (failure := fleet.failure) is not None and not (peers and peers.comes_back):
+                self.emit(Note(step=self.step, text=f"{failure} The state at step {self.step} is saved."))
+                raise failure
+            interrupted = stop.signal or ("another replica" if stopped_by_others and not finished else None)
             if interrupted:
-                self._emit(Interrupted(step=self.step, signal=interrupted))
+                self.emit(Interrupted(step=self.step, signal=interrupted))
             evaluation = None
             if not interrupted and fleet.leads:
-                evaluation = evaluate_session(self.session, self._emit, final=True)
+                evaluation = self._evaluate(final=True)
             if finished and fleet.leads:
-                sample_session(self.session, self._emit, final=True)
-        totals.wall_s = wall_before_s + time.perf_counter() - started_s
-        summary = run_summary(self.session, self.folder, evaluation, interrupted)
-        if finished and isinstance(fleet, Returning):
-            fleet.tell_finished()
+                self._sample(final=True)
+        self._count_time()
+        summary = run_summary(session, self.folder, evaluation, interrupted)
+        if finished and peers:
+            peers.tell_finished()
         fleet.finish()
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        self._emit(RunFinished(step=self.step, summary=summary))
+        self.emit(RunFinished(step=self.step, summary=summary))
         return summary
+
+    def _take_steps(self, stop: StopRequest) -> bool:
+        """Train to the last step, or to the step at which all stop; returns whether replicas agreed on that."""
+        train, fleet, peers = self.settings.train, self.session.fleet, self.peers
+        evaluate_every, save_every = self.settings.evaluation.every_steps, self.settings.checkpoint.every_steps
+        sample_every = self.settings.evaluation.sample_every_steps
+        last = min(train.steps, train.stop_after or train.steps)
+        agreed: int | None = None
+
+        def due(every: int | None) -> bool:
+            return bool(every) and self.step % (every or 1) == 0 and self.step < last
+
+        while self.step < last:
+            if peers and peers.comes_back:
+                try:
+                    follow_views(peers, self.session, stop, self.emit)
+                except TransportError:
+                    self._save()
+                    raise
+            if agreed is None:
+                agreed = fleet.stop_step(self.step, wanted=stop.signal is not None)
+                if agreed is not None:
+                    last = min(last, agreed)
+                    continue
+            self._train_step()
+            self._count_time()
+            if due(evaluate_every) and fleet.leads:
+                self._evaluate(final=False)
+            if due(sample_every) and fleet.leads:
+                self._sample(final=False)
+            if due(save_every):
+                self._save()
+        return agreed is not None
 
     def _train_step(self) -> None:
         started_s = time.perf_counter()
@@ -202,10 +202,10 @@ class _Run:
         result = self.session.step()
         sent_bytes, received_bytes = self.session.traffic()
         inner, step_s = result.inner, time.perf_counter() - started_s
-        if isinstance(self.session.fleet, SwarmFleet) and result.trained:
+        if result.trained:
             mine = self.settings.train.batch_size * self.settings.train.sequence_length
             self.session.fleet.note(loss=result.loss, tokens_per_s=mine / max(1e-9, step_s))
-        self._emit(
+        self.emit(
             StepFinished(
                 step=self.step,
                 loss=result.loss,
@@ -225,22 +225,48 @@ class _Run:
         for name, epoch in self._epochs().items():
             if epoch > epochs.get(name, epoch) and self.session.fleet.leads:
                 source = f"source {name!r}" if name else "the data"
-                self._emit(Note(step=self.step, text=f"All of {source} has been read; its epoch {epoch + 1} begins."))
+                self.emit(Note(step=self.step, text=f"All of {source} has been read; its epoch {epoch + 1} begins."))
 
     def _epochs(self) -> dict[str, int]:
         """Source -> how often all of it has been read."""
         return {name: int(number) for name, number in self.session.replicas[0].sampler.epochs.items()}
+
+    def _count_time(self) -> None:
+        self.session.totals.wall_s = self.wall_before_s + time.perf_counter() - self.started_s
+
+    def _emit_start(self, notes: Sequence[str]) -> None:
+        settings, session = self.settings, self.session
+        self.emit(
+            RunStarted(
+                step=self.step,
+                total_steps=settings.train.steps,
+                algorithm=settings.algorithm,
+                num_replicas=settings.transport.replicas,
+                parameters=session.num_parameters,
+                tokens_per_step=session.sequences_per_step * settings.train.sequence_length,
+                resumed_from=self.resumed_from,
+                flops_per_token=self.speed.flops_per_token,
+                peak_flops_per_s=self.speed.peak_flops_per_s,
+                facts=run_facts(session, self.folder),
+            )
+        )
+        for note in notes:
+            self.emit(Note(step=self.step, text=note))
+
+    def _evaluate(self, *, final: bool) -> Evaluated:
+        evaluation = evaluate_session(self.session, final=final)
+        self.emit(evaluation)
+        return evaluation
+
+    def _sample(self, *, final: bool) -> None:
+        for sample in sample_session(self.session, final=final):
+            self.emit(sample)
 
     def _save(self) -> None:
         started_s = time.perf_counter()
         about = checkpoint_about(self.session)
         path = save_session(self.session, self.home / "checkpoints", about, self.settings.checkpoint.keep)
         size_bytes = open_checkpoint(path).size_bytes
-        self._emit(
-            CheckpointSaved(
-                step=self.step, path=str(path), size_bytes=size_bytes, save_s=time.perf_counter() - started_s
-            )
-        )
-
-    def _emit(self, event: Event) -> None:
-        self.sink.handle(event)
+        save_s = time.perf_counter() - started_s
+        self.emit(CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s))
+        self.saved_at = self.step

@@ -19,8 +19,7 @@ from diloco.model.language_model import LanguageModel
 from diloco.outer.diloco import DiLoCo
 from diloco.train.components import make_schedule
 from diloco.train.dynamic_steps import DynamicSteps
-from diloco.train.fleet.base import Fleet, InProcessFleet
-from diloco.train.fleet.swarm_fleet import SwarmFleet
+from diloco.train.fleet.base import Fleet
 from diloco.train.inner import InnerStep
 from diloco.train.local_replica import Replica, make_diloco, make_replica
 from diloco.train.settings import RunSettings
@@ -92,8 +91,8 @@ class Session:
             make_replica(settings, corpus, fleet, device, number, initial, definition) for number in fleet.local
         ]
         self.pace: DynamicSteps | None = None
-        if isinstance(fleet, SwarmFleet) and settings.swarm.dynamic_steps:
-            self.pace = DynamicSteps(fleet.transport.replica, settings.schedule.inner_steps, fleet)
+        if settings.swarm.dynamic_steps:
+            self.pace = DynamicSteps(fleet.local[0], settings.schedule.inner_steps, fleet)
         self._last: StepResult | None = None
         self._begin_diloco_if_due()
 
@@ -114,8 +113,8 @@ class Session:
         """
         started_s = time.perf_counter()
         step, pace = self.totals.steps, None if self.averages_gradients else self.pace
-        if isinstance(self.fleet, SwarmFleet):
-            self._draw_as_assigned(self.fleet)
+        for assignment in self.fleet.take_assignments():
+            self.replicas[0].sampler.assign(assignment)
         if pace is None or self._last is None or pace.trains(step):
             result, averaging_s = self._train(step)
         else:
@@ -148,8 +147,7 @@ class Session:
     @property
     def sequences_per_step(self) -> int:
         """Of all replicas that take part now."""
-        number = self.fleet.num_members if isinstance(self.fleet, SwarmFleet) else self.settings.transport.replicas
-        return number * self.settings.train.batch_size
+        return self.fleet.num_members * self.settings.train.batch_size
 
     @property
     def tokens(self) -> int:
@@ -175,7 +173,7 @@ class Session:
     @property
     def in_one_process(self) -> bool:
         """Whether all replicas train here."""
-        return isinstance(self.fleet, InProcessFleet)
+        return self.fleet.in_one_process
 
     def begin_diloco(self, replica: Replica) -> DiLoCo:
         """The outer loop of a replica; one made now has what the replica holds as global parameters.
@@ -244,10 +242,6 @@ class Session:
         endpoints = [self.fleet.endpoint(number) for number in self.fleet.local]
         sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
         return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
-
-    def _draw_as_assigned(self, fleet: SwarmFleet) -> None:
-        for assignment in fleet.take_assignments():
-            self.replicas[0].sampler.assign(assignment)
 
     def _train(self, step: int) -> tuple[StepResult, float]:
         """Inner step ``step`` of every replica; the seconds in which gradients were averaged, which are no compute."""

@@ -1,11 +1,14 @@
-"""The replicas of this process, and their ways to all others: what a session needs to know of a transport."""
+"""What a session needs to know of the replicas of its process and of their way to the others."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from diloco.data.assignment import Assignment
 from diloco.errors import TransportError
+from diloco.membership.view import View
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 from diloco.transport.links import VirtualNetwork
@@ -14,75 +17,102 @@ from diloco.transport.replica_group import ReplicaGroup
 __all__ = ["Fleet", "InProcessFleet"]
 
 
-class Fleet(Protocol):
-    """What all kinds have."""
+class Fleet(abc.ABC):
+    """The replicas of this process. What is not overridden suits a fixed number of them.
+
+    Attributes:
+        in_one_process: whether these are all replicas of the run.
+        elastic: whether replicas come and go.
+        group: the ranks of the local replica.
+    """
+
+    in_one_process: bool = False
+    elastic: bool = False
+    group: ReplicaGroup = ReplicaGroup()
 
     @property
-    def elastic(self) -> bool:
-        """Whether replicas come and go."""
-
-    @property
-    def comes_back(self) -> bool:
-        """Whether this process looks for the others when it has lost them; see `Returning`."""
-
-    @property
+    @abc.abstractmethod
     def local(self) -> tuple[int, ...]:
-        """Replicas that train in this process."""
+        """Numbers of the replicas that train in this process."""
+
+    @property
+    @abc.abstractmethod
+    def num_members(self) -> int:
+        """How many replicas take part, in all processes; the planned number unless the fleet is elastic."""
 
     @property
     def leads(self) -> bool:
         """Whether this process evaluates and reports for all."""
+        return True
 
     @property
     def network(self) -> VirtualNetwork | None:
         """The emulated links with a virtual clock, if there are any."""
+        return None
 
     @property
     def failure(self) -> TransportError | None:
         """Why the replicas can't go on together, or None."""
+        return None
 
-    @property
-    def joining(self) -> bool:
-        """Whether the others were at work already when this process came."""
-
-    @property
-    def group(self) -> ReplicaGroup:
-        """The ranks of the local replica."""
-
+    @abc.abstractmethod
     def endpoint(self, replica: int) -> Transport:
         """The transport of a local replica."""
 
+    @property
+    def view(self) -> View:
+        """Who takes part now."""
+        return self.endpoint(self.local[0]).view
+
+    def take_assignments(self) -> tuple[Assignment, ...]:
+        """What the sampler draws by from now on, if that has changed, as it does where replicas come and go."""
+        return ()
+
+    def tell_speed(self, steps_per_s: float) -> None:
+        """Tell the other members how many inner steps per second this replica takes."""
+        return None
+
+    def speeds(self) -> Mapping[int, float]:
+        """Replica -> inner steps per second, of the other members that have told theirs."""
+        return {}
+
+    def note(self, **seen: Any) -> None:
+        """Publish facts about this replica for people who watch the run."""
+        return None
+
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        """After which step all replicas stop, once this or another process wants to; None until then."""
+        """The step after which all replicas stop, once this or another process wants to; None until then."""
+        return step if wanted else None
 
     def close_to_joiners(self, reason: str) -> None:
         """Let no replica join for now, for ``reason``; "" opens again."""
+        return None
 
     def facts(self) -> dict[str, str]:
-        """What is worth printing about the way to the others, by name."""
+        """What to print about the way to the others, by name."""
+        return {}
 
     def finish(self) -> None:
         """All is done and saved here: wait for the others to be as far, and part."""
+        return None
 
     def close(self) -> None:
         """Part at once."""
+        return None
 
+    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the way to the others."""
 
+    @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
 
 
-class InProcessFleet:
-    """All replicas in this process."""
+class InProcessFleet(Fleet):
+    """All replicas of the run, in this process."""
 
-    elastic = False
-    comes_back = False
-    joining = False
-    leads = True
-    group = ReplicaGroup()
-    failure: TransportError | None = None
+    in_one_process = True
 
     def __init__(self, hub: InProcessTransport) -> None:
         self.hub = hub
@@ -92,26 +122,15 @@ class InProcessFleet:
         return self.hub.view.members
 
     @property
+    def num_members(self) -> int:
+        return len(self.local)
+
+    @property
     def network(self) -> VirtualNetwork | None:
         return self.hub.network
 
     def endpoint(self, replica: int) -> Transport:
         return self.hub.endpoint(replica)
-
-    def stop_step(self, step: int, *, wanted: bool) -> int | None:
-        return step if wanted else None
-
-    def close_to_joiners(self, reason: str) -> None:
-        pass
-
-    def facts(self) -> dict[str, str]:
-        return {}
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def state_dict(self) -> dict[str, Any]:
         return self.hub.state_dict()

@@ -12,7 +12,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from diloco.errors import ConfigurationError
 from diloco.train.components import make_links
-from diloco.train.fleet.leader_fleet import LeaderFleet
 from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.train.held import held_checkpoint
@@ -41,7 +40,7 @@ come up than what is lost if the newest checkpoint is not among those that are t
 
 def connect_rank(
     run: RunSettings, role: Role, facts: Mapping[str, str], held_step: int, device: torch.device
-) -> TorchFleet | LeaderFleet:
+) -> TorchFleet:
     """Meet the other ranks: those of this replica first, then those of the others.
 
     Args:
@@ -57,15 +56,13 @@ def connect_rank(
     settings, group = run.transport, ReplicaGroup(replica=role.replica)
     if settings.replica_size > 1:
         group = _open_group(settings, role, device)
-    together = settings.replica_size == 1 or run.train.parallelism == "fsdp"
-    if not together and not group.leads:
-        return LeaderFleet(group, None)
-    place, wire = _place_and_wire(settings, role, settings.replica_size if together else 1, facts)
-    connected = connect(place, wire, held_step=held_step)
-    choose_threads(run.train.threads, _on_this_machine(connected))
-    if together:
-        return TorchFleet(connected, place, wire, group)
-    return LeaderFleet(group, TorchFleet(connected, place, wire))
+    each_talks = settings.replica_size == 1 or run.train.parallelism == "fsdp"
+    place, wire = _place_and_wire(settings, role, settings.replica_size if each_talks else 1, facts)
+    connected = None
+    if each_talks or group.leads:
+        connected = connect(place, wire, held_step=held_step)
+        choose_threads(run.train.threads, _on_this_machine(connected))
+    return TorchFleet(connected, place, wire, group)
 
 
 def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> SwarmFleet:
