@@ -100,7 +100,7 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        self._members: list[_Member] = []
+        self.members: list[_Member] = []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)  # counts when the first test of a session starts a process
         with mock.patch.dict(os.environ, ONE_THREAD):
@@ -110,9 +110,9 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for member in self._members:
+        for member in self.members:
             member.kill()
-        for member in self._members:
+        for member in self.members:
             member.process.join()
             member.connection.close()
 
@@ -128,18 +128,18 @@ class Processes:
             Their ranks, which go on where those of an earlier `start` ended.
         """
         job = pickle.dumps((function, arguments))
-        ranks = range(len(self._members), len(self._members) + count)
+        ranks = range(len(self.members), len(self.members) + count)
         for rank in ranks:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_child, args=(rank, job, theirs), name=f"rank {rank}")
             process.start()
             theirs.close()  # so that the end of the child is the end of the pipe
-            self._members.append(_Member(process, ours))
+            self.members.append(_Member(process, ours))
         return ranks
 
     def tell(self, rank: int, value: Any) -> None:
         """Let `told` in process ``rank`` return ``value``."""
-        self._members[rank].connection.send_bytes(pickle.dumps(value))
+        self.members[rank].connection.send_bytes(pickle.dumps(value))
 
     def heard(self, rank: int, timeout_s: float = 60.0) -> Any:
         """The next `report` of process ``rank``.
@@ -147,7 +147,7 @@ class Processes:
         Raises:
             AssertionError: with the traceback if the process failed, or if it ended or the time ran out before that.
         """
-        member = self._members[rank]
+        member = self.members[rank]
         self._await(lambda: bool(member.reports) or member.over, timeout_s, f"rank {rank} has not reported")
         if not member.reports:
             self._fail(rank, "a report")
@@ -164,23 +164,23 @@ class Processes:
             AssertionError: with the traceback of the first that failed, as soon as it did; or if one ended without a
                 result; or naming those that have none when the time runs out.
         """
-        alive = [rank for rank, member in enumerate(self._members) if not member.killed]
+        alive = [rank for rank, member in enumerate(self.members) if not member.killed]
         wanted = alive if ranks is None else list(ranks)
 
         def missing() -> list[int]:
-            return [rank for rank in wanted if not self._members[rank].result]
+            return [rank for rank in wanted if not self.members[rank].result]
 
         def over() -> bool:
-            return any(self._members[rank].over for rank in missing()) or not missing()
+            return any(self.members[rank].over for rank in missing()) or not missing()
 
         self._await(over, timeout_s, lambda: f"no result from rank {', '.join(map(str, missing()))}")
-        for rank in sorted(missing(), key=lambda rank: not self._members[rank].failure):
+        for rank in sorted(missing(), key=lambda rank: not self.members[rank].failure):
             self._fail(rank, "a result")
-        return {rank: self._members[rank].result[0] for rank in wanted}
+        return {rank: self.members[rank].result[0] for rank in wanted}
 
     def exit_code(self, rank: int, timeout_s: float = 60.0) -> int:
         """How process ``rank`` ended, waiting for it: 0; 1 after an exception; -9 after `kill`; its own otherwise."""
-        member = self._members[rank]
+        member = self.members[rank]
         self._await(lambda: member.ended, timeout_s, f"rank {rank} has not ended")
         assert member.process.exitcode is not None
         return member.process.exitcode
@@ -188,29 +188,30 @@ class Processes:
     def is_running(self, rank: int) -> bool:
         """Whether process ``rank`` has neither returned, failed nor ended; what it said so far is taken in."""
         self._take_in(0.0)
-        member = self._members[rank]
+        member = self.members[rank]
         return not (member.over or member.result)
 
     def kill(self, rank: int) -> None:
         """SIGKILL; afterwards the process is gone."""
-        member = self._members[rank]
+        member = self.members[rank]
         member.killed = True
         member.kill()
         self.exit_code(rank)
 
     def freeze(self, rank: int) -> None:
         """SIGSTOP; afterwards none of its threads runs (where the system tells their state; else very soon)."""
-        pid = self._pid(rank)
+        pid = self.pid(rank)
         os.kill(pid, signal.SIGSTOP)
         while any(_state(task) not in "TtZX" for task in Path(f"/proc/{pid}/task").glob("*")):
             os.sched_yield()
 
     def thaw(self, rank: int) -> None:
         """SIGCONT: it goes on as if no time had passed."""
-        os.kill(self._pid(rank), signal.SIGCONT)
+        os.kill(self.pid(rank), signal.SIGCONT)
 
-    def _pid(self, rank: int) -> int:
-        process = self._members[rank].process
+    def pid(self, rank: int) -> int:
+        """Of a process that is alive."""
+        process = self.members[rank].process
         assert process.is_alive(), f"rank {rank} has ended"
         assert process.pid is not None
         return process.pid
@@ -226,7 +227,7 @@ class Processes:
 
     def _take_in(self, timeout_s: float) -> None:
         by_source: dict[Any, _Member] = {}  # by its pipe and by what becomes readable at its end
-        for member in self._members:
+        for member in self.members:
             if not member.ended:
                 by_source[member.connection] = by_source[member.process.sentinel] = member
         ready = multiprocessing.connection.wait(by_source, timeout_s)
@@ -249,7 +250,7 @@ class Processes:
             member.failure = value
 
     def _fail(self, rank: int, what: str) -> NoReturn:
-        member = self._members[rank]
+        member = self.members[rank]
         if member.failure:
             raise AssertionError(f"rank {rank} failed:\n{member.failure}")
         raise AssertionError(f"rank {rank} ended with {member.process.exitcode} and without {what}")

@@ -153,7 +153,7 @@ class Slurm:
         """Wait until `srun` has told every task, and tell its process."""
         for task in tasks:
             assert task.link.recv(9) == b"TERM\n"
-            os.kill(self.processes._pid(task.rank), signal.SIGTERM)
+            os.kill(self.processes.pid(task.rank), signal.SIGTERM)
 
     def end(self, tasks: list[Task]) -> list[int]:
         """Wait for the processes, and let the tasks end with their exit codes."""

@@ -91,4 +91,4 @@ def test_nobody_is_left_behind() -> None:
         failed.start(1, stubborn)
         with pytest.raises(AssertionError, match="ValueError: I did not want to"):
             failed.results()
-    assert [member.process.exitcode for member in (*waiting._members, *failed._members)] == [-9, -9, -9]
+    assert [member.process.exitcode for member in (*waiting.members, *failed.members)] == [-9, -9, -9]

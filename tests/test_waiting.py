@@ -41,7 +41,7 @@ def test_a_wait_without_a_limit_names_none() -> None:
 
 
 def test_the_telling_ends_with_the_wait(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.waiting._FIRST_S", 0.01)
+    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
     told = threading.Event()
 
     def whom() -> str:

@@ -9,12 +9,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["LOGGER", "moments", "sentence", "tell", "told_on_stderr", "waiting_for"]
+__all__ = ["FIRST_S", "LOGGER", "moments", "sentence", "tell", "told_on_stderr", "waiting_for"]
 
 LOGGER = logging.getLogger("diloco.waiting")
 """Warnings of it reach the standard error output of a program that has not set up logging."""
 
-_FIRST_S, _RAREST_S = 2.0, 30.0
+FIRST_S = 2.0
+"""Waits shorter than this are not told."""
+
+_RAREST_S = 30.0
 
 
 def moments() -> Iterator[float]:
@@ -24,7 +27,7 @@ def moments() -> Iterator[float]:
     >>> list(islice(moments(), 8))
     [2.0, 4.0, 8.0, 16.0, 32.0, 62.0, 92.0, 122.0]
     """
-    moment_s = pause_s = _FIRST_S
+    moment_s = pause_s = FIRST_S
     while True:
         yield moment_s
         moment_s += pause_s

@@ -46,7 +46,7 @@ def plain_norm(values: list[float], stretch: int) -> float:
 @given(st.lists(FLOATS, max_size=70), st.integers(1, 80))
 def test_the_norm_is_that_of_a_plain_loop_in_the_same_order(values: list[float], stretch: int) -> None:
     """To the bit, whatever the length and the stretches."""
-    with mock.patch.object(module, "_STRETCH", stretch):
+    with mock.patch.object(module, "STRETCH", stretch):
         assert vector_norm(torch.tensor(values, dtype=torch.float32)) == plain_norm(values, stretch)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.digest import _copied, digest_state, digest_tensors
+from diloco.algorithm.digest import host_pieces, digest_state, digest_tensors
 from diloco.algorithm.outer_optimizer import OuterState
 
 SIZE = 67
@@ -85,7 +85,7 @@ def test_it_is_the_same_on_every_machine() -> None:
 def test_pieces_are_all_there_in_order_and_stay_until_the_next_is_asked_for(piece_bytes: int, size: int) -> None:
     data = torch.arange(size, dtype=torch.uint8)
     seen: list[int] = []
-    for piece in _copied(data, piece_bytes):
+    for piece in host_pieces(data, piece_bytes):
         assert len(piece) <= piece_bytes
         seen += piece.tolist()
     assert seen == data.tolist()

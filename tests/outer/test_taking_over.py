@@ -408,7 +408,7 @@ def test_in_whatever_order_things_happen_the_end_is_the_donors_state(happenings:
 def test_who_takes_over_everything_says_how_much_has_come(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.waiting._FIRST_S", 0.01)
+    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
 
     began, asked = threading.Event(), threading.Event()
 

@@ -109,7 +109,7 @@ def test_a_founder_that_waits_for_others_says_so(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = make(0, start=3)
-    monkeypatch.setattr("diloco.waiting._FIRST_S", 0.01)
+    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
 
     def told() -> list[str]:
         return [record.getMessage() for record in caplog.records if "more replica" in record.getMessage()]

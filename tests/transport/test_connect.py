@@ -121,7 +121,7 @@ def test_a_rank_that_did_not_come_is_named() -> None:
 
 def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """First that nobody answers yet, and then who is missing, as the rendezvous tells."""
-    monkeypatch.setattr("diloco.waiting._FIRST_S", 0.1)
+    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.1)
     monkeypatch.setattr("diloco.transport.torch_distributed.rendezvous._TELL_S", 0.3)
     with rendezvous(3) as address:
         failure(connect, place(1, 3, address), wire())

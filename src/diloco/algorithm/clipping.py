@@ -19,9 +19,9 @@ from torch import Tensor
 
 from diloco.algorithm.numbers import check_number
 
-__all__ = ["UNCLIPPED", "Clipping", "scale_factors", "vector_norm"]
+__all__ = ["STRETCH", "UNCLIPPED", "Clipping", "scale_factors", "vector_norm"]
 
-_STRETCH = 1 << 20
+STRETCH = 1 << 20
 """Values whose squares are summed at a time: 8 MiB of float64. Part of the definition, since it decides the order."""
 
 _FEWEST = 3
@@ -102,8 +102,8 @@ def vector_norm(values: Tensor) -> float:
     """
     if not values.numel():
         return 0.0
-    starts = range(0, values.numel(), _STRETCH)
-    sums = [_folded(values[start : start + _STRETCH].to(torch.float64).square_()) for start in starts]
+    starts = range(0, values.numel(), STRETCH)
+    sums = [_folded(values[start : start + STRETCH].to(torch.float64).square_()) for start in starts]
     return math.sqrt(float(_folded(torch.stack(sums))))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diloco.algorithm.outer_optimizer import OuterState
 
-__all__ = ["digest_state", "digest_tensors"]
+__all__ = ["PIECE_BYTES", "digest_state", "digest_tensors", "host_pieces"]
 
 PIECE_BYTES = 1 << 25
 """Of what is hashed of a GPU's memory at once: 32 MiB, of which two are pinned."""
@@ -31,12 +31,12 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in tensors.items():
         digest.update(name.encode() + b"\0")
         data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for piece in (data,) if data.device.type == "cpu" else _copied(data, PIECE_BYTES):
+        for piece in (data,) if data.device.type == "cpu" else host_pieces(data, PIECE_BYTES):
             digest.update(piece.numpy().data)
     return digest.hexdigest()
 
 
-def _copied(data: Tensor, piece_bytes: int) -> Iterator[Tensor]:
+def host_pieces(data: Tensor, piece_bytes: int) -> Iterator[Tensor]:
     """``data``, ``(n,)`` uint8, through the host's memory, piece by piece: each is valid until the next is asked for,
     and is copied while the one before is in use.
     """

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["Kernels", "available", "load", "unavailable_reason"]
+__all__ = ["VERSION", "Kernels", "available", "load", "load_library", "unavailable_reason"]
 
-_VERSION = 1
+VERSION = 1
 """KERNELS_VERSION of _kernels.c."""
 
 _ADDRESS = ctypes.c_void_p
@@ -63,22 +63,23 @@ class Kernels:
 
 def available() -> bool:
     """Whether the kernels were built and could be loaded."""
-    return _library()[0] is not None
+    return load_library()[0] is not None
 
 
 def unavailable_reason() -> str | None:
     """Why they are not available, or None when they are."""
-    return _library()[1]
+    return load_library()[1]
 
 
 def load(codec: str, scale_bytes: int) -> Kernels | None:
     """The kernels of ``codec``, or None where they are not available."""
-    library, _ = _library()
+    library, _ = load_library()
     return None if library is None else Kernels(library, codec, scale_bytes)
 
 
 @functools.cache
-def _library() -> tuple[ctypes.CDLL | None, str | None]:
+def load_library() -> tuple[ctypes.CDLL | None, str | None]:
+    """The compiled library, or None and why there is none."""
     if sys.byteorder != "little":
         return None, "the kernels write scales in the order of a little-endian machine"
     folder = Path(__file__).parent
@@ -93,6 +94,6 @@ def _library() -> tuple[ctypes.CDLL | None, str | None]:
         version = int(library.diloco_kernels_version())
     except (OSError, AttributeError) as error:
         return None, f"{path} could not be loaded: {error}"
-    if version != _VERSION:
-        return None, f"{path} is version {version} and this package needs {_VERSION}: install it again"
+    if version != VERSION:
+        return None, f"{path} is version {version} and this package needs {VERSION}: install it again"
     return library, None
