@@ -16,3 +16,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.runs import write_text  # which imports all that trains
 
     return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for private keys, which take a second each to make."""
+    return tmp_path_factory.mktemp("keys")

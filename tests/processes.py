@@ -30,7 +30,17 @@ import torch
 __all__ = ["Processes", "free_port", "report", "told"]
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "hypothesis", "pytest", "diloco.outer.diloco"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "numpy",
+    "hypothesis",
+    "pytest",
+    "hivemind",
+    "diloco.cli.train",
+    "diloco.train.run",
+]
 
 _parent: Connection | None = None
 
@@ -64,6 +74,8 @@ def _child(rank: int, job: bytes, parent: Connection) -> None:
     try:
         function, arguments = pickle.loads(job)
         message = pickle.dumps(("result", function(rank, *arguments)))
+    except SystemExit:
+        raise  # its code is that of the process
     except BaseException:  # whatever it is, the test shall see it
         parent.send_bytes(pickle.dumps(("failure", traceback.format_exc())))
         sys.exit(1)

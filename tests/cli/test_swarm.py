@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,64 +15,33 @@ import pytest
 
 from diloco.cli import main
 from diloco.transport.hivemind import lookout
-from tests.processes import Processes, report
-from tests.runs import SMALL
-
-LIMIT_S = 300
-"""Far more than any of these takes, for machines that are busy."""
+from tests.commands import Command
+from tests.processes import Processes
+from tests.runs import SMALL, train
 
 QUICK = "--transport.heartbeat-s 0.5 --transport.silence-s 20 --transport.rendezvous-timeout-s 120 --train.threads 1"
 LOOPBACK = "--swarm.listen /ip4/127.0.0.1/tcp/0 --swarm.no-map-ports"
 
 
-class Peer:
+class Peer(Command):
     """One `diloco train` process of a swarm.
 
     Args:
-        data: to train on.
+        processes: it becomes one of these.
         out: its folder.
         arguments: beside those that all have.
-        join: address of another one.
+        joins: another one, whose address is waited for.
     """
 
-    def __init__(self, data: Path, out: Path, arguments: str, join: str = "") -> None:
-        words = f"{SMALL} {data} --out {out} --monitor.console quiet --transport hivemind --run test {QUICK} {LOOPBACK}"
-        joining = ["--join", join] if join else []
+    def __init__(self, processes: Processes, out: Path, arguments: str, joins: Peer | None = None) -> None:
+        join = f"--join {joins.address()}" if joins else ""
+        words = f"train --monitor.console quiet {LOOPBACK} {arguments} {join}".split()
         self.out = out
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "diloco", "train", *words.split(), *arguments.split(), *joining],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that a signal to its group is one to it and to what it starts
-        )
-        self.words: list[str] = []
-        self._said = threading.Condition()
-        self._listening = threading.Thread(target=self._listen, daemon=True)
-        self._listening.start()
-
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as said:
-            for line in said:
-                with self._said:
-                    self.words.append(line)
-                    self._said.notify_all()
-        with self._said:
-            self.words.append("(end)")
-            self._said.notify_all()
+        super().__init__(processes, words, out.with_suffix(f".{len(list(out.parent.iterdir()))}.txt"))
 
     def address(self) -> str:
         """What others join by."""
-
-        def found() -> re.Match[str] | None:
-            return re.search(r"--join (/ip4/127\S+)", "".join(self.words))
-
-        with self._said:
-            self._said.wait_for(lambda: found() or "(end)" in self.words, LIMIT_S)
-            match = found()
-        assert match, "".join(self.words)
-        return match[1]
+        return self.until(lambda: re.search(r"--join (/ip4/127\S+)", self.words), "an address")[1]
 
     def metrics(self, event: str) -> list[dict[str, Any]]:
         path = self.out / "metrics.jsonl"
@@ -86,119 +50,111 @@ class Peer:
 
     def wait_for(self, event: str, **fields: Any) -> dict[str, Any]:
         """Until it says so in its metrics."""
-        while self.process.poll() is None:
-            for record in self.metrics(event):
-                if all(record[name] == value for name, value in fields.items()):
-                    return record
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(0.1)
-        raise AssertionError("".join(self.words))
 
-    def end(self, code: int = 0) -> dict[str, Any]:
-        assert self.process.wait(LIMIT_S) == code, "".join(self.words)
-        path = self.out / "summary.json"
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+        def said() -> list[dict[str, Any]]:
+            return [each for each in self.metrics(event) if all(each[name] == fields[name] for name in fields)]
+
+        return self.until(said, event)[0]
+
+    def summary(self, code: int = 0) -> dict[str, Any]:
+        """Of the run, when it has ended with ``code``."""
+        self.end(code)
+        return dict(json.loads((self.out / "summary.json").read_text()))
+
+
+MakePeer = Callable[..., Peer]
 
 
 @pytest.fixture
-def started() -> Iterator[list[Peer]]:
-    peers: list[Peer] = []
-    yield peers
-    for peer in peers:
-        if peer.process.poll() is None:
-            peer.process.kill()
-        peer.process.wait()
-        peer._listening.join()
+def new_peer(data: Path, tmp_path: Path, keys: Path) -> Iterator[MakePeer]:
+    """Makes peers of one new run, of a name and arguments each."""
+    with Processes() as processes:
+
+        def make(name: str, arguments: str, joins: Peer | None = None) -> Peer:
+            where = f"--out {tmp_path / name} --swarm.identity {keys / name}"
+            run = f"{SMALL} {data} --transport hivemind --run test {QUICK} {where} {arguments}"
+            return Peer(processes, tmp_path / name, run, joins)
+
+        yield make
 
 
 def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
-    data: Path, tmp_path: Path, started: list[Peer]
+    data: Path, tmp_path: Path, new_peer: MakePeer
 ) -> None:
-    arguments = [*SMALL.split(), str(data), "--out", str(tmp_path / "alone"), "--monitor.console", "quiet"]
-    subprocess.run([sys.executable, "-m", "diloco", "train", *arguments, "--train.threads", "1"], check=True)
-    alone = json.loads((tmp_path / "alone" / "summary.json").read_text())
-    started.append(Peer(data, tmp_path / "a", "--start-replicas 2 --replica 0"))
-    started.append(Peer(data, tmp_path / "b", "--start-replicas 2 --replica 1", started[0].address()))
-    for peer in started:
-        summary = peer.end()
+    alone = train(data, tmp_path / "alone", "--train.threads 1")
+    first = new_peer("a", "--start-replicas 2 --replica 0")
+    for peer in (first, new_peer("b", "--start-replicas 2 --replica 1", first)):
+        summary = peer.summary()
         assert summary["global_params_digest"] == alone["global_params_digest"]
         assert summary["rounds_committed"] == alone["rounds_committed"]
         assert summary["rounds_void"] == 0
 
 
-def test_with_dynamic_steps_nobody_is_left_out_and_all_agree(data: Path, tmp_path: Path, started: list[Peer]) -> None:
+def test_with_dynamic_steps_nobody_is_left_out_and_all_agree(new_peer: MakePeer) -> None:
     """How fast each one is depends on the machine; that they end with the same parameters does not."""
     arguments = "--start-replicas 2 --steps 40 --swarm.dynamic-steps"
-    started.append(Peer(data, tmp_path / "a", f"{arguments} --replica 0"))
-    started.append(Peer(data, tmp_path / "b", f"{arguments} --replica 1", started[0].address()))
-    summaries = [peer.end() for peer in started]
+    first = new_peer("a", f"{arguments} --replica 0")
+    peers = (first, new_peer("b", f"{arguments} --replica 1", first))
+    summaries = [peer.summary() for peer in peers]
     assert summaries[0]["global_params_digest"] == summaries[1]["global_params_digest"]
     assert [summary["steps"] for summary in summaries] == [40, 40]
-    for peer in started:
+    for peer in peers:
         steps = peer.metrics("StepFinished")
         assert {record["pace"] for record in steps} <= {0.25, 0.5, 0.75, 1.0}
         assert all(record["trained"] for record in steps[:6])
         assert all(record["contributors"] == [0, 1] for record in peer.metrics("RoundCommitted"))
 
 
-def test_replicas_come_and_go_and_those_who_stay_agree(data: Path, tmp_path: Path, started: list[Peer]) -> None:
+ENDLESS = "--steps 100000 --inner-steps 8"
+
+
+def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> None:
     """The third joins late, the first is asked to leave, and the others end with the same global parameters."""
-    steps = "--steps 100000 --inner-steps 8"
-    first = Peer(data, tmp_path / "a", f"{steps} --replica 0")
-    started.append(first)
-    address = first.address()
+    first = new_peer("a", f"{ENDLESS} --replica 0")
     first.wait_for("RoundCommitted")
-    others = [Peer(data, tmp_path / f"b{m}", f"{steps} --replica {m}", address) for m in (1, 2)]
-    started.extend(others)
+    others = [new_peer("bc"[m - 1], f"{ENDLESS} --replica {m}", first) for m in (1, 2)]
     for peer in others:
         peer.wait_for("RoundCommitted", contributors=[0, 1, 2])
-    first.process.send_signal(signal.SIGINT)
-    assert first.process.wait(LIMIT_S) == 130, "".join(first.words)
+    os.kill(first.pid, signal.SIGINT)
+    first.end(130)
     for peer in others:
         left = peer.wait_for("ViewChanged", members=[1, 2])
         assert "replica 0 has left" in left["reason"]
         peer.wait_for("RoundCommitted", contributors=[1, 2])
     for peer in others:
-        peer.process.send_signal(signal.SIGINT)
+        os.kill(peer.pid, signal.SIGINT)
     for peer in others:
         peer.end(130)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_its_whole_group_ends_a_peer_as_one_to_itself_does(
-    data: Path, tmp_path: Path, started: list[Peer], number: signal.Signals
-) -> None:
+def test_a_signal_to_its_whole_group_ends_a_peer_as_one_to_itself_does(new_peer: MakePeer) -> None:
     """Ctrl-C in a terminal, `timeout` and batch systems send it to all that the peer has started, too."""
-    steps = "--steps 100000 --inner-steps 8 --start-replicas 2"
-    started.append(Peer(data, tmp_path / "a", f"{steps} --replica 0"))
-    started.append(Peer(data, tmp_path / "b", f"{steps} --replica 1", started[0].address()))
-    for peer in started:
+    first = new_peer("a", f"{ENDLESS} --start-replicas 2 --replica 0")
+    second = new_peer("b", f"{ENDLESS} --start-replicas 2 --replica 1", first)
+    for peer in (first, second):
         peer.wait_for("RoundCommitted", contributors=[0, 1])
-    first, second = started
-    os.killpg(first.process.pid, number)
-    assert first.process.wait(60) == 130, "".join(first.words)
-    assert first.metrics("Interrupted")[0]["signal"] == number.name
-    assert first.metrics("CheckpointSaved")
-    assert "replica 0 has left" in second.wait_for("ViewChanged", members=[1])["reason"]
-    os.killpg(second.process.pid, number)
-    assert second.process.wait(60) == 130, "".join(second.words)
+    for peer, number in ((first, signal.SIGINT), (second, signal.SIGTERM)):
+        os.killpg(peer.pid, number)
+        peer.end(130, limit_s=60)
+        assert peer.metrics("Interrupted")[0]["signal"] == number.name
+        assert peer.metrics("CheckpointSaved")
+        assert "replica 0 has left" in second.wait_for("ViewChanged", members=[1])["reason"]
 
 
-def test_ctrl_c_ends_a_round_that_nobody_else_would(data: Path, tmp_path: Path, started: list[Peer]) -> None:
+def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
     """The other replica stands still, and is not missed for hours."""
-    steps = "--steps 100000 --inner-steps 8 --transport.silence-s 9000 --transport.round-timeout-s 9001"
-    started.append(Peer(data, tmp_path / "a", f"{steps} --start-replicas 2 --replica 0"))
-    started.append(Peer(data, tmp_path / "b", f"{steps} --start-replicas 2 --replica 1", started[0].address()))
-    first, second = started
+    arguments = f"{ENDLESS} --transport.silence-s 9000 --transport.round-timeout-s 9001 --start-replicas 2"
+    first = new_peer("a", f"{arguments} --replica 0")
+    second = new_peer("b", f"{arguments} --replica 1", first)
     first.wait_for("RoundCommitted", contributors=[0, 1])
-    second.process.send_signal(signal.SIGSTOP)
-    waited_for = len(first.metrics("StepFinished"))
-    with suppress(subprocess.TimeoutExpired):
-        first.process.wait(5)  # in which it comes to the end of its steps without a round
-    assert first.process.poll() is None
-    assert len(first.metrics("StepFinished")) <= waited_for + 8
-    first.process.send_signal(signal.SIGINT)
-    assert first.end(130)["interrupted"] == "SIGINT"
+    os.kill(second.pid, signal.SIGSTOP)
+    steps = [len(first.metrics("StepFinished"))]
+    while len(steps) < 30 or steps[-1] > steps[-30]:  # until it has stood still for 3 s, waiting for its round
+        time.sleep(0.1)
+        steps.append(len(first.metrics("StepFinished")))
+    assert steps[-1] <= steps[0] + 8
+    os.kill(first.pid, signal.SIGINT)
+    assert first.summary(130)["interrupted"] == "SIGINT"
     assert first.metrics("CheckpointSaved"), "what it has not shared is kept"
 
 
@@ -245,51 +201,15 @@ def test_why_a_peer_does_not_answer_is_told(
     assert "no peer of run 'mine'" in capsys.readouterr().err
 
 
-class Told(io.StringIO):
-    """What a process of `Processes` says, as it says it."""
-
-    def write(self, text: str) -> int:
-        report(text)
-        return super().write(text)
-
-
-def train(rank: int, words: list[str]) -> tuple[int, str]:
-    """`diloco train` in a process of its own: how it ended, and what it said."""
-    with contextlib.redirect_stderr(Told()) as told, contextlib.redirect_stdout(io.StringIO()):
-        return main(["train", *words, "--monitor.console", "quiet"]), told.getvalue()
-
-
-def finished(processes: Processes) -> None:
-    """All of them end well."""
-    ended = processes.results(LIMIT_S)
-    said = "\n".join(words for _, words in ended.values())
-    assert {rank: code for rank, (code, _) in ended.items()} == dict.fromkeys(ended, 0), said
-
-
-def address_told(processes: Processes, rank: int) -> str:
-    """By which others join a process."""
-    while not (found := re.search(r"--join (/ip4/127\S+)", processes.heard(rank, LIMIT_S))):
-        pass
-    return found[1]
-
-
-def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(data: Path, tmp_path: Path) -> None:
+def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: Path, new_peer: MakePeer) -> None:
     """One peer stops early and one late; the late one founds the swarm again, and the other takes over its state."""
     early, late = tmp_path / "early", tmp_path / "late"
-    new = f"{SMALL} {data} --steps 32 --transport hivemind --run test --start-replicas 2 {QUICK}".split()
-
-    def peer(*words: object) -> list[str]:
-        return [*map(str, words), *LOOPBACK.split()]
-
-    with Processes() as processes:
-        processes.start(1, train, peer(*new, "--out", early, "--stop-after", 6))
-        join = "--join", address_told(processes, 0)
-        processes.start(1, train, peer(*new, "--out", late, "--stop-after", 14, *join))
-        finished(processes)
-        processes.start(1, train, peer("--resume", late))
-        join = "--join", address_told(processes, 2)
-        processes.start(1, train, peer("--resume", early, *join))
-        finished(processes)
+    first = new_peer("early", "--steps 32 --start-replicas 2 --stop-after 6")
+    for peer in (first, new_peer("late", "--steps 32 --start-replicas 2 --stop-after 14", first)):
+        peer.end()
+    founds = Peer(first.processes, late, f"--resume {late}")
+    for peer in (founds, Peer(first.processes, early, f"--resume {early}", founds)):
+        peer.end()
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (early, late)]
     assert [summary["steps"] for summary in summaries] == [32, 32]
     assert len({summary["global_params_digest"] for summary in summaries}) == 1

@@ -29,12 +29,6 @@ def make_rank() -> Iterator[MakeRank]:
     yield from makes(Rank)
 
 
-@pytest.fixture(scope="session")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Private keys, which take a second each to make."""
-    return tmp_path_factory.mktemp("keys")
-
-
 @pytest.fixture
 def swarms(keys: Path) -> Iterator[Swarms]:
     """Makes peers, and ends them."""
