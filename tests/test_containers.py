@@ -136,7 +136,7 @@ def test_every_container_is_given_what_it_understands(name: str, tmp_path: Path)
         for path in paths:
             assert path.startswith(("/ip4/", "/dns4/", *places)), f"nothing is mounted for {path}"
         if arguments[:2] == ["diloco", "dht"]:
-            options = tyro.cli(dht.Options, args=arguments[2:])
+            options = tyro.cli(dht.DhtOptions, args=arguments[2:])
             assert options.listen == tuple(f"/ip4/0.0.0.0/tcp/{port}" for port in names.values())
             continue
         (tmp_path / "run.toml").write_text(next(iter(maps.values()))["run.toml"])

@@ -46,7 +46,7 @@ def parse(command: str, arguments: list[str]) -> None:
         parse_arguments(arguments)
         return
     module = importlib.import_module(f"diloco.cli.{command}")
-    tyro.cli(getattr(module, "Options", None) or module.Arguments, args=arguments)
+    tyro.cli(getattr(module, f"{command.capitalize()}Options"), args=arguments)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -68,14 +68,23 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["train", "--algorithm", "data-parallel", "--codec", "fp4"], "--codec float32"),
         (["train", "--fragments", "6"], "Use 1 to 5"),
         (["train", "--steps", "0"], "it must be at least 1"),
-        (["train", "--resume", "absent"], "--resume absent was given, and it does not exist"),
+        (
+            ["train", "--resume", "absent"],
+            "or a checkpoint in one, but it does not exist",
+        ),
         (["train", "--resume", "."], "there is no config.toml in it"),
         (["train", "--fragments", "11", "--inner-steps", "10"], "for a model of 4 layers. Use 1 to 5"),
         (["export", "a"], "diloco: PLACE is missing: Folder (hf) or file"),
-        (["train", "--steps", "many"], "diloco: --steps many was given; a whole number would work"),
-        (["train", "--transport", "foo"], "diloco: --transport foo was given; in-process, torch, hivemind would work"),
-        (["train", "--steps"], "diloco: --steps was given without a value"),
-        (["train", "x.toml", "--resume", "absent"], "x.toml was given together with --resume"),
+        (
+            ["train", "--steps", "many"],
+            "diloco: --steps takes a whole number, not many. See `diloco train --help`.",
+        ),
+        (
+            ["train", "--transport", "foo"],
+            "--transport foo is unknown; choose one of in-process, torch, hivemind.",
+        ),
+        (["train", "--steps"], "diloco: --steps needs a value."),
+        (["train", "x.toml", "--resume", "absent"], "x.toml cannot be given together with --resume"),
     ],
 )
 def test_misuse_ends_with_2_and_says_what_would_work(

@@ -85,7 +85,7 @@ def test_a_longer_run_is_told_of_and_recorded(files: Path, tmp_path: Path) -> No
              "outer.learning_rate from 0.4 to 0.1", 'preset from "tiny" to "2m"', 'train.device from "cpu" to "cuda"'],
         ),
         ("--init-from w.safetensors", ["train.init_from from none to"]),
-        ("--steps 7", ["--steps 7", "8 or more would work"]),
+        ("--steps 7", ["--steps 7", "give 8 or more"]),
     ],
 )  # fmt: skip
 def test_a_run_that_goes_on_refuses_other_changes_by_name(

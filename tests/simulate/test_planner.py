@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.cli.plan_files import planned_values
+from diloco.cli.plan_model import planned_values
 from diloco.model.settings import ModelSettings
 from diloco.simulate.bandwidth import bandwidth_needed
 from diloco.simulate.cluster import Cluster

@@ -126,7 +126,7 @@ def test_a_run_goes_on_exactly_when_its_source_is_gone(
     )
     assert begun.configuration.model.source == f"hf:{folder}"
     assert trained(tmp_path / "begun", begun)["parameters"] == straight["parameters"]
-    with pytest.raises(ConfigurationError, match=r"change of model\.source"):
+    with pytest.raises(ConfigurationError, match=r"cannot change model\.source"):
         plan_run(command_line(checkpoint__resume=tmp_path / "run", model__source="hf:another"))
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
 
 __all__ = ["own_folder", "run"]
 
@@ -24,7 +24,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DhtOptions:
     """What follows `diloco dht`."""
 
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
@@ -44,12 +44,12 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Stand until interrupted; returns 0."""
-    options = parse_arguments_of(Options, program="diloco dht", description=DESCRIPTION, arguments=arguments)
+    options = parse_options(DhtOptions, "dht", DESCRIPTION, arguments)
     asyncio.run(_stand(options))
     return 0
 
 
-async def _stand(options: Options) -> None:
+async def _stand(options: DhtOptions) -> None:
     from diloco.transport.hivemind.lookout import stand
     from diloco.transport.hivemind.node import NodePlace
 

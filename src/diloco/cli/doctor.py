@@ -14,7 +14,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from diloco.cli.tables import columns
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
 from diloco.transport.address import parse_address
 from diloco.units import format_rate
@@ -30,7 +30,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DoctorOptions:
     """What follows `diloco doctor`."""
 
     peers: Positional[Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")]] = ()
@@ -47,7 +47,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Examine or listen; returns 0 if all ways work, 1 if one does not."""
-    options = parse_arguments_of(Options, program="diloco doctor", description=DESCRIPTION, arguments=arguments)
+    options = parse_options(DoctorOptions, "doctor", DESCRIPTION, arguments)
     if bool(options.peers) == bool(options.listen):
         given = f"--listen {options.listen} was given with peers to examine" if options.peers else "no peer was given"
         raise ConfigurationError(
@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     return _listen(options.listen) if options.listen else _examine(options)
 
 
-def _examine(options: Options) -> int:
+def _examine(options: DoctorOptions) -> int:
     from diloco.transport.torch_distributed.doctor import examine
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.config.configuration import Configuration
+from diloco.config.flags import parse_options
 from diloco.config.keys import build
 from diloco.config.run_plan import CONFIG_FILE
 from diloco.config.toml import read_toml
-from diloco.config.usage import parse_arguments_of
 from diloco.data.settings import DataSettings
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
@@ -45,7 +45,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class EvaluateOptions:
     """What follows `diloco evaluate`."""
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
@@ -100,7 +100,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Evaluate and print."""
-    given = parse_arguments_of(Arguments, program="diloco evaluate", description=DESCRIPTION, arguments=arguments)
+    given = parse_options(EvaluateOptions, "evaluate", DESCRIPTION, arguments)
 
     from diloco.devices import choose_device
     from diloco.train.trained import checkpoint_at, load_trained
@@ -135,7 +135,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _settings_of(trained: Trained, given: Arguments) -> Configuration:
+def _settings_of(trained: Trained, given: EvaluateOptions) -> Configuration:
     """Of the run; a folder of ``transformers`` has none."""
     config_file = trained.path.parent.parent / CONFIG_FILE
     if trained.step is not None:
@@ -148,7 +148,7 @@ def _settings_of(trained: Trained, given: Arguments) -> Configuration:
 
 
 def _evaluate(
-    trained: Trained, settings: Configuration, given: Arguments, tokens: np.ndarray, length: int
+    trained: Trained, settings: Configuration, given: EvaluateOptions, tokens: np.ndarray, length: int
 ) -> Evaluation:
     from diloco.trained.evaluate import document_streams, evaluate, evaluate_windows
 
@@ -176,7 +176,7 @@ def _evaluate(
     )
 
 
-def _tokens(data: DataSettings, given: Arguments, tokenizer: Tokenizer) -> np.ndarray:
+def _tokens(data: DataSettings, given: EvaluateOptions, tokenizer: Tokenizer) -> np.ndarray:
     """Packed, each document followed by its end."""
     from diloco.data.heldout import heldout_tokens, read_texts
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
 
 __all__ = ["run"]
@@ -28,7 +28,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class ExportOptions:
     """What follows `diloco export`."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
@@ -53,7 +53,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Load, write, and say what was written."""
-    given = parse_arguments_of(Arguments, program="diloco export", description=DESCRIPTION, arguments=arguments)
+    given = parse_options(ExportOptions, "export", DESCRIPTION, arguments)
     if given.to == "safetensors":
         for flag, value in (("--max-length", given.max_length), ("--max-shard-size", given.max_shard_size)):
             if value is not None:

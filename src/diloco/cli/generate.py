@@ -11,7 +11,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.trained.sampling import Sampling
@@ -33,7 +33,7 @@ _LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class GenerateOptions:
     """What follows `diloco generate`."""
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
@@ -88,7 +88,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Generate and print, as it comes."""
-    given = parse_arguments_of(Arguments, program="diloco generate", description=DESCRIPTION, arguments=arguments)
+    given = parse_options(GenerateOptions, "generate", DESCRIPTION, arguments)
     prompt = given.prompt if given.prompt_file is None else _read(given.prompt_file)
 
     import torch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.cli.tables import columns
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
 
 if TYPE_CHECKING:
     from diloco.checkpoint.reading import Checkpoint
@@ -27,7 +27,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class InspectOptions:
     """What follows `diloco inspect`."""
 
     path: Annotated[Positional[Path], arg(metavar="RUN", help_behavior_hint="")]
@@ -38,7 +38,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Print what the manifest says."""
-    given = parse_arguments_of(Arguments, program="diloco inspect", description=DESCRIPTION, arguments=arguments)
+    given = parse_options(InspectOptions, "inspect", DESCRIPTION, arguments)
 
     from diloco.checkpoint.reading import open_checkpoint
 

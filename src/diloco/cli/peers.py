@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from diloco.cli.tables import columns
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
 from diloco.units import format_bytes, format_rate
 
@@ -31,7 +31,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PeersOptions:
     """What follows `diloco peers`."""
 
     run: Annotated[str, arg(help_behavior_hint="")]
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.transport.hivemind.lookout import look
     from diloco.transport.hivemind.node import NodePlace
 
-    options = parse_arguments_of(Options, program="diloco peers", description=DESCRIPTION, arguments=arguments)
+    options = parse_options(PeersOptions, "peers", DESCRIPTION, arguments)
     if not options.join:
         raise ConfigurationError("no --join was given; the address of any peer would work. Nothing was done.")
     admission = Admission(options.run, read_secret(options.secret_file))

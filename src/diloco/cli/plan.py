@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 from tyro.conf import arg
 
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
+from diloco.errors import ConfigurationError
+from diloco.units import parse_share
 
-__all__ = ["Options", "run"]
+__all__ = ["PlanOptions", "run"]
 
 DESCRIPTION = """Which method, H, P, tau and codec, for a model on links: what reaches the target with the least loss.
 
@@ -25,7 +27,7 @@ Exit code 1: nothing reaches the target; what would is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class PlanOptions:
     """What follows `diloco plan`."""
 
     preset: Annotated[str | None, arg(help_behavior_hint="")] = None
@@ -71,7 +73,35 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Plan, print, write."""
-    options = parse_arguments_of(Options, program="diloco plan", description=DESCRIPTION, arguments=arguments)
+    options = parse_options(PlanOptions, "plan", DESCRIPTION, arguments)
+    target = parse_share(options.target_utilization, "--target-utilization")
+    _check(options, target)
     from diloco.cli import plan_model
 
-    return plan_model.run(options)
+    return plan_model.run(options, target)
+
+
+def _check(options: PlanOptions, target: float) -> None:
+    """Refuse what can be refused before anything is measured."""
+
+    def refuse(words: str) -> NoReturn:
+        raise ConfigurationError(f"{words} Nothing was planned.")
+
+    if not 0 < target < 1:
+        refuse(f"--target-utilization {options.target_utilization} must be above 0 and below 100 %.")
+    if options.config is not None and options.preset is None:
+        refuse("--config needs --preset NAME: a run cannot be made of a model by numbers.")
+    if options.config is not None and not options.config.absolute().parent.is_dir():
+        refuse(f"--config {options.config}: there is no folder {options.config.absolute().parent}.")
+    if options.measure and options.preset is None and not options.step_time:
+        refuse("--measure needs --preset NAME or --step-time: a model by numbers cannot be run.")
+    if options.steps is not None and options.steps < 1:
+        refuse(f"--steps {options.steps} must be at least 1.")
+    if min(options.price_per_hour or 0.0, options.price_per_gb) < 0:
+        refuse(
+            f"--price-per-hour {options.price_per_hour} and --price-per-gb {options.price_per_gb} must be 0 or more."
+        )
+    if not options.step_time and not options.measure:
+        refuse("--step-time 0.8s or --measure is required, to know how long an inner step takes.")
+    if not options.bandwidth and not (options.measure and options.peers):
+        refuse("--bandwidth 500Mbit or --measure --peers HOST:PORT is required, to know what the links carry.")

@@ -11,8 +11,8 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from diloco.algorithm.settings import ScheduleSettings
 from diloco.cli.tables import columns
+from diloco.config.flags import parse_options
 from diloco.config.presets import preset_values
-from diloco.config.usage import parse_arguments_of
 from diloco.model.presets import Preset, get_preset, preset_names
 
 __all__ = ["run"]
@@ -25,7 +25,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class PresetsOptions:
     """What follows `diloco presets`."""
 
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
@@ -34,7 +34,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the table."""
-    given = parse_arguments_of(Arguments, program="diloco presets", description=DESCRIPTION, arguments=arguments)
+    given = parse_options(PresetsOptions, "presets", DESCRIPTION, arguments)
     presets = [get_preset(name) for name in preset_names()]
     if given.json:
         print(json.dumps({p.name: {**asdict(p), "settings": preset_values(p.name)} for p in presets}, indent=2))

@@ -6,15 +6,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
 from diloco.cli.tables import columns
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from diloco.simulate.bandwidth import Cell
+
+__all__ = ["SimulateOptions", "run"]
 
 DESCRIPTION = """Compute utilisation of data-parallel training, DiLoCo and Streaming DiLoCo, before anything is rented.
 
@@ -29,7 +32,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SimulateOptions:
     """What follows `diloco simulate`."""
 
     table: Annotated[Literal["streaming-diloco"] | None, arg(help_behavior_hint="")] = None
@@ -93,7 +96,7 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Simulate, print, draw."""
-    options = parse_arguments_of(Options, program="diloco simulate", description=DESCRIPTION, arguments=arguments)
+    options = parse_options(SimulateOptions, "simulate", DESCRIPTION, arguments)
     if options.table:
         return _table(options)
     from diloco.cli import simulate_model
@@ -101,13 +104,13 @@ def run(arguments: Sequence[str]) -> int:
     return simulate_model.run(options)
 
 
-def _table(options: Options) -> int:
+def _table(options: SimulateOptions) -> int:
     from diloco.simulate.bandwidth import PAPER, paper_cells
 
-    if options != Options(table=options.table, json=options.json):
+    if options != SimulateOptions(table=options.table, json=options.json):
         raise ConfigurationError(
-            "--table was given with options of other simulations; --table streaming-diloco alone, or with --json, "
-            "would work. Nothing was computed."
+            "--table takes no other option but --json: give --table streaming-diloco alone, or with --json. Nothing "
+            "was computed."
         )
     cells = paper_cells()
     if options.json:
@@ -118,23 +121,17 @@ def _table(options: Options) -> int:
     rows = []
     for first in cells[:: len(targets)]:
         row = [cell for cell in cells if (cell.model, cell.method) == (first.model, first.method)]
-        rows.append(
-            [
-                f"{first.model} {first.method}",
-                *(_cell(c.published_gbit_per_s, c.simulated_gbit_per_s, c.grid_steps) for c in row),
-            ]
-        )
+        rows.append([f"{first.model} {first.method}", *map(_in_table, row)])
     print(f"{PAPER}\nGbit/s that a compute utilisation needs: simulated (published)\n")
     print(columns(["", *(f"{100 * target:g} %" for target in targets)], rows))
     same = sum(cell.grid_steps == 0 for cell in cells)
     near = sum(abs(cell.grid_steps) <= 1 for cell in cells)
-    print(
-        f"\n{same} of {len(cells)} cells on the published point of the grid, {near} within one step of it (x1.21)",
-        end="",
-    )
-    print("; farther ones are marked !" if near < len(cells) else "")
+    far = "; farther ones are marked !" if near < len(cells) else ""
+    print(f"\n{same} of {len(cells)} cells on the published point of the grid", end="")
+    print(f", {near} within one step of it (x1.21){far}")
     return 0
 
 
-def _cell(published: float, simulated: float, grid_steps: int) -> str:
-    return f"{simulated:.1f} ({published:.1f}){'!' if abs(grid_steps) > 1 else ' '}"
+def _in_table(cell: Cell) -> str:
+    far = "!" if abs(cell.grid_steps) > 1 else " "
+    return f"{cell.simulated_gbit_per_s:.1f} ({cell.published_gbit_per_s:.1f}){far}"

@@ -1,4 +1,4 @@
-"""What `diloco simulate` does about a model by numbers or of a preset."""
+"""What `diloco simulate` does with a preset or a model by numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from diloco.units import (
 )
 
 if TYPE_CHECKING:
-    from diloco.cli.simulate import Options
+    from diloco.cli.simulate import SimulateOptions
 
 __all__ = ["run"]
 
@@ -42,28 +42,28 @@ CYCLES = 3
 """Cycles of H steps in a timeline, and the last of them in what is reported for one link."""
 
 
-def run(options: Options) -> int:
+def run(options: SimulateOptions) -> int:
     """Print and draw what was asked for."""
     methods = [method_named(name) for name in options.method] or list(METHODS)
     targets = [parse_share(word, "--targets") for word in options.targets.split(",") if word.strip()]
     if not targets or not all(0 < target <= 1 for target in targets):
         raise ConfigurationError(
-            f"--targets {options.targets} was given; per cents above 0 and up to 100, such as 50,80,95, would work. "
-            "Nothing was computed."
+            f"--targets {options.targets} must list per cents above 0 and up to 100, such as 50,80,95. Nothing was "
+            "computed."
         )
     if options.overlap_steps is not None and not any(method.overlap_steps for method in methods):
         raise ConfigurationError(
-            f"--overlap-steps {options.overlap_steps} was given, and {', '.join(method.name for method in methods)} "
-            "overlaps nothing; --method streaming-overlap or streaming-overlap-fp4 would work. Nothing was computed."
+            f"--overlap-steps {options.overlap_steps} has no effect, since {', '.join(each.name for each in methods)} "
+            "overlaps nothing; --method streaming-overlap and streaming-overlap-fp4 do. Nothing was computed."
         )
     for path in (options.plot, options.timeline):
         if path is not None:
             check_picture_path(path)
     if options.timeline and not (options.bandwidth and len(methods) == 1):
         raise ConfigurationError(
-            f"--timeline {options.timeline} was given with {len(methods)} methods and --bandwidth "
-            f"{' '.join(options.bandwidth) or 'left out'}, and it shows one method on one link; --method "
-            "streaming-overlap --bandwidth 500Mbit would work. Nothing was computed."
+            f"--timeline {options.timeline} shows one method on one link, such as --method streaming-overlap "
+            f"--bandwidth 500Mbit, not {len(methods)} methods with --bandwidth "
+            f"{' '.join(options.bandwidth) or 'left out'}. Nothing was computed."
         )
     cluster = _cluster(options)
     workload = make_workload(options.preset, options.parameters, options.layers, float(cluster.step_time_s.mean()))
@@ -84,7 +84,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def _cluster(options: Options) -> Cluster:
+def _cluster(options: SimulateOptions) -> Cluster:
     links = make_links(options.bandwidth or ("1Tbit",), options.latency, options.replicas, options.half_duplex)
     return Cluster.of(
         links,
@@ -95,7 +95,7 @@ def _cluster(options: Options) -> Cluster:
     )
 
 
-def _overheads(options: Options) -> Overheads:
+def _overheads(options: SimulateOptions) -> Overheads:
     if options.assume == "paper":
         return IDEAL
     on_cpu = options.device == "cpu"
@@ -103,7 +103,7 @@ def _overheads(options: Options) -> Overheads:
     return conditions.overheads(options.replicas - 1)
 
 
-def _traffic(options: Options, method: Method, workload: Workload) -> Traffic:
+def _traffic(options: SimulateOptions, method: Method, workload: Workload) -> Traffic:
     codec = make_codec(options.codec or method.codec)
     release: Release = "layer" if options.assume == "paper" else "step"
     if method.data_parallel:
@@ -114,14 +114,14 @@ def _traffic(options: Options, method: Method, workload: Workload) -> Traffic:
     return workload.traffic(schedule, [codec], options.replicas, release=release, clipping=options.clipping)
 
 
-def _for_method(options: Options, method: Method, cluster: Cluster) -> Cluster:
-    """Gradients are averaged at every step, so no replica can leave one out."""
+def _for_method(options: SimulateOptions, method: Method, cluster: Cluster) -> Cluster:
+    """``cluster``, with dynamic steps where asked for: not where gradients are averaged at every step."""
     dynamic = options.dynamic_steps and not method.data_parallel
     return dataclasses.replace(cluster, dynamic_of=options.inner_steps) if dynamic else cluster
 
 
-def _unequal(options: Options, cluster: Cluster) -> dict[str, str]:
-    """What slow replicas do, where some are slower than others."""
+def _unequal(options: SimulateOptions, cluster: Cluster) -> dict[str, str]:
+    """What slow replicas do, if some are slower than others."""
     if len(set(cluster.step_time_s.tolist())) == 1:
         return {}
     if not options.dynamic_steps:
@@ -134,7 +134,7 @@ def _unequal(options: Options, cluster: Cluster) -> dict[str, str]:
     }
 
 
-def _facts(options: Options, workload: Workload, cluster: Cluster) -> dict[str, str]:
+def _facts(options: SimulateOptions, workload: Workload, cluster: Cluster) -> dict[str, str]:
     assumed = {
         "paper": "as the paper: nothing costs but payload; layers leave during the backward pass (--assume trainer "
         "says what `diloco train` does)",
@@ -175,22 +175,12 @@ def _numbers(result: Simulated, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _print_on_link(records: Sequence[dict[str, Any]], facts: dict[str, str], options: Options) -> None:
+def _print_on_link(records: Sequence[dict[str, Any]], facts: dict[str, str], options: SimulateOptions) -> None:
     if options.json:
         print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
         return
     link = f"{', '.join(format_rate(parse_rate_bits_per_s(text, '')) for text in options.bandwidth)}"
     _print_facts(facts | {"link": f"{link}, {', '.join(options.latency)} one way"})
-    header = [
-        "method",
-        "utilisation",
-        "stall per round",
-        "longest",
-        "time per H steps",
-        "sent",
-        "mean rate",
-        "peak rate",
-    ]
     rows = [
         [
             record["method"],
@@ -204,10 +194,11 @@ def _print_on_link(records: Sequence[dict[str, Any]], facts: dict[str, str], opt
         ]
         for record in records
     ]
-    print(columns(header, rows))
+    timed = ["stall per round", "longest", "time per H steps"]
+    print(columns(["method", "utilisation", *timed, "sent", "mean rate", "peak rate"], rows))
 
 
-def _print_needed(found: dict[Method, tuple[Needed, ...]], facts: dict[str, str], options: Options) -> None:
+def _print_needed(found: dict[Method, tuple[Needed, ...]], facts: dict[str, str], options: SimulateOptions) -> None:
     if options.json:
         records = [
             {
@@ -248,7 +239,7 @@ def _print_facts(facts: dict[str, str]) -> None:
 def _plot(
     traffics: dict[Method, Traffic], clusters: dict[Method, Cluster], targets: Sequence[float], title: str, path: Path
 ) -> None:
-    """From where nobody computes much to where everybody does."""
+    """Draw the curves, from where replicas hardly compute to where all of them do."""
     grid = np.logspace(4, 15, 441)
     curves = {
         method.name: utilization_curve(traffic, clusters[method], [float(rate) for rate in grid])

@@ -1,4 +1,4 @@
-"""Models and links as the command line of `diloco simulate` and `diloco plan` has them."""
+"""Models and links as `diloco simulate` and `diloco plan` take them on the command line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ def each(values: Sequence[float], replicas: int, name: str) -> list[float]:
     [80.0, 80.0, 80.0]
     """
     if replicas < 1:
-        raise ConfigurationError(f"--replicas {replicas} was given; at least 1 is needed. Nothing was computed.")
+        raise ConfigurationError(f"--replicas {replicas} must be at least 1. Nothing was computed.")
     if len(values) not in (1, replicas):
         raise ConfigurationError(
-            f"{name} has {len(values)} values for {replicas} replicas; one, or {replicas}, would work. "
-            "Nothing was computed."
+            f"{name} has {len(values)} values for {replicas} replicas; give one, or {replicas}. Nothing was computed."
         )
     return list(values) * replicas if len(values) == 1 else list(values)
 
@@ -41,9 +40,9 @@ def make_links(
 
 
 def make_conditions(wire: Wire, congestion_control: CongestionControl, loss: str, *, on_cpu: bool = True) -> Conditions:
-    """How replicas exchange their contributions; the work of it as it was measured on a CPU, or none."""
+    """How replicas exchange their contributions, with the work of it as measured on a CPU, or none."""
     conditions = Conditions(wire=wire, congestion_control=congestion_control, loss=parse_share(loss, "--loss"))
-    conditions.overheads(1)  # which looks at the loss
+    conditions.overheads(1)  # refuses a loss that is out of range
     if on_cpu:
         return conditions
     return replace(conditions, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
@@ -61,6 +60,6 @@ def make_workload(preset: str | None, parameters: str | None, layers: int | None
     if parameters and layers is not None and not preset:
         return Workload(parameters=parse_count(parameters, "--parameters"), layers=layers, step_time_s=step_time_s)
     raise ConfigurationError(
-        "a model is needed: --preset NAME (see `diloco presets`), or --parameters 1e9 --layers 24, one of the two, "
-        "would work. Nothing was computed."
+        "a model is needed: give either --preset NAME (see `diloco presets`) or --parameters 1e9 --layers 24. Nothing "
+        "was computed."
     )

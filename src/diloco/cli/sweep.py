@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.checkpoint.disk import write_whole
-from diloco.config.usage import parse_arguments_of
+from diloco.config.flags import parse_options
 from diloco.cores import usable_cores
 from diloco.errors import ConfigurationError
 from diloco.sweep.study import read_study
@@ -45,7 +45,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class SweepOptions:
     """What follows `diloco sweep`."""
 
     study: Annotated[Positional[Path], arg(metavar="STUDY", help_behavior_hint="")]
@@ -62,7 +62,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> int:
     """Run what is not done yet; 1 where a run failed."""
-    given = parse_arguments_of(Arguments, program="diloco sweep", description=DESCRIPTION, arguments=arguments)
+    given = parse_options(SweepOptions, "sweep", DESCRIPTION, arguments)
     jobs = usable_cores() if given.jobs is None else given.jobs
     if jobs < 1:
         raise ConfigurationError(f"--jobs {jobs} was given. At least one run is needed at a time. Nothing was started.")

@@ -1,10 +1,10 @@
-"""Columns of text."""
+"""Tables of text: columns with a header, and facts with their names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-__all__ = ["columns"]
+__all__ = ["columns", "facts_table"]
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -21,3 +21,14 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = (f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
         lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
     return "\n".join(lines)
+
+
+def facts_table(facts: Mapping[str, str], *, indent: str = "  ") -> str:
+    """A line for each fact, behind its name.
+
+    >>> print(facts_table({"model": "150m", "replicas": "4"}))
+      model     150m
+      replicas  4
+    """
+    width = max(map(len, facts))
+    return "\n".join(f"{indent}{name:{width}}  {words}" for name, words in facts.items())

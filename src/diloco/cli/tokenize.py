@@ -49,13 +49,7 @@ class TokenizeSettings:
 
 def run(arguments: Sequence[str]) -> int:
     """Tokenise, and say what came of it."""
-    line = parse_flags(
-        arguments,
-        TokenizeSettings,
-        shown=flatten(TokenizeSettings()),
-        program="diloco tokenize",
-        description=DESCRIPTION,
-    )
+    line = parse_flags(TokenizeSettings, "tokenize", DESCRIPTION, arguments, shown=flatten(TokenizeSettings()))
     from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
     settings = build(TokenizeSettings, from_file | line.values)
     if settings.out is None:

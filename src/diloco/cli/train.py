@@ -133,7 +133,7 @@ def claim_numbered(first: Path) -> Path:
 
 
 def writable(folder: Path) -> Path:
-    """``folder``, which may still have to be made, if this process can write there.
+    """``folder``, which may still must be made, if this process can write there.
 
     Raises:
         ConfigurationError: if it can't.

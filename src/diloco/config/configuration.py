@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diloco.config.flags import CommandLine, parse_flags
 from diloco.config.keys import Values, build, flatten
-from diloco.config.model_source import with_source
 from diloco.config.presets import DEFAULT_PRESET, preset_values
 from diloco.config.toml import read_toml
-from diloco.errors import ConfigurationError
+from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.presets import get_preset
-from diloco.model.settings import parse_source
+from diloco.model.settings import native_keys, native_only_error, parse_source
 from diloco.monitor.settings import MonitorSettings
 from diloco.train.settings import RunSettings
 
@@ -48,7 +48,7 @@ class Configuration(RunSettings):
         object.__setattr__(self, "preset", get_preset(self.preset).name)
         if self.monitor.every_steps < 1:
             raise ConfigurationError(
-                f"monitor.every_steps={self.monitor.every_steps} was given; at least 1 is needed. Nothing was started."
+                f"monitor.every_steps={self.monitor.every_steps} must be at least 1. Nothing was started."
             )
 
 
@@ -59,8 +59,7 @@ def load_configuration(arguments: Sequence[str]) -> Configuration:
         arguments: an optional TOML file and flags, in any order.
 
     Raises:
-        ConfigurationError: an unknown key or preset, a value of the wrong type or out of range.
-        SystemExit: with code 2 for an unknown flag or a flag's value of the wrong type (a message is on stderr).
+        ConfigurationError: an unknown flag, key or preset, a value of the wrong type or out of range.
 
     >>> load_configuration(["--replicas", "2", "--schedule.inner-steps", "25"]).schedule.inner_steps
     25
@@ -70,27 +69,47 @@ def load_configuration(arguments: Sequence[str]) -> Configuration:
 
 def parse_arguments(arguments: Sequence[str]) -> CommandLine:
     """What was typed after `diloco train`, without any defaults."""
-    return parse_flags(
-        arguments,
-        Configuration,
-        shown=flatten(Configuration()) | preset_values(DEFAULT_PRESET),
-        program="diloco train",
-        description=DESCRIPTION,
-    )
+    shown = flatten(Configuration()) | preset_values(DEFAULT_PRESET)
+    return parse_flags(Configuration, "train", DESCRIPTION, arguments, shown=shown)
 
 
 def compose(line: CommandLine) -> Configuration:
-    """Preset, then what the weights to begin from are of, then the TOML file, then the flags of ``line``."""
+    """The layers on top of each other: preset, TOML file, flags.
+
+    A model from a source replaces the preset's. From a folder of transformers the tokeniser is taken too, where there
+    is one and none is given. A run that begins from the checkpoint of such a model (``train.init_from``) and names no
+    model has that one.
+
+    Raises:
+        ConfigurationError: as `load_configuration`, and for a size of the native decoder beside a source.
+    """
     swallowed = [path for path in line.values.get("data.paths", ()) if path.suffix == ".toml"]
     if line.file is None and swallowed:
         raise ConfigurationError(
-            f"--data was given {swallowed[-1]}, which looks like the settings of a run; before --data it would be read "
-            "as that, and TOML files in a folder as text. Nothing was started."
+            f"--data was given {swallowed[-1]}, which looks like the settings of a run. Give it before --data to be "
+            "read as such; TOML files in a folder are read as text. Nothing was started."
         )
     values: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = _overlay(values, line.values)
-    preset = preset_values(values.get("preset", DEFAULT_PRESET), steps=_positive(values.get("train.steps")))
-    preset, values = with_source(preset, values)
+    steps = values.get("train.steps")
+    # a number of steps that no preset can be laid out over is refused by the settings themselves
+    preset = preset_values(
+        values.get("preset", DEFAULT_PRESET), steps=steps if isinstance(steps, int) and steps >= 1 else None
+    )
+    init_from = values.get("train.init_from")
+    if init_from is not None and "preset" not in values and not any(name.startswith("model.") for name in values):
+        values = values | _model_of_checkpoint(init_from.expanduser())
+    source = values.get("model.source")
+    if source is None:
+        return build(Configuration, _overlay(preset | _model_of_folder(init_from), values))
+    parsed = parse_source(source)
+    for name in native_keys(source):
+        if f"model.{name}" in values:
+            raise native_only_error(name, parsed)
+    preset = {name: value for name, value in preset.items() if not name.startswith("model.")}
+    place = Path(parsed.place).expanduser()
+    if parsed.kind == "hf" and (place / "tokenizer.json").is_file() and "data.tokenizer" not in values:
+        values = values | {"data.tokenizer": str(place)}
     return build(Configuration, _overlay(preset, values))
 
 
@@ -103,6 +122,28 @@ def _overlay(below: Values, above: Mapping[str, object]) -> Values:
     return values
 
 
-def _positive(steps: object) -> int | None:
-    """The number of steps that a preset can be laid out over; anything else is refused by the settings themselves."""
-    return steps if isinstance(steps, int) and steps >= 1 else None
+def _model_of_checkpoint(path: Path) -> Values:
+    """The ``model.*`` keys of a checkpoint whose model came from a source; none of other checkpoints and files."""
+    if path.suffix == ".safetensors" or (path / "config.json").is_file():
+        return {}
+    from diloco.checkpoint.reading import open_checkpoint
+
+    try:
+        described = open_checkpoint(path).about.get("model", {})
+    except CheckpointError:
+        return {}  # whoever needs the checkpoint itself says what is wrong with it
+    if described.get("source") is None:
+        return {}
+    return {f"model.{name}": value for name, value in described.items() if value is not None}
+
+
+def _model_of_folder(init_from: Path | None) -> Values:
+    """Sizes and tokeniser of the native decoder that begins from a folder of transformers; none for other places."""
+    folder = None if init_from is None else init_from.expanduser()
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    from diloco.model.architectures import SIZES, native_settings
+
+    model = native_settings(folder)
+    sizes: Values = {f"model.{name}": getattr(model, name) for name in (*SIZES, "max_sequence_length")}
+    return sizes | ({"data.tokenizer": str(folder)} if (folder / "tokenizer.json").is_file() else {})

@@ -1,24 +1,31 @@
-"""The command line of `diloco train`: a flag for every key, made by tyro from the settings' own types and docstrings.
+"""Command lines, read by tyro: the options of a command, or a flag for every key of some settings.
 
-Only what was typed comes back (tyro fills a `TypedDict` without defaults), so that defaults, presets, a TOML file and
-flags can be layered, and a resumed run can tell what somebody wants changed.
+A command line that can't be read is answered with a sentence instead of tyro's box.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import io
+import itertools
+import os
+import re
+import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin
 
+import tyro
 from tyro.conf import Positional, UseCounterAction, arg
 
 from diloco.config.keys import Key, Values, keys_of
 from diloco.config.toml import parse_toml
-from diloco.config.usage import parse_arguments_of
+from diloco.errors import ConfigurationError
 
-__all__ = ["CommandLine", "parse_flags"]
+__all__ = ["CommandLine", "parse_flags", "parse_options"]
 
 # TypedDict is called with names that a type checker cannot know.
 _make_typed_dict: Any = TypedDict
@@ -26,7 +33,7 @@ _make_typed_dict: Any = TypedDict
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What somebody typed after `diloco train`."""
+    """What was typed after a command that takes a TOML file and a flag for every key."""
 
     file: Path | None
     """The TOML file."""
@@ -36,24 +43,22 @@ class CommandLine:
 
 
 def parse_flags(
-    arguments: Sequence[str],
-    settings_type: type,
-    *,
-    shown: Mapping[str, Any],
-    program: str,
-    description: str,
+    settings_type: type, command: str, description: str, arguments: Sequence[str], *, shown: Mapping[str, Any]
 ) -> CommandLine:
-    """Read the command line.
+    """Read a command line with a flag for every key of ``settings_type``.
+
+    Only what was typed comes back (tyro fills a `TypedDict` without defaults), so that defaults, presets, a TOML file
+    and flags can be layered, and a resumed run can tell what is to change.
 
     Args:
-        arguments: what follows the command.
         settings_type: the dataclass whose keys become flags.
-        shown: values that the help shows as defaults.
-        program: how the command is called, for usage and messages.
+        command: such as ``"train"``.
         description: what stands above the list of flags.
+        arguments: what follows the command.
+        shown: values that the help shows as defaults.
 
     Raises:
-        ConfigurationError: a usage error, naming the nearest flag, or a table or list of lists that is no TOML.
+        ConfigurationError: as `parse_options`, and for a table or list of lists that is not TOML.
         SystemExit: with code 0, for --help.
     """
     fields: dict[str, Any] = {
@@ -77,8 +82,7 @@ def parse_flags(
         target[key.leaf] = NotRequired[Annotated[annotation, _argument(key, shown.get(key.name))]]
     for section, contents in sections.items():
         fields[section] = _make_typed_dict(section, contents)
-    typed: Any = _make_typed_dict("Flags", fields)
-    parsed = parse_arguments_of(typed, program=program, description=description, arguments=arguments)
+    parsed = parse_options(_make_typed_dict("Flags", fields), command, description, arguments)
     values: Values = {}
     for name, value in parsed.items():
         if name in sections:
@@ -92,34 +96,33 @@ def parse_flags(
 
 
 def _is_structured(annotation: Any) -> bool:
-    """Whether a flag takes the value as TOML: a table, or a list of lists."""
+    """Whether a flag takes its value as TOML: a table, or a list of lists."""
     origin, parts = get_origin(annotation), get_args(annotation)
     return origin is Mapping or (origin is tuple and get_origin(parts[0]) is tuple)
 
 
 def _argument(key: Key, default: Any) -> Any:
-    """How tyro shows one key: short flag first, no type noise, and the default where the help does not say it."""
+    """How tyro shows one key: short flag first, without types, and with the default where the help does not name it."""
     silent = default is None or default == () or "efault:" in key.help
     hint = "" if silent else f"(default: {_show(default)})"
     return arg(help=key.help, aliases=key.aliases, metavar=_metavar(key.annotation), help_behavior_hint=hint)
 
 
-def _show(value: Any) -> str:
+def _show(value: Any, *, in_table: bool = False) -> str:
+    """A default as somebody would type it; text is quoted only where spaces around it would get lost."""
+    if in_table:
+        return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {_show_toml(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{name} = {_show(item, in_table=True)}" for name, item in value.items()) + "}"
     if isinstance(value, tuple):
         return " ".join(_show(item) for item in value)
     return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
 
 
-def _show_toml(value: Any) -> str:
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
-
-
 def _metavar(annotation: Any) -> str | None:
-    """A word for the value: the type in capitals, or the choices; None where there is no value (a switch).
+    """A word for the value: the type in capitals, or the choices; None for a switch.
 
     >>> _metavar(int | None), _metavar(tuple[Path, ...]), _metavar(Literal["a", "b"])
     ('INT', 'PATH...', '{a,b}')
@@ -137,3 +140,118 @@ def _metavar(annotation: Any) -> str | None:
         words = [(_metavar(part) or "").removesuffix("...") for part in parts if part is not Ellipsis]
         return f"{words[0]}..." if parts[-1] is Ellipsis else " ".join(words)
     return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}.get(annotation)
+
+
+def parse_options(kind: Any, command: str, description: str, arguments: Sequence[str]) -> Any:
+    """``arguments`` of ``diloco command`` as a ``kind``, a dataclass or TypedDict that tyro makes flags of.
+
+    Raises:
+        ConfigurationError: for a command line that can't be read; it names the nearest flag.
+        SystemExit: with code 0, for --help.
+    """
+    program, said = f"diloco {command}", io.StringIO()
+
+    def read(given: Sequence[str]) -> Any:
+        return tyro.cli(kind, prog=program, description=description, args=list(given))
+
+    try:
+        with contextlib.redirect_stderr(said):
+            parsed = read(arguments)
+    except SystemExit as stop:
+        if stop.code != 2:
+            raise
+    else:
+        sys.stderr.write(said.getvalue())
+        return parsed
+    refusal, text = io.StringIO(), io.StringIO()
+    with _wide_terminal():
+        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(refusal):
+            read(arguments)
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
+            read(["--help"])
+    flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text.getvalue())))
+    words = _in_a_sentence(refusal.getvalue(), flags)
+    complete = re.search(r"Nothing was \w+\.$", words)  # a check of our own
+    raise ConfigurationError(words if complete else f"{words} See `{program} --help`. Nothing was started.")
+
+
+@contextlib.contextmanager
+def _wide_terminal() -> Iterator[None]:
+    """Inside, no sentence of tyro's is broken into lines."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "4000"
+    try:
+        yield
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
+_NUMBERS = {
+    "invalid literal for int() with base 10: ": "a whole number",
+    "could not convert string to float: ": "a number",
+}
+
+
+def _in_a_sentence(box: str, flags: Sequence[str]) -> str:
+    """What tyro's box says.
+
+    Args:
+        box: as tyro prints it, no line of it broken; it has no frame where the terminal takes only ASCII.
+        flags: all that there are.
+
+    >>> box = '''
+    ... ╭─ Unrecognized options ───────────────╮
+    ... │ Unrecognized options: --stepz, 5     │
+    ... │ ──────────────────────────────────── │
+    ... │ For full helptext, run train --help  │
+    ... ╰──────────────────────────────────────╯'''
+    >>> _in_a_sentence(box, ["--steps", "--seed"])
+    'there is no flag --stepz; did you mean --steps?'
+    """
+    lines = box.strip("\n").splitlines()
+    framed = [line.strip()[2:-2] for line in lines if line.strip().startswith("│")]
+    rows = framed or [line[2:] for line in lines[2:]]  # below the title and a line
+    rows = list(itertools.takewhile(lambda row: not row.strip() or set(row.strip()) - {"─", "-"}, rows))
+    words = " ".join(row.strip() for row in rows)
+    if words.startswith("Unrecognized options: "):
+        return _unknown(words.removeprefix("Unrecognized options: ").split(", "), flags)
+    if words.startswith("Missing from "):
+        return _missing(rows[1:])
+    if found := re.match(r"Missing value for argument '([^'/]*)", words):
+        return f"{_named(found[1])} needs a value."
+    if found := re.match(r"invalid choice '(.*)' for argument '([^'/]*).*Expected one of \((.*?),?\)\.$", words):
+        return f"{_named(found[2])} {found[1]} is unknown; choose one of {found[3].replace(chr(39), '')}."
+    if found := re.match(r"Error parsing (--[^/: ]*)[^:]*: (.*)", words):
+        for reason, works in _NUMBERS.items():
+            if found[2].startswith(reason):
+                return f"{found[1]} takes {works}, not {found[2].removeprefix(reason).strip(chr(39))}."
+        return f"{found[1]}: {found[2].rstrip('.')}."
+    if found := re.match(r"Error parsing [^:]*: (.*)", words):  # by a check of our own
+        return found[1]
+    return words
+
+
+def _unknown(tokens: Sequence[str], flags: Sequence[str]) -> str:
+    odd = [token.partition("=")[0] for token in tokens if token.startswith("-")]
+    if not odd:
+        return f"{', '.join(tokens)} is more than this command takes."
+    said = []
+    for flag in odd:
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.6)
+        said.append(f"there is no flag {flag}{f'; did you mean {near[0]}?' if near else '.'}")
+    return " ".join(said)
+
+
+def _missing(rows: Sequence[str]) -> str:
+    """Names of what is missing, each with its help below it, indented further."""
+    indent = min(len(row) - len(row.lstrip()) for row in rows)
+    names = [row.split()[0] for row in rows if len(row) - len(row.lstrip()) == indent]
+    told = [row.strip().removesuffix("(required)").strip() for row in rows if len(row) - len(row.lstrip()) > indent]
+    meaning = "" if len(told) != len(names) else ": " + " ".join(told)
+    return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} missing{meaning or '.'}"
+
+
+def _named(name: str) -> str:
+    return name if name.startswith("-") else name.upper()

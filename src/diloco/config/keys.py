@@ -1,8 +1,8 @@
-"""The keys of a settings dataclass as dotted names: what TOML files, the command line and comparisons have in common.
+"""The keys of a settings dataclass as dotted names, which TOML files, flags and comparisons have in common.
 
-Settings nest dataclasses (``RunSettings.train.steps``); a key is the path to a leaf (``"train.steps"``) and `Values`
-are some keys with their values. Layers of values are merged as dictionaries, and only the result becomes a dataclass,
-so that the checks of the settings see final values only.
+Settings nest dataclasses (``RunSettings.train.steps``). A key is the path to a leaf (``"train.steps"``), and `Values`
+are some keys with their values. Layers of values are merged as dictionaries; only the result becomes a dataclass, so
+that the checks of the settings see nothing but final values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run presets: a model preset and the training settings that go with it. Every number is in one table.
 
-A preset is the bottom layer: a TOML file and flags lie above it. Settings that depend on the algorithm (tau, P, codec,
-merge rule) are left to `diloco.train.resolve`, so that ``--algorithm diloco`` works with every preset.
+A preset is the bottom layer, below a TOML file and flags. Settings that depend on the algorithm (tau, P, codec, merge
+rule) are left to `diloco.train.resolve`, so that ``--algorithm diloco`` works with every preset.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _OF_SOURCES = ("source", "weights", "arguments")
 
 @dataclass(frozen=True, kw_only=True)
 class RunPreset:
-    """Training settings of a preset; what is given as a share follows the number of steps when that is changed."""
+    """Training settings of a preset; what is given as a share follows the number of steps."""
 
     steps: int
     warmup_steps: int
     """At most a quarter of the run."""
     data_parallel_share: float = 0.0
-    """Part of the run that is one shared data-parallel start, rounded down to whole steps."""
+    """Part of the run that is a shared data-parallel start, rounded down to whole steps."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """All other keys."""
 

@@ -1,4 +1,4 @@
-"""What a command line of `diloco train` comes to: a new run, or an old one that goes on."""
+"""The run that a command line of `diloco train` asks for: a new one, or an old one that goes on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from diloco import __version__
 from diloco.config.configuration import Configuration, compose
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values, build, flatten
-from diloco.config.model_source import absolute_source, outline_of
 from diloco.config.presets import preset_values
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
-from diloco.model.settings import native_keys
+from diloco.model.settings import native_keys, parse_source
 from diloco.train.resolve import notes, resolve
 from diloco.transport.hivemind.settings import SwarmSettings
 
@@ -27,10 +26,10 @@ CONFIG_FILE = "config.toml"
 _LISTEN = SwarmSettings().listen
 
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
-"""Which of the processes this one is: in no record."""
+"""Which of the processes this one is; in no record."""
 
-_PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))
-"""The same of a peer."""
+PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))
+"""The same for a peer."""
 
 WIRE_KEYS = (
     *(f"transport.{name}" for name in ("on_failure", "min_replicas", "restarts", "host", "ports", "interface")),
@@ -38,18 +37,16 @@ WIRE_KEYS = (
     *(f"transport.{name}" for name in ("rendezvous_timeout_s", "round_timeout_s")),
 )
 
-PER_REPLICA = ("bandwidth_bits_per_s", "latency_s", "step_time_s")
-
 CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
     *("train.parallelism", "transport.replica_size", "swarm"),
-    *(f"transport.{name}" for name in ("replicas", "min_contributors", *PER_REPLICA)),
+    *(f"transport.{name}" for name in ("replicas", "min_contributors")),
+    *(f"transport.{name}" for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s")),
     *PROCESS_KEYS,
     *WIRE_KEYS,
 )
-"""Keys and sections that may differ when a run goes on: none of them changes what a step of a replica computes, but
-`train.steps` stretches the learning-rate schedule, and with another number of replicas the mean is over others. Both
-are told."""
+"""Keys and sections that may change when a run goes on. None of them changes what a step of a replica computes, but
+`train.steps` stretches the learning-rate schedule, and another number of replicas changes the mean; the run says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +54,9 @@ class RunPlan:
     """A run that can begin.
 
     Attributes:
-        configuration: resolved, paths absolute.
-        record: what ``config.toml`` shall hold: all of it but where it goes, when it stops and what it goes on from.
-        source: the run folder that it goes on from; None for a new run.
+        configuration: resolved, with absolute paths.
+        record: the text of ``config.toml``: all of it but where the run goes, when it stops and what it goes on from.
+        source: the run folder that the run goes on from; None for a new run.
         notes: what the user should know, a sentence each.
     """
 
@@ -70,7 +67,7 @@ class RunPlan:
 
 
 def plan_run(line: CommandLine) -> RunPlan:
-    """Resolve a command line; reads files and writes none.
+    """Resolve a command line. Reads files, writes none.
 
     Raises:
         ConfigurationError: for anything that cannot work.
@@ -81,9 +78,9 @@ def plan_run(line: CommandLine) -> RunPlan:
     asked = _absolute(compose(line))
     if asked.checkpoint.resume is not None:
         raise ConfigurationError(
-            f"checkpoint.resume={str(asked.checkpoint.resume)!r} stands in {line.file}; the settings of a run that "
-            f"goes on come from its own folder: `diloco train --resume {asked.checkpoint.resume}` would work. "
-            "Nothing was started."
+            f"checkpoint.resume={str(asked.checkpoint.resume)!r} cannot stand in {line.file}: the settings of a run "
+            "that goes on come from its own folder. Use `diloco train --resume "
+            f"{asked.checkpoint.resume}`. Nothing was started."
         )
     configuration = _resolved(asked)
     return RunPlan(
@@ -95,16 +92,22 @@ def plan_run(line: CommandLine) -> RunPlan:
 
 
 def _resolved(asked: Configuration) -> Configuration:
-    outline = outline_of(asked)
-    return resolve(asked, num_layers=outline.num_layers, max_sequence_length=outline.max_sequence_length)
+    """``asked``, resolved for its model; one from a source is built for that, without memory."""
+    model = asked.model
+    if model.source is None:
+        return resolve(asked, num_layers=model.layers, max_sequence_length=model.max_sequence_length)
+    from diloco.train.components import outline
+
+    built = outline(asked, 1024)  # layers and positions do not depend on the vocabulary, which the data determines
+    return resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
 
 
 def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     """The settings of the run at ``resume``, with the few changes that a run can take."""
     if line.file is not None:
         raise ConfigurationError(
-            f"{line.file} was given together with --resume {resume}; the settings come from {resume} then, and either "
-            "of the two alone would work. Nothing was started."
+            f"{line.file} cannot be given together with --resume {resume}, where the settings come from. Nothing was "
+            "started."
         )
     source, record = _run_folder(resume)
     saved = flatten(build(Configuration, read_toml(record, Configuration)))
@@ -114,23 +117,20 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     if fixed:
         changes = ", ".join(f"{name} from {in_toml(saved[name])} to {in_toml(changed[name])}" for name in fixed)
         raise ConfigurationError(
-            f"--resume {resume} was given with a change of {changes}; a run that goes on keeps what its steps compute. "
-            f"Without that, or as a new run with --init-from {resume} it would work. Nothing was started."
+            f"--resume {resume} cannot change {changes}: a run that goes on keeps what its steps compute. Leave that "
+            f"out, or begin a new run with --init-from {resume}. Nothing was started."
         )
     before, after = saved["train.steps"], wanted["train.steps"]
     if after < before:
         raise ConfigurationError(
-            f"--steps {after} was given for a run laid out over {before}; {before} or more would work. "
-            "Nothing was started."
+            f"--steps {after} is too few for a run laid out over {before}: give {before} or more. Nothing was started."
         )
     stretched = (
         f"train.steps goes from {before} to {after}: the learning-rate schedule is laid out anew over {after} steps, "
-        "and the run is not what it would have been with either number from the start.",
+        "and the result is that of neither number from the start.",
     )
     # What the run began from is in its checkpoint; the record keeps the name.
-    values: Values = wanted | {"train.init_from": None}
-    asked = build(Configuration, values)
-    configuration = _resolved(asked)
+    configuration = _resolved(build(Configuration, wanted | {"train.init_from": None}))
     init_from = saved["train.init_from"]
     recorded = dataclasses.replace(configuration, train=dataclasses.replace(configuration.train, init_from=init_from))
     return RunPlan(
@@ -142,9 +142,9 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
 
 
 def _run_folder(resume: Path) -> tuple[Path, Path]:
-    """The run folder for a run folder, its checkpoints, or one of them; and where its settings are.
+    """The run folder that ``resume`` is, or is a checkpoint in, and the file of its settings.
 
-    On a machine that had only some of a run's replicas, their own folders hold the settings.
+    On a machine that had only some of a run's replicas, the settings are in the replicas' own folders.
     """
     parents = Path(os.path.abspath(resume)).parents
     for folder in (resume, *parents[:2]):
@@ -154,16 +154,16 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
         return resume, record
     wrong = f"there is no {CONFIG_FILE} in it" if resume.exists() else "it does not exist"
     raise ConfigurationError(
-        f"--resume {resume} was given, and {wrong}; a run folder such as runs/streaming-tiny, or a checkpoint in one, "
-        "would work. Nothing was started."
+        f"--resume {resume} must be a run folder such as runs/streaming-tiny, or a checkpoint in one, but {wrong}. "
+        "Nothing was started."
     )
 
 
 def command_to_go_on(configuration: Configuration, folder: Path) -> str:
-    """What somebody types to go on with a run that was stopped, with what its folder does not keep."""
+    """The command that goes on with a stopped run, with what the run's folder does not keep."""
     words = ["diloco", "train", "--resume", str(folder)]
     given, usual = flatten(configuration), flatten(Configuration())
-    for name in (*PROCESS_KEYS, *_PEER_KEYS):
+    for name in (*PROCESS_KEYS, *PEER_KEYS):
         if given[name] != usual[name]:
             values = given[name] if isinstance(given[name], tuple) else (given[name],)
             words += [f"--{name.replace('_', '-')}", *map(str, values)]
@@ -190,15 +190,23 @@ def _record(configuration: Configuration, *, given: Values | None = None) -> str
 
 def _absolute(configuration: Configuration) -> Configuration:
     """The configuration with every input path absolute, so that the run can go on from another working directory."""
-    train = configuration.train
-    init_from = None if train.init_from is None else _expand(train.init_from)
+    model, train = configuration.model, configuration.train
+    init_from = None if train.init_from is None else Path(os.path.abspath(train.init_from.expanduser()))
     return dataclasses.replace(
         configuration,
         data=configuration.data.absolute(),
-        model=dataclasses.replace(configuration.model, source=absolute_source(configuration.model.source)),
+        model=dataclasses.replace(model, source=_absolute_source(model.source)),
         train=dataclasses.replace(train, init_from=init_from),
     )
 
 
-def _expand(path: Path) -> Path:
-    return Path(os.path.abspath(path.expanduser()))
+def _absolute_source(source: str | None) -> str | None:
+    """The source with an absolute path, if it names one; names on the hub and of modules stay."""
+    if source is None:
+        return None
+    parsed = parse_source(source)
+    path = Path(parsed.place).expanduser()
+    if not path.exists() or (parsed.kind == "module" and path.suffix != ".py"):
+        return source
+    place = os.path.abspath(path)
+    return f"{place}:{parsed.function}" if parsed.function else f"hf:{place}"

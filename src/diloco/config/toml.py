@@ -1,4 +1,4 @@
-"""TOML files to typed values and back, strictly: an unknown key or a wrong type is an error that names it."""
+"""TOML files to typed values and back. Strict: an unknown key or a wrong type is an error that names it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from diloco.errors import ConfigurationError
 __all__ = ["in_toml", "parse_toml", "read_toml", "to_toml", "write_values"]
 
 _ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
-"""Keys of earlier versions, in the records of their runs: what was one value is the first of several."""
+"""Keys in the records of earlier versions that had one value where there are several today."""
 
 UNSET = "none"
-"""TOML has no null: this word stands for it where a setting may be unset, unless it is text (no preset sets those)."""
+"""Stands for null, which TOML lacks, where a setting may be unset; not for text, which no preset sets."""
 
 
 def read_toml(path: Path, settings_type: type) -> Values:
@@ -33,7 +33,7 @@ def read_toml(path: Path, settings_type: type) -> Values:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigurationError(
-            f"The configuration file {path} cannot be read: {reason}. Nothing was started."
+            f"the configuration file {path} cannot be read: {reason}. Nothing was started."
         ) from error
     return parse_toml(text, settings_type, where=str(path))
 
@@ -66,7 +66,7 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
                 values[name] = _convert(value, known[name].annotation)
             except _MismatchError as mismatch:
                 raise ConfigurationError(
-                    f"{where}: {name} = {_show(value)} was given; {mismatch}. Nothing was started."
+                    f"{where}: {name} = {_show(value)} does not fit; {mismatch}. Nothing was started."
                 ) from None
         elif not any(key.startswith(f"{name}.") for key in known):
             hint = nearest_key(name, known, is_section=isinstance(value, dict))
@@ -75,13 +75,14 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
             values |= _read_table(value, f"{name}.", known, where)
         else:
             raise ConfigurationError(
-                f"{where}: {name} = {_show(value)} was given; it is a section, written [{name}]. Nothing was started."
+                f"{where}: {name} = {_show(value)} does not fit; {name} is a section, written [{name}]. Nothing was "
+                "started."
             )
     return values
 
 
 class _MismatchError(Exception):
-    """What would have been the right type."""
+    """The type that is needed."""
 
 
 def _convert(value: Any, annotation: Any) -> Any:
@@ -157,14 +158,14 @@ def to_toml(
     given: Mapping[str, Any] | None = None,
     without: Collection[str] = (),
 ) -> str:
-    """A settings dataclass as TOML, which `parse_toml` turns into the same settings, with or without ``beneath`` below.
+    """A settings dataclass as TOML, which `parse_toml` turns into the same settings, with or without ``beneath``.
 
     Keys that are None are left out, except where the layer beneath would fill them: there they are written "none".
 
     Args:
         settings: a settings dataclass, such as a `Configuration`.
         beneath: values of a preset that may lie below the file when it is read.
-        given: values before derivation: a key that was None there and is not any more is marked as derived.
+        given: values before derivation; keys that were None there, and no longer are, are marked as derived.
         without: keys to leave out.
     """
     known, below = keys_of(type(settings)), beneath or {}
@@ -204,7 +205,7 @@ def _key(word: str) -> str:
 
 
 def in_toml(value: Any) -> str:
-    """A value as it stands in a TOML file; "none" for None."""
+    """A value as it is written in a TOML file; "none" for None."""
     if value is None:
         return UNSET
     if isinstance(value, bool):

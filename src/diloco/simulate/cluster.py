@@ -66,7 +66,7 @@ class Cluster:
                 "above 0 s. Nothing was computed."
             )
         if not 0 <= jitter < math.inf:
-            raise ConfigurationError(f"the jitter has to be 0 or more, not {jitter}. Nothing was computed.")
+            raise ConfigurationError(f"the jitter must be 0 or more, not {jitter}. Nothing was computed.")
         arrays = LinkArrays.of(links)
         return cls(
             bandwidth_bits_per_s=arrays.bandwidth_bits_per_s,

@@ -1,7 +1,4 @@
-"""Files of pictures: where they may be written, what all of them look like, and SVG, PNG and HTML.
-
-matplotlib is imported only where something is drawn.
-"""
+"""Files of pictures: where they may be written, what they look like, and SVG, PNG and HTML."""
 
 from __future__ import annotations
 
@@ -41,23 +38,20 @@ STYLE = {
 
 
 def check_picture_path(path: Path) -> None:
-    """Can a picture be written there? To be called before anything is computed.
+    """Check, before anything is computed, that a picture can be written to ``path``.
 
     Raises:
-        ConfigurationError: for a suffix other than .svg, .png and .html, a folder that is not there, a path that is a
+        ConfigurationError: for a suffix other than .svg, .png and .html, for a missing folder, for a path that is a
             folder, and without matplotlib.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigurationError(
-            f"a picture {path} was asked for; a name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} would "
-            "work. Nothing was drawn."
+            f"the name of the picture {path} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}. Nothing was "
+            "drawn."
         )
     if path.is_dir() or not path.parent.is_dir():
         trouble = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigurationError(
-            f"a picture {path} was asked for, but {trouble}; a file in a folder that is there would work. "
-            "Nothing was drawn."
-        )
+        raise ConfigurationError(f"the picture {path} cannot be written: {trouble}. Nothing was drawn.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(
             f"the picture {path} needs matplotlib, which is not installed: pip install 'diloco[plots]'. "
@@ -67,7 +61,7 @@ def check_picture_path(path: Path) -> None:
 
 @contextmanager
 def picture_style() -> Iterator[None]:
-    """Our looks, whatever a matplotlibrc says; afterwards all is as before."""
+    """Our style inside, whatever a matplotlibrc says; the earlier one afterwards."""
     from matplotlib import style
 
     with style.context(["default", STYLE]):
@@ -75,12 +69,12 @@ def picture_style() -> Iterator[None]:
 
 
 def write_picture(figure: Figure, path: Path, names: Mapping[str, str], title: str) -> None:
-    """Write beside and rename, so that nobody reads half a picture.
+    """Write ``figure`` beside ``path`` and rename it, so that nobody reads half a picture.
 
     Args:
-        figure: drawn within `picture_style`, and still within it.
+        figure: drawn within `picture_style`, which still applies.
         path: its suffix is the format.
-        names: by the identity that a part of the figure was given (``gid``, "part-" and a number): what it is.
+        names: what each part of the figure is, by its ``gid`` ("part-" and a number).
         title: of the page.
     """
     stream = io.BytesIO()
@@ -95,7 +89,7 @@ def write_picture(figure: Figure, path: Path, names: Mapping[str, str], title: s
 
 
 def _with_names(svg: str, names: Mapping[str, str]) -> str:
-    """Give each named part its words, which browsers show where the pointer is."""
+    """Give each named part its words, which browsers show under the pointer."""
 
     def named(opening: re.Match[str]) -> str:
         return f"{opening[0]}<title>{html.escape(names[opening[1]])}</title>"
@@ -104,7 +98,7 @@ def _with_names(svg: str, names: Mapping[str, str]) -> str:
 
 
 def _page(svg: str, title: str) -> str:
-    """One page that needs nothing else: the picture, a slider for its size, and what to do with them on paper."""
+    """A page of its own: the picture, a slider for its size, and rules for printing."""
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -1,7 +1,7 @@
 """Pictures of a simulation: what each replica does when, and compute utilisation by bandwidth. SVG, PNG or HTML.
 
-The same input gives the same bytes, with the same version of matplotlib, which is imported only where something is
-drawn. In an SVG or HTML picture, pointing at a part shows what it is.
+With the same version of matplotlib the same input gives the same bytes. matplotlib is imported only to draw. In an SVG
+or HTML picture, pointing at a part shows what it is.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["MOST_REPLICAS", "MOST_SPANS", "SUFFIXES", "check_picture_path", "draw_timeline", "draw_utilization"]
 
 MOST_SPANS = 5000
-"""A timeline of more shows its first stretch only."""
+"""A timeline of more spans shows its first stretch only."""
 MOST_REPLICAS = 16
-"""A timeline of more shows the first ones only."""
+"""A timeline of more replicas shows the first ones only."""
 
 WAIT = "#d55e00"
 LOOP_LOOKS: dict[Lane, tuple[str, dict[str, Any]]] = {
@@ -37,7 +37,7 @@ LOOP_LOOKS: dict[Lane, tuple[str, dict[str, Any]]] = {
 }
 ROWS: dict[Lane, int] = {"compute": 0, "wait": 0, "spent": 0, "send": 1, "receive": 2}
 ROW_NAMES = ("compute", "send", "receive")
-# Okabe and Ito's colours, which people with any colour vision can tell apart, and Tol's wine, each with the ink that is
+# Okabe and Ito's colours, which people with any colour vision can tell apart, and Tol's wine, each with an ink that is
 # legible on it; vermilion is kept for waits
 FRAGMENT_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#56b4e9", "#882255", "#999999")
 FRAGMENT_INKS = ("white", "black", "black", "black", "black", "black", "white", "black")
@@ -56,9 +56,9 @@ def draw_timeline(spans: Sequence[Span], path: Path, *, title: str) -> None:
     """Three rows for each replica: its training loop, what it sends and what it receives; transfers by fragment.
 
     Args:
-        spans: from `timeline`. Of more than `MOST_SPANS` the first stretch is drawn, of more than `MOST_REPLICAS` the
-            first ones; the picture says so.
-        path: .svg, .png or .html; replaced if it is there.
+        spans: from `timeline`. Only the first `MOST_REPLICAS` and the first stretch of `MOST_SPANS` are drawn; the
+            picture says so.
+        path: .svg, .png or .html; an existing file is replaced.
         title: the heading.
 
     Raises:
@@ -66,7 +66,7 @@ def draw_timeline(spans: Sequence[Span], path: Path, *, title: str) -> None:
     """
     check_picture_path(path)
     if not spans:
-        raise ConfigurationError("a timeline without spans was given; at least one would work. Nothing was drawn.")
+        raise ConfigurationError("a timeline without spans shows nothing: give at least one. Nothing was drawn.")
     shown = _first_stretch(spans)
     with picture_style():
         from matplotlib.figure import Figure
@@ -99,7 +99,7 @@ def draw_timeline(spans: Sequence[Span], path: Path, *, title: str) -> None:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What of a timeline is drawn, up to when, and what has to be said about it."""
+    """The part of a timeline that is drawn, its end, and a note about what is left out."""
 
     spans: tuple[Span, ...]
     replicas: tuple[int, ...]
@@ -123,7 +123,7 @@ def _first_stretch(spans: Sequence[Span]) -> _Shown:
 
 
 def _fill_rows(axes: Axes, shown: _Shown, across_in: float) -> dict[str, str]:
-    """Draw the spans; returns what to say about each of them."""
+    """Draw the spans; returns what each of them is, by ``gid``."""
     from matplotlib.patches import Rectangle
 
     unit, unit_s = _time_unit(shown.end_s)
@@ -194,12 +194,12 @@ def draw_utilization(
     Args:
         curves: by method, bandwidths in Gbit/s, ``(n,)``, above 0 and ascending, and the compute utilisation of each,
             from 0 to 1.
-        path: .svg, .png or .html; replaced if it is there.
+        path: .svg, .png or .html; an existing file is replaced.
         title: the heading.
         targets: utilisations from 0 to 1, as horizontal lines.
 
     Raises:
-        ConfigurationError: as `check_picture_path`, and for curves or targets that are not as above.
+        ConfigurationError: as `check_picture_path`, and for other curves or targets.
     """
     check_picture_path(path)
     lines = {name: (np.asarray(x, np.float64), np.asarray(y, np.float64)) for name, (x, y) in curves.items()}
@@ -207,13 +207,13 @@ def draw_utilization(
         fits = x.ndim == 1 and x.shape == y.shape and x.size > 0
         if not (fits and np.isfinite(x).all() and (x > 0).all() and (np.diff(x) >= 0).all() and _shares(y)):
             raise ConfigurationError(
-                f"the curve {name!r} of shapes {x.shape} and {y.shape} was given; equally many bandwidths above 0, "
-                "ascending, and utilisations from 0 to 1 would work. Nothing was drawn."
+                f"the curve {name!r} of shapes {x.shape} and {y.shape} cannot be drawn: it needs as many utilisations "
+                "from 0 to 1 as bandwidths, which must be above 0 and ascending. Nothing was drawn."
             )
     if not lines or not _shares(np.asarray(targets, np.float64)):
         raise ConfigurationError(
-            f"{len(lines)} curves and targets {tuple(targets)} were given; at least one curve and targets from 0 to 1 "
-            "would work. Nothing was drawn."
+            f"{len(lines)} curves with targets {tuple(targets)} cannot be drawn: at least one curve is needed, and "
+            "targets from 0 to 1. Nothing was drawn."
         )
     with picture_style():
         from matplotlib.figure import Figure
