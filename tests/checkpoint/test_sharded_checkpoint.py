@@ -14,7 +14,7 @@ import torch
 from diloco.algorithm.averaging import RoundId
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.errors import CheckpointError
-from diloco.train.trained import read_weights
+from diloco.trained.load import read_weights
 from diloco.transport.replica_group import ReplicaGroup
 from tests.processes import Processes
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, load, open_group, save, unequal

@@ -59,7 +59,7 @@ def test_evaluate_and_generate_take_a_replica_or_an_earlier_step(
         assert main(["evaluate", str(files / "run"), "--json", *flags]) == 0
         losses.append(json.loads(capsys.readouterr().out)["heldout_loss"])
     assert len(set(losses)) == 3
-    assert "there are: 6" in refused(["generate", str(files / "run"), "--checkpoint", "5"], capsys, code=1)
+    assert "it has: 6" in refused(["generate", str(files / "run"), "--checkpoint", "5"], capsys, code=1)
     assert main(["generate", str(files / "run"), "--replica", "1", "--tokens", "3"]) == 0
 
 
@@ -111,7 +111,7 @@ def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
     assert (results[0]["tokens"], results[0]["step"]) == (results[1]["tokens"], 6)
     assert results[1]["step"] is None
     assert "so nothing was held out; --data PATH" in refused(["evaluate", str(exported)], capsys)
-    assert "is no run" in refused(["generate", str(exported), "--replica", "0"], capsys)
+    assert "is not a run" in refused(["generate", str(exported), "--replica", "0"], capsys)
 
 
 def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_generate_is_reproducible_and_begins_with_the_prompt(files: Path, capsys
     assert texts[0].startswith("doc")
     assert main([*arguments, "--num-samples", "2"]) == 0
     assert "--- sample 2 of 2" in capsys.readouterr().out
-    assert "--context 2000 was given; 1 to" in refused([*arguments, "--context", "2000"], capsys)
+    assert "--context 2000 was given; the model reads 1 to" in refused([*arguments, "--context", "2000"], capsys)
 
 
 def test_inspect_says_what_a_checkpoint_holds(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

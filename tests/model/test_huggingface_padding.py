@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.build import build_language_model
 from diloco.model.settings import ModelSettings
-from diloco.train.trained import load_parameters
+from diloco.trained.load import load_parameters
 from tests.huggingface import config_of, write_config
 
 PAD = 7

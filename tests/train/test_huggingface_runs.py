@@ -24,7 +24,7 @@ from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigurationError
 from diloco.model.build import build_language_model
 from diloco.model.settings import ModelSettings
-from diloco.train.trained import load_trained
+from diloco.trained.load import load_trained
 from tests.command_lines import command_line
 from tests.huggingface import ARCHITECTURES, config_of, write_config
 from tests.runs import Listener
@@ -158,7 +158,7 @@ def test_the_record_of_a_run_begins_it_again(data: Path, tmp_path: Path, monkeyp
     monkeypatch.chdir("/")
     again = plan_run(command_line(tmp_path / "run.toml"))
     assert flatten(again.configuration) == flatten(plan.configuration)
-    with pytest.raises(ConfigurationError, match=r"sequence_length=49 .*whose longest is 48 was given; at most 48"):
+    with pytest.raises(ConfigurationError, match=r"sequence_length=49 exceeds the 48 tokens of hf:.*Use at most 48"):
         plan_of(f"hf:{tmp_path / 'Llama'}", data, train__sequence_length=49)
     small = write_config(tmp_path, "OPT", vocab_size=256)
     with pytest.raises(ConfigurationError, match="tokeniser has 257 tokens and the model a vocabulary of 256"):

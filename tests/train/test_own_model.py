@@ -15,7 +15,7 @@ from diloco.model.build import build_language_model
 from diloco.model.foreign import ForeignModel
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer
-from diloco.train.trained import load_trained
+from diloco.trained.load import load_trained
 from tests.command_lines import command_line
 from tests.train.source_runs import plan_of, trained
 

@@ -24,7 +24,7 @@ from diloco.events import (
     RunStarted,
     StepFinished,
 )
-from diloco.train.trained import load_trained
+from diloco.trained.load import load_trained
 from tests.runs import Listener, train, write_text
 
 CONTRACT = {

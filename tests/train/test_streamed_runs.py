@@ -133,8 +133,11 @@ def test_a_stream_of_other_documents_is_refused(data: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--transport hivemind --run x", "data.streaming=true with transport.name='hivemind'"),
-        ("--transport torch --transport.restarts 1 --on-failure continue", "transport.restarts=1 with data.streaming"),
+        ("--transport hivemind --run x", "data.streaming=true was given with transport.name='hivemind'"),
+        (
+            "--transport torch --transport.restarts 1 --on-failure continue",
+            "transport.restarts=1 was given with data.streaming",
+        ),
     ],
 )
 def test_replicas_that_come_and_go_cannot_stream(data: Path, tmp_path: Path, arguments: str, words: str) -> None:

@@ -233,7 +233,7 @@ def test_bfloat16_autocast() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens=-1 was given; 0 or more"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 was given; use 0 or more"),
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
@@ -246,7 +246,7 @@ def test_bfloat16_autocast() -> None:
         ({"window": 0}, "window=0"),
         ({"window": 13}, "max_sequence_length=12"),
         ({"prompt_tokens": []}, "an empty prompt"),
-        ({"prompt_tokens": [23]}, "token 23 was given; 0 to 22"),
+        ({"prompt_tokens": [23]}, "token 23 was given; use 0 to 22"),
         ({"prompt_tokens": [-1]}, "token -1"),
         ({"stop_token": 23}, "token 23"),
     ],
@@ -262,5 +262,5 @@ def test_the_generator_must_be_on_the_models_device() -> None:
 
 
 def test_together_needs_somebody() -> None:
-    with pytest.raises(ConfigurationError, match="no generator was given; one for each text would work"):
+    with pytest.raises(ConfigurationError, match="no generator was given; use one for each text"):
         generate_together(build_lively(SETTINGS), PROMPT, [], max_new_tokens=1)

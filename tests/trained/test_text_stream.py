@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diloco.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from diloco.errors import ConfigurationError
-from diloco.trained.text_stream import TextStream
+from diloco.trained.generate import TextStream
 
 BPE = train_bpe(["abab cabab ümlaut abc abcd 日本語 ababab"] * 4, 275)
 
@@ -45,5 +45,5 @@ def test_without_stops_every_character_comes_with_its_last_byte(text: str) -> No
 
 
 def test_an_empty_stop_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="empty text to stop at"):
+    with pytest.raises(ConfigurationError, match="a text to stop at is empty"):
         TextStream(ByteTokenizer(), [""])

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from diloco.data.tokenizer import Tokenizer
-    from diloco.train.trained import Trained
     from diloco.trained.evaluate import Evaluation
+    from diloco.trained.load import Trained
 
 __all__ = ["run"]
 
@@ -102,18 +102,11 @@ def run(arguments: Sequence[str]) -> int:
     """Evaluate and print."""
     given = parse_options(EvaluateOptions, "evaluate", DESCRIPTION, arguments)
 
-    from diloco.devices import choose_device
-    from diloco.train.trained import checkpoint_at, load_trained
+    from diloco.trained.load import load_trained
 
-    device = choose_device(given.device)
-    trained = load_trained(checkpoint_at(given.path, given.checkpoint), device, replica=given.replica)
+    trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica)
     settings = _settings_of(trained, given)
-    longest = trained.model.max_sequence_length
-    if (length := given.sequence_length or trained.sequence_length) > longest:
-        raise ConfigurationError(
-            f"--sequence-length {length} was given; 1 to {longest}, which the model serves, would work. "
-            "Nothing was evaluated."
-        )
+    length = trained.length(given.sequence_length, "--sequence-length")
     tokens = _tokens(settings.data, given, trained.tokenizer)
     evaluation = _evaluate(trained, settings, given, tokens, length)
     record = {
@@ -137,9 +130,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _settings_of(trained: Trained, given: EvaluateOptions) -> Configuration:
     """Of the run; a folder of ``transformers`` has none."""
-    config_file = trained.path.parent.parent / CONFIG_FILE
     if trained.step is not None:
-        return build(Configuration, read_toml(config_file, Configuration))
+        return build(Configuration, read_toml(trained.run / CONFIG_FILE, Configuration))
     if not given.data:
         raise ConfigurationError(
             f"{given.path} is no run, so nothing was held out; --data PATH would work. Nothing was evaluated."

@@ -68,11 +68,11 @@ def run(arguments: Sequence[str]) -> int:
             "work. Nothing was exported."
         )
 
-    from diloco.train.export import export_huggingface, export_safetensors
-    from diloco.train.trained import checkpoint_at, load_trained
+    from diloco.trained.export import export_huggingface, export_safetensors
+    from diloco.trained.load import load_trained
     from diloco.units import format_bytes, format_count
 
-    trained = load_trained(checkpoint_at(given.run, given.checkpoint), replica=given.replica)
+    trained = load_trained(given.run, step=given.checkpoint, replica=given.replica)
     parameters = trained.model.num_parameters()
     if given.to == "hf":
         made = export_huggingface(

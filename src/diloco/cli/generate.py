@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
@@ -15,7 +15,9 @@ from diloco.config.flags import parse_options
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.trained.sampling import Sampling
-from diloco.trained.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from diloco.trained.generate import TextStream
 
 __all__ = ["run"]
 
@@ -93,18 +95,12 @@ def run(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from diloco.devices import choose_device
-    from diloco.train.trained import checkpoint_at, load_trained
-    from diloco.trained.generate import generate_together
+    from diloco.trained.generate import TextStream, generate_together
+    from diloco.trained.load import load_trained
 
-    device = choose_device(given.device)
-    trained = load_trained(checkpoint_at(given.path, given.checkpoint), device, replica=given.replica)
-    tokenizer, longest = trained.tokenizer, trained.model.max_sequence_length
-    if given.context is not None and not 1 <= given.context <= longest:
-        raise ConfigurationError(
-            f"--context {given.context} was given; 1 to {longest}, which the model serves, would work. "
-            "Nothing was generated."
-        )
+    trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica)
+    tokenizer, context = trained.tokenizer, trained.length(given.context, "--context")
+    device = next(trained.model.parameters()).device
     stops = [text.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\") for text in given.stop]
     samples = []
     for number in range(1, given.num_samples + 1):
@@ -121,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
             max_new_tokens=given.tokens,
             sampling=given.sampling,
             stop_token=tokenizer.eos_id,
-            window=trained.sequence_length if given.context is None else given.context,
+            window=context,
         )
         for drawn in tokens:
             for sample, token in zip(together, drawn, strict=True):

@@ -35,7 +35,7 @@ from diloco.train.prepare import prepare_model
 from diloco.train.random_state import RandomState
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
-from diloco.train.trained import load_parameters
+from diloco.trained.load import load_parameters
 
 __all__ = ["Replica", "make_batches", "make_diloco", "make_gradients", "make_replica"]
 

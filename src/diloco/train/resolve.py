@@ -129,7 +129,7 @@ def _check_lengths(settings: RunSettings, longest: int | None) -> None:
     train, model, inner, steps = settings.train, settings.model, settings.inner, settings.train.steps
     if longest is None and model.source is None:
         longest = model.max_sequence_length
-    limit = f"model.max_sequence_length={longest}" if model.source is None else f"the {longest} of {model.source}"
+    limit = f"the {longest} tokens of {model.source}" if model.source else f"model.max_sequence_length={longest}"
     _refuse_if(
         longest is not None and train.sequence_length > longest,
         f"train.sequence_length={train.sequence_length} exceeds {limit}. Use at most {longest}, or a model that reads "

@@ -40,7 +40,7 @@ from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings
 from diloco.train.stopping import StopRequest
 from diloco.train.threads import choose_threads
-from diloco.train.trained import read_weights
+from diloco.trained.load import read_weights
 
 __all__ = ["run_training"]
 

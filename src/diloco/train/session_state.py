@@ -14,7 +14,7 @@ from diloco.errors import CheckpointError
 from diloco.train.local_replica import Replica
 from diloco.train.resize import Before, base_home, grown_fleet_state, without_rounds_in_flight
 from diloco.train.session import Session, Totals
-from diloco.train.trained import REST, rest_of_state
+from diloco.trained.load import REST, rest_of_state
 
 __all__ = ["load_session", "save_session"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.errors import ConfigurationError, NonFiniteError
+from diloco.data.tokenizer import Tokenizer
+from diloco.errors import ConfigurationError
 from diloco.model.language_model import LanguageModel
 from diloco.trained.sampling import Sampling
 
-__all__ = ["generate", "generate_together"]
+__all__ = ["TextStream", "generate", "generate_together"]
 
 DEFAULT = Sampling()
 
@@ -93,9 +95,9 @@ def generate_together(
     vocabulary = model.vocab_size
     _check(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more")
     _check(1 <= window <= longest, f"window={window}", f"1 to model.max_sequence_length={longest}")
-    _check(len(prompt_tokens) >= 1, "an empty prompt", "at least one token, such as the end-of-document token,")
+    _check(len(prompt_tokens) >= 1, "an empty prompt", "at least one token, such as the end-of-document token")
     for token in (*prompt_tokens, *(() if stop_token is None else (stop_token,))):
-        _check(0 <= token < vocabulary, f"token {token}", f"0 to {vocabulary - 1}, the model's vocabulary,")
+        _check(0 <= token < vocabulary, f"token {token}", f"0 to {vocabulary - 1}, the model's vocabulary")
     _check(len(generators) >= 1, "no generator", "one for each text")
     for generator in generators:
         _check(
@@ -142,7 +144,8 @@ def _together(
                 logits = call(torch.tensor([text.tokens[-unread:] for text in texts], device=device), cache)[:, -1]
                 for text, of_text in zip(texts, logits.float(), strict=True):
                     # One that has ended goes on with its last token, for nothing: the others are in the same batch.
-                    token = text.tokens[-1] if text.ended else _sample(of_text, text, sampling)
+                    last = text.tokens[-1]
+                    token = last if text.ended else sampling.draw(of_text, text.tokens, text.generator)
                     text.tokens.append(token)
                     text.ended = token == stop_token
             if all(text.ended for text in texts):
@@ -161,34 +164,59 @@ def _only(together: Generator[tuple[int | None, ...]]) -> Iterator[int]:
             yield token
 
 
-def _sample(logits: Tensor, text: _Text, sampling: Sampling) -> int:
-    """The next token of ``text``, from ``(vocab,)`` float32 logits."""
-    if not bool(logits.isfinite().all()):
-        raise NonFiniteError(
-            "the model gave logits that are not finite; its parameters are damaged or its training diverged. "
-            "No further token was generated."
-        )
-    penalty = sampling.repetition_penalty
-    if penalty != 1:
-        occurred = torch.tensor(sorted(set(text.tokens)), device=logits.device)
-        theirs = logits[occurred]
-        penalised = theirs.where(theirs < 0, theirs / penalty)
-        logits = logits.scatter(0, occurred, penalised.where(theirs >= 0, theirs * penalty))
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    candidates, tokens = logits.sort(descending=True, stable=True)
-    if sampling.top_k is not None:
-        candidates, tokens = candidates[: sampling.top_k], tokens[: sampling.top_k]
-    # Relative to the largest first, so that a tiny temperature gives 0 and -inf instead of inf - inf.
-    probabilities = ((candidates - candidates[0]) / sampling.temperature).softmax(0)
-    if sampling.top_p is not None:
-        # A token stays if those before it have not reached top_p; the first always does.
-        probabilities = probabilities.where(probabilities.cumsum(0) - probabilities < sampling.top_p, 0)
-    if sampling.min_p is not None:
-        probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities[0], 0)
-    return int(tokens[torch.multinomial(probabilities, 1, generator=text.generator)])
-
-
 def _check(holds: bool, given: str, works: str) -> None:
     if not holds:
-        raise ConfigurationError(f"{given} was given; {works} would work. Nothing was generated.")
+        raise ConfigurationError(f"{given} was given; use {works}. Nothing was generated.")
+
+
+class TextStream:
+    """Whole characters as soon as they are certain; all that was given is in the end what `Tokenizer.decode` gives.
+
+    Args:
+        tokenizer: of the tokens.
+        stops: texts that end it, and are left out with all that follows: of several, the one that is complete first.
+
+    Attributes:
+        stopped: whether one of ``stops`` has come; what is fed afterwards is not looked at.
+
+    >>> from diloco.data.tokenizer import ByteTokenizer
+    >>> text = TextStream(ByteTokenizer(), stops=["END"])
+    >>> [text.feed(byte) for byte in "né Er END.".encode()], text.stopped
+    (['n', '', 'é', ' ', '', 'Er', ' ', '', '', '', ''], True)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        if "" in stops:
+            raise ConfigurationError("a text to stop at is empty. Nothing was generated.")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def feed(self, token: int) -> str:
+        """The text that is certain now, beyond what was given before."""
+        return "" if self.stopped else self._take(self._decoder.decode(self._tokenizer.as_bytes(token)))
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        if self.stopped:
+            return ""
+        given = self._take(self._decoder.decode(b"", final=True))
+        rest, self._held = self._held, ""
+        return given + ("" if self.stopped else rest)
+
+    def _take(self, text: str) -> str:
+        self._held += text
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)[1]]
+        keep = max((self._begun(stop) for stop in self._stops), default=0)
+        certain = len(self._held) - keep
+        given, self._held = self._held[:certain], self._held[certain:]
+        return given
+
+    def _begun(self, stop: str) -> int:
+        """How many characters at the end of what is held may be the beginning of ``stop``."""
+        return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)

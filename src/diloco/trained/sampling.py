@@ -1,13 +1,17 @@
-"""How the next token is drawn."""
+"""How the next token is drawn. The settings need no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, NonFiniteError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Sampling"]
 
@@ -46,5 +50,43 @@ class Sampling:
         ):
             if not holds:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)} was given; {works} would work. Nothing was generated."
+                    f"{name}={getattr(self, name)} was given; it must be {works}. Nothing was generated."
                 )
+
+    def draw(self, logits: torch.Tensor, occurred: Iterable[int], generator: torch.Generator) -> int:
+        """The next token.
+
+        Args:
+            logits: ``(vocabulary,)`` float32.
+            occurred: tokens of the text so far.
+            generator: of the draws, on the same device.
+
+        Raises:
+            NonFiniteError: if the logits are not finite.
+        """
+        import torch
+
+        if not bool(logits.isfinite().all()):
+            raise NonFiniteError(
+                "the model gave logits that are not finite; its parameters are damaged or its training diverged. "
+                "No further token was generated."
+            )
+        penalty = self.repetition_penalty
+        if penalty != 1:
+            tokens = torch.tensor(sorted(set(occurred)), device=logits.device)
+            theirs = logits[tokens]
+            penalised = theirs.where(theirs < 0, theirs / penalty)
+            logits = logits.scatter(0, tokens, penalised.where(theirs >= 0, theirs * penalty))
+        if self.temperature == 0:
+            return int(logits.argmax())
+        candidates, tokens = logits.sort(descending=True, stable=True)
+        if self.top_k is not None:
+            candidates, tokens = candidates[: self.top_k], tokens[: self.top_k]
+        # Relative to the largest first, so that a tiny temperature gives 0 and -inf instead of inf - inf.
+        probabilities = ((candidates - candidates[0]) / self.temperature).softmax(0)
+        if self.top_p is not None:
+            # A token stays if those before it have not reached top_p; the first always does.
+            probabilities = probabilities.where(probabilities.cumsum(0) - probabilities < self.top_p, 0)
+        if self.min_p is not None:
+            probabilities = probabilities.where(probabilities >= self.min_p * probabilities[0], 0)
+        return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from diloco.cli import main
 from diloco.errors import ConfigurationError
-from diloco.train.export import export_huggingface
-from diloco.train.trained import load_trained, read_weights
+from diloco.trained.export import export_huggingface
+from diloco.trained.load import load_trained, read_weights
 from tests.runs import write_text
 
 SHORT = (
@@ -42,7 +42,9 @@ def test_the_export_is_the_model_that_was_trained(run: Path) -> None:
     assert AutoTokenizer.from_pretrained(run.parent / "out")("alpha beta")["input_ids"] == tokens[0].tolist()
     with torch.no_grad():
         assert torch.equal(other(tokens).logits, trained.model(tokens))
-    with pytest.raises(ConfigurationError, match="a longest sequence of 9 was given for a HuggingFaceModel"):
+    with pytest.raises(
+        ConfigurationError, match="a longest sequence of 9 was given, but a HuggingFaceModel has its own"
+    ):
         export_huggingface(trained, run.parent / "other", max_length=9)
 
 

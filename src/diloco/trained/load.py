@@ -1,4 +1,4 @@
-"""Reading back what a run left, as a model ready to use."""
+"""Reading back what a run left: its weights, or a model ready to use."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +20,7 @@ from diloco.checkpoint.reading import Checkpoint, list_checkpoints, open_checkpo
 from diloco.checkpoint.shards import SavedValues
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_choice import load_tokenizer
+from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.architectures import (
     SIZES,
@@ -34,9 +35,9 @@ from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
 
 __all__ = [
+    "ORIGIN_FILE",
     "REST",
     "Trained",
-    "checkpoint_at",
     "load_parameters",
     "load_trained",
     "read_weights",
@@ -46,13 +47,16 @@ __all__ = [
 REST = "rest"
 """The part of a checkpoint that holds what `rest_of_state` gives, where there is anything."""
 
+ORIGIN_FILE = "diloco.json"
+"""In every folder that was exported, and in no other: what the weights are."""
+
 _USUAL_LENGTH = 2048
-"""Tokens that a model sees which does not say what it was trained with: many promise more than there is memory for."""
+"""Tokens that a model is shown where nothing says what it was trained with: many promise more than memory holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What a run left.
+    """A trained model, ready to use.
 
     Attributes:
         model: in evaluation mode.
@@ -70,57 +74,67 @@ class Trained:
     path: Path
     weights: str = "global parameters"
 
+    @property
+    def run(self) -> Path:
+        """The run folder, of a checkpoint of a run."""
+        return self.path.absolute().parent.parent
 
-def load_trained(path: Path, device: torch.device | str = "cpu", *, replica: int | None = None) -> Trained:
-    """The model of a run folder's latest checkpoint, or of the checkpoint at ``path``.
+    def length(self, asked: int | None, name: str) -> int:
+        """Tokens to show the model: as many as were ``asked`` for as ``name``, else as it was trained with.
 
-    Also a model in a folder of ``transformers``, such as `diloco.train.export` leaves.
+        Raises:
+            ConfigurationError: if the model can't read so many.
+        """
+        longest = self.model.max_sequence_length
+        if asked is None:
+            return min(self.sequence_length, longest)
+        if not 1 <= asked <= longest:
+            raise ConfigurationError(
+                f"{name} {asked} was given; the model reads 1 to {longest} tokens. Nothing was done."
+            )
+        return asked
+
+
+def load_trained(path: Path, device: str = "cpu", *, step: int | None = None, replica: int | None = None) -> Trained:
+    """The model of a run or a checkpoint, or of a folder of ``transformers``, such as an exported one.
 
     Args:
         path: run folder, checkpoint, or folder of ``transformers``.
-        device: to load it to.
+        device: to load it to, as `diloco.devices.choose_device` takes it.
+        step: inner steps of the checkpoint of a run; None: the latest.
         replica: whose local parameters to load; None: the global ones.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
-        ConfigurationError: a replica was asked for that it can't have, or ``transformers`` is not installed.
+        ConfigurationError: if the replica or the device is not there, or ``transformers`` is not installed.
     """
-    if is_huggingface_folder(path):
+    place = choose_device(device)
+    if step is None and is_huggingface_folder(path):
         if replica is not None:
-            raise ConfigurationError(
-                f"replica {replica} was asked for, and {path} is no run; a run or a checkpoint would work. "
-                "Nothing was loaded."
-            )
-        return _load_huggingface(path, device)
-    checkpoint = open_checkpoint(path)
-    settings = ModelSettings(**checkpoint.about["model"])
+            raise ConfigurationError(f"replica {replica} was asked for, but {path} is not a run. Nothing was loaded.")
+        return _load_huggingface(path, place)
+    checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
     about = checkpoint.about
     model = build_language_model(
-        settings, seed=int(about.get("seed", 0)), device=device, definition=about.get("definition")
+        ModelSettings(**about["model"]),
+        seed=int(about.get("seed", 0)),
+        device=place,
+        definition=about.get("definition"),
     )
     load_parameters(model, read_weights(checkpoint.path) if replica is None else _local(checkpoint, replica, model))
+    weights = "global parameters" if replica is None else f"replica {replica}"
+    if replica is None and about.get("algorithm") == "none":
+        weights = "replica 0 (independent replicas)"
     tokenizer = load_tokenizer(checkpoint.path.parent.parent)
-    sequence_length = int(checkpoint.about["sequence_length"])
-    whose = "global parameters" if replica is None else f"replica {replica}"
-    if replica is None and checkpoint.about.get("algorithm") == "none":
-        whose = "replica 0 (independent replicas)"
-    return Trained(model.eval(), tokenizer, checkpoint.step, sequence_length, checkpoint.path, whose)
+    return Trained(model.eval(), tokenizer, checkpoint.step, int(about["sequence_length"]), checkpoint.path, weights)
 
 
-def checkpoint_at(run: Path, step: int | None) -> Path:
-    """The checkpoint of ``run`` after ``step`` steps; None: ``run`` itself, which means its latest.
-
-    Raises:
-        CheckpointError: there is none; those that are there are named.
-    """
-    if step is None:
-        return run
-    folder = run / "checkpoints"
-    found = [checkpoint.path for checkpoint in list_checkpoints(folder) if checkpoint.step == step]
-    if not found:
-        there = ", ".join(str(checkpoint.step) for checkpoint in list_checkpoints(folder)) or "none"
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are: {there}. Nothing was loaded.")
-    return found[-1]
+def _checkpoint_of_step(run: Path, step: int) -> Checkpoint:
+    found = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run / "checkpoints")}
+    if step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise CheckpointError(f"{run} has no checkpoint of step {step}; it has: {there}. Nothing was loaded.")
+    return found[step]
 
 
 def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mapping[str, Tensor]:
@@ -143,26 +157,18 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
     return values
 
 
-def _load_huggingface(folder: Path, device: torch.device | str) -> Trained:
-    model: LanguageModel
-    if why_not_native(folder):
-        model = build_language_model(ModelSettings(source=f"hf:{folder}", weights="stored"), seed=0, device=device)
-    else:
-        settings = native_settings(folder)
-        model = build_language_model(settings, seed=0, device=device)
+def _load_huggingface(folder: Path, device: torch.device) -> Trained:
+    foreign = why_not_native(folder)
+    settings = ModelSettings(source=f"hf:{folder}", weights="stored") if foreign else native_settings(folder)
+    model = build_language_model(settings, seed=0, device=device)
+    if not foreign:
         load_parameters(model, native_weights(folder, settings))
-    origin = _origin(folder)
-    length = min(origin.get("sequence_length", _USUAL_LENGTH), model.max_sequence_length)
-    return Trained(model.eval(), load_tokenizer(folder), None, length, folder, origin.get("weights", "as stored"))
-
-
-def _origin(folder: Path) -> dict[str, Any]:
-    """What an export of ours says of itself; nothing of others."""
-    try:
-        said = json.loads((folder / "diloco.json").read_text("utf-8"))
-        return {"sequence_length": int(said["sequence_length"]), "weights": str(said["weights"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    length, weights = _USUAL_LENGTH, "as stored"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a folder of others has no such file, or another
+        origin = json.loads((folder / ORIGIN_FILE).read_text("utf-8"))
+        length, weights = int(origin["sequence_length"]), str(origin["weights"])
+    length = min(length, model.max_sequence_length)
+    return Trained(model.eval(), load_tokenizer(folder), None, length, folder, weights)
 
 
 def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str, Tensor]:
@@ -197,10 +203,10 @@ def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
     one_way = dataclasses.replace(model, kv_heads=None if model.kv_heads == model.heads else model.kv_heads)
     if odd := [name for name in SIZES if getattr(one_way, name) != getattr(there, name)]:
         given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
-        works = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
+        held = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
         raise ConfigurationError(
-            f"{given} was given with train.init_from={path}, which holds a model with {works}; without the former it "
-            "would work. Nothing was started."
+            f"{given} was given with train.init_from={path}, but the model there has {held}. Leave out the former. "
+            "Nothing was started."
         )
 
 
@@ -228,8 +234,8 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
             )
         if name in parameters and not bool(value.isfinite().all()):
             raise CheckpointError(
-                f"{name} holds values that are not finite in the weights to begin from, which are damaged; another "
-                "copy, or an earlier checkpoint, would work. Nothing was started."
+                f"{name} holds values that are not finite in the weights to begin from, which are damaged. Use another "
+                "copy, or an earlier checkpoint. Nothing was started."
             )
         state[name].copy_(value)
 

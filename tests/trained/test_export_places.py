@@ -13,8 +13,8 @@ from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.build import build_language_model
 from diloco.model.settings import ModelSettings
-from diloco.train.export import export_huggingface, export_safetensors
-from diloco.train.trained import Trained, load_trained
+from diloco.trained.export import export_huggingface, export_safetensors
+from diloco.trained.load import Trained, load_trained
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_folder_of_others_is_not_replaced(trained: Trained, tmp_path: Path) ->
     place.mkdir()
     for name in ("config.json", "thesis.tex"):
         (place / name).write_text("{}")
-    with pytest.raises(ConfigurationError, match="exists and is no exported model; another place would work"):
+    with pytest.raises(ConfigurationError, match="is not an exported model"):
         export_huggingface(trained, place, overwrite=True)
     assert names(place) == ["config.json", "thesis.tex"]
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_written_is_told_and_nothing_is_left(
 
 @pytest.mark.parametrize("size", ["abc", "0GB", "-5MB", "5", ""])
 def test_a_size_of_files_that_means_nothing_is_refused(trained: Trained, tmp_path: Path, size: str) -> None:
-    with pytest.raises(ConfigurationError, match="a positive number of KB, MB, GB or TB, such as 5GB, would work"):
+    with pytest.raises(ConfigurationError, match="Use a positive number of KB, MB, GB or TB"):
         export_huggingface(trained, tmp_path / "model", max_shard_size=size)
     assert not any(tmp_path.iterdir())
 

@@ -17,9 +17,10 @@ from safetensors import SafetensorError
 from diloco.checkpoint.disk import sync_folder, write_file
 from diloco.checkpoint.folder import delete, hidden_name, move_in
 from diloco.checkpoint.parts import tensor_chunks
+from diloco.data.tokenizer import Tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.transformer import Transformer
-from diloco.train.trained import Trained
+from diloco.trained.load import ORIGIN_FILE, Trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Dtype", "export_huggingface", "export_safetensors"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-MARK = "diloco.json"
-"""In every folder that was exported, and in no other: what may be replaced."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,27 +62,34 @@ def export_huggingface(
         CheckpointError: it can't be written, or the weights don't fit ``dtype``. Nothing half-written is left.
     """
     folder = Path(os.path.realpath(folder))  # a link stays one
-    served = _longest_sequence(trained, max_length)
+    native = isinstance(trained.model, Transformer)
+    if max_length is not None and not native:
+        raise ConfigurationError(
+            f"a longest sequence of {max_length} was given, but a {type(trained.model).__name__} has its own. "
+            "Leave it out. Nothing was exported."
+        )
+    longest = trained.length(max_length, "a longest sequence of") if native else trained.model.max_sequence_length
     if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B", max_shard_size, re.IGNORECASE):
         raise ConfigurationError(
-            f"files of at most {max_shard_size!r} were asked for; a positive number of KB, MB, GB or TB, such as 5GB, "
-            "would work. Nothing was exported."
+            f"files of at most {max_shard_size!r} were asked for. Use a positive number of KB, MB, GB or TB, such as "
+            "5GB. Nothing was exported."
         )
-    _check_place(folder, overwrite, MARK)
+    _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
     made = trained.model.to_huggingface()
     made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs know no dtype
     _check_finite(made, dtype)
-    _describe(made, trained, served)
+    _describe(made, trained.tokenizer, longest if native else None)
     is_empty = folder.is_dir() and not any(folder.iterdir())  # perhaps a mounted disk, or where somebody works
     partial = hidden_name(folder / folder.name if is_empty else folder, "partial")
     with _written(partial, folder), _without_progress():
         partial.mkdir(parents=True)
         made.save_pretrained(partial, max_shard_size=max_shard_size)
         trained.tokenizer.save(partial)
-        _complete_tokenizer_config(partial / "tokenizer_config.json", served)
-        _write_json(partial / MARK, _origin(trained, dtype))
+        _complete_tokenizer_config(partial / "tokenizer_config.json", longest)
+        _write_json(partial / ORIGIN_FILE, _origin(trained, dtype))
         for path in partial.iterdir():
-            _sync(path)
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
         sync_folder(partial)
         if is_empty:
             _move_out(partial, folder)
@@ -101,8 +107,8 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
     """
     file = Path(os.path.realpath(file))
     if file.suffix != ".safetensors":
-        raise ConfigurationError(f"{file} was given; a name with .safetensors would work. Nothing was exported.")
-    _check_place(file, overwrite, None)
+        raise ConfigurationError(f"{file} was given; its name must end in .safetensors. Nothing was exported.")
+    _check_place(file, overwrite, is_export=file.is_file())
     _check_finite(trained.model.to(DTYPES[dtype]), dtype)
     partial = hidden_name(file, "partial")
     with _written(partial, file):
@@ -112,62 +118,36 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
         sync_folder(file.parent)
 
 
-def _longest_sequence(trained: Trained, asked: int | None) -> int:
-    """What the folder is to say; a model with positions of its own keeps what it has."""
-    longest = trained.model.max_sequence_length
-    if not isinstance(trained.model, Transformer):
-        if asked is not None:
-            raise ConfigurationError(
-                f"a longest sequence of {asked} was given for a {type(trained.model).__name__}, which has its own; "
-                "leaving it out would work. Nothing was exported."
-            )
-        return longest
-    served = min(trained.sequence_length, longest) if asked is None else asked
-    if not 1 <= served <= longest:
-        raise ConfigurationError(
-            f"a longest sequence of {served} was given; 1 to {longest}, which the model serves, would work. "
-            "Nothing was exported."
-        )
-    return served
-
-
-def _check_place(place: Path, overwrite: bool, mark: str | None) -> None:
-    """Refuse to write over anything but an earlier export, and over that where it was not asked for.
-
-    Args:
-        place: to write to.
-        overwrite: whether an earlier export may go.
-        mark: what an exported folder has in it; None: it is a file.
-    """
-    if not place.exists() or (place.is_dir() and mark is not None and not any(place.iterdir())):
+def _check_place(place: Path, overwrite: bool, *, is_export: bool) -> None:
+    """Refuse to write over anything but an earlier export, and over that unless it was asked for."""
+    is_empty = place.is_dir() and not any(place.iterdir())
+    if not place.exists() or is_empty or (overwrite and is_export):
         return
-    is_export = place.is_file() if mark is None else (place / mark).is_file()
-    if overwrite and is_export:
-        return
-    works = "--overwrite, or another place," if is_export else "another place"
-    what = "exists" if is_export else "exists and is no exported model"
-    raise ConfigurationError(f"{place} {what}; {works} would work. Nothing was exported.")
+    what, use = (
+        ("exists", "--overwrite, or another place") if is_export else ("is not an exported model", "another place")
+    )
+    raise ConfigurationError(f"{place} {what}. Use {use}. Nothing was exported.")
 
 
 def _check_finite(model: torch.nn.Module, dtype: Dtype) -> None:
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(
-                f"{name} holds values that are not finite as {dtype}. The checkpoint is damaged, or another --dtype, "
-                "such as bfloat16, would work. Nothing was exported."
+                f"{name} holds values that are not finite as {dtype}. Use another --dtype, such as bfloat16, or, if "
+                "the checkpoint is damaged, another one. Nothing was exported."
             )
 
 
-def _describe(made: PreTrainedModel, trained: Trained, max_length: int) -> None:
-    """Say in the configurations which token ends a document, and so also begins the first one."""
-    end = trained.tokenizer.eos_id
+def _describe(made: PreTrainedModel, tokenizer: Tokenizer, longest: int | None) -> None:
+    """Say in the configurations which token ends a document, and so also begins the first one, and the length."""
+    end = tokenizer.eos_id
     config, generation = made.config, made.generation_config
-    if isinstance(trained.model, Transformer):
-        config.max_position_embeddings = max_length
+    if longest is not None:
+        config.max_position_embeddings = longest
     config.eos_token_id = end
-    if config.bos_token_id is None or config.bos_token_id >= trained.tokenizer.vocab_size:
+    if config.bos_token_id is None or config.bos_token_id >= tokenizer.vocab_size:
         config.bos_token_id = end
-    # Padding is not said in the model's configuration: the embedding of that token would get no gradient.
+    # The model's configuration names no padding: the embedding of that token would get no gradient.
     if generation is not None:
         generation._from_model_config = False
         generation.eos_token_id = end
@@ -189,7 +169,7 @@ def _origin(trained: Trained, dtype: Dtype) -> dict[str, Any]:
     """What the weights are, for whoever finds the folder later."""
     return {
         "diloco": metadata.version("diloco"),
-        "run": trained.path.absolute().parent.parent.name,
+        "run": trained.run.name,
         "checkpoint": trained.path.name,
         "step": trained.step,
         "weights": trained.weights,
@@ -200,11 +180,6 @@ def _origin(trained: Trained, dtype: Dtype) -> dict[str, Any]:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _move_out(partial: Path, folder: Path) -> None:
@@ -237,7 +212,7 @@ def _without_progress() -> Iterator[None]:
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'  # theirs
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
     try:
         yield
     finally:

@@ -19,8 +19,8 @@ from diloco.config import load_configuration
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.language_model import LanguageModel
 from diloco.model.transformer import Transformer
-from diloco.train.export import export_huggingface, export_safetensors
-from diloco.train.trained import Trained, checkpoint_at, load_parameters, load_trained, read_weights
+from diloco.trained.export import export_huggingface, export_safetensors
+from diloco.trained.load import Trained, load_parameters, load_trained, read_weights
 from diloco.transport.replica_group import ReplicaGroup
 from tests.runs import train, write_text
 
@@ -129,7 +129,7 @@ def test_training_goes_on_from_the_folder(run: Path, exported: Path, tmp_path: P
 
 
 def test_replicas_and_earlier_checkpoints_can_be_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = open_checkpoint(checkpoint_at(run, 6))
+    saved = open_checkpoint(run / "checkpoints" / "step-00000006")
     for number in (0, 1):
         file = run.parent / f"replica-{number}.safetensors"
         flags = f"--to safetensors --replica {number} --checkpoint 6"
@@ -139,7 +139,7 @@ def test_replicas_and_earlier_checkpoints_can_be_taken(run: Path, capsys: pytest
         assert load_trained(run, replica=number).weights == f"replica {number}"
     capsys.readouterr()
     assert main(["export", str(run), "x", "--checkpoint", "7"]) == 1
-    assert "no checkpoint of step 7; there are: 6, 12" in capsys.readouterr().err
+    assert "no checkpoint of step 7; it has: 6, 12" in capsys.readouterr().err
     assert main(["export", str(run), "x", "--replica", "2"]) == 1
     assert "does not hold replica-2; it holds replica-0, replica-1, and" in capsys.readouterr().err
 
@@ -190,14 +190,14 @@ def test_nothing_is_overwritten_unless_asked_and_then_only_an_export(
     assert main(arguments) == 0
     (place / "note").write_text("mine")
     assert main(arguments) == 2
-    assert "--overwrite, or another place, would work" in capsys.readouterr().err
+    assert "exists. Use --overwrite, or another place" in capsys.readouterr().err
     assert (place / "note").exists()
     assert main([*arguments, "--overwrite", "--max-length", "100"]) == 0
     assert not (place / "note").exists()
     assert json.loads((place / "config.json").read_text())["max_position_embeddings"] == 100
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert main(["export", str(run), "--to", "hf", str(run), "--overwrite"]) == 2
-    assert "exists and is no exported model; another place would work" in capsys.readouterr().err
+    assert "is not an exported model. Use another place" in capsys.readouterr().err
     assert main([*arguments, "--overwrite", "--max-length", "2000"]) == 2
     assert main(["export", str(run), "--to", "safetensors", str(tmp_path / "weights")]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
