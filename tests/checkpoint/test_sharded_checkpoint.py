@@ -17,6 +17,7 @@ from diloco.errors import CheckpointError
 from diloco.trained.load import read_weights
 from diloco.transport.replica_group import ReplicaGroup
 from tests.processes import Processes
+from tests.same import same
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, load, open_group, save, unequal
 
 AFTER = 12
@@ -28,8 +29,8 @@ LOSSY: dict[str, Any] = {"codec": "fp4", "error_feedback": True}
 def take_over(rank: Rank, folder: Path) -> dict[str, Any]:
     """Go on from the checkpoint in ``folder`` for `AFTER` steps."""
     void = load(rank, open_checkpoint(folder))
-    loaded = rank.values()
-    return {"void": void, "loaded": loaded, **train(rank)}
+    loaded, common = rank.values(), rank.state.common()
+    return {"void": void, "loaded": loaded, "common": common, **train(rank)}
 
 
 def train(rank: Rank, steps: int = AFTER) -> dict[str, Any]:
@@ -43,9 +44,9 @@ def rank_stops_and_goes_on(position: int, setup: Setup, folder: Path) -> dict[st
     group = open_group(setup, position, folder)
     rank = Rank(setup, group)
     rank.train(STEPS)
-    saved = rank.values()
+    saved, common = rank.values(), rank.state.common()
     save(rank, folder / "checkpoints")
-    ran = {"void": (), "loaded": saved, **train(rank)}
+    ran = {"void": (), "loaded": saved, "common": common, **train(rank)}
     went_on = take_over(Rank(setup, group), folder)
     group.close()
     return {"ran": ran, "went on": went_on}
@@ -60,6 +61,7 @@ def test_stopping_and_going_on_as_many_is_never_stopping(tmp_path: Path) -> None
         ran, went_on = rank["ran"], rank["went on"]
         for kind in ("loaded", "values"):
             assert unequal(went_on.pop(kind), ran[kind]) == []
+        assert same(went_on.pop("common"), ran["common"])
         assert went_on == {name: ran[name] for name in went_on}
     checkpoint = open_checkpoint(tmp_path)
     shards = [f"replica-0-{kind}-{position}" for position in (0, 1) for kind in ("shard", "rank")]
@@ -108,6 +110,7 @@ def test_other_shards_hold_the_same_and_drop_what_is_in_flight(tmp_path: Path) -
             assert rank["losses"] == after[0]["losses"]
             assert all(bool(torch.isfinite(value).all()) for value in rank["values"].values())
     assert relay[1][0]["void"] == (RoundId(fragment=0, outer_step=2),)
+    assert relay[1][0]["common"]["diloco"]["finished_rounds"] == [3, 2, 2], "the void round is over, too"
 
 
 def test_where_all_ranks_hold_everything_their_number_may_change_in_flight(tmp_path: Path) -> None:

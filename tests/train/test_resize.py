@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from diloco.checkpoint.reading import open_checkpoint
+from diloco.config import load_configuration
 from diloco.data.corpus import build_corpus
 from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings
 from diloco.errors import CheckpointError
 from diloco.events import Note, RoundCommitted
-from tests.runs import Listener, train, write_text
+from diloco.train.components import make_transport
+from diloco.train.fleet.base import InProcessFleet
+from diloco.train.resolve import resolve
+from diloco.train.session import Session
+from diloco.train.session_state import load_session
+from tests.runs import SMALL, Listener, train, write_text
 
 DOCUMENTS = 97
 LENGTH = 16
@@ -98,26 +105,29 @@ def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int)
     assert steps == [12.0] * min(now, 2) + [7.0] * max(0, now - 2), "moments of new replicas begin anew"
 
 
+def resumed(data: Path, run: Path, arguments: str) -> Session:
+    """A session of three replicas that goes on from the newest checkpoint of ``run``."""
+    settings = resolve(
+        load_configuration([*SMALL.split(), str(data), *arguments.split(), "--replicas", "3"]), num_layers=2
+    )
+    corpus = build_corpus(settings.data)
+    model = replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
+    settings = replace(settings, model=model)
+    fleet = InProcessFleet(make_transport(settings.transport))
+    session = Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
+    load_session(session, open_checkpoint(run), run)
+    return session
+
+
 def test_new_replicas_begin_from_the_global_parameters(tmp_path: Path) -> None:
-    """At a learning rate of nothing, what is saved a step later is what they began with."""
     data, run = write_text(tmp_path), tmp_path / "run"
     train(data, run, "--steps 24 --stop-after 5")
     agreed = open_checkpoint(run).load("global")
     local = [open_checkpoint(run).load(f"replica-{m}")["model"] for m in (0, 1)]
-    from diloco.train import session_state
-
-    found = {}
-
-    def watch(replica: object, before: object) -> None:
-        begin(replica, before)  # type: ignore[arg-type]  # passed on
-        found[replica.number] = {k: v.clone() for k, v in replica.model.state_dict().items()}  # type: ignore[attr-defined]
-
-    begin = session_state._begin_where_new
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_state, "_begin_where_new", watch)
-        train(data, run, f"--steps 24 --stop-after 6 --resume {run} --replicas 3")
-    for replica, expected in enumerate([*local, agreed]):
-        assert all(torch.equal(found[replica][name], value) for name, value in expected.items())
+    session = resumed(data, run, "--steps 24")
+    for replica, expected in zip(session.replicas, [*local, agreed], strict=True):
+        found = replica.model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert any(not torch.equal(local[0][name], agreed[name]) for name in agreed)
 
 
@@ -160,22 +170,11 @@ def test_what_cannot_be_shared_out_anew_is_refused(tmp_path: Path, arguments: st
 def test_who_joins_later_is_told_how_the_data_is_shared_out(tmp_path: Path) -> None:
     """The order is handed on with the global parameters, from who has it and from who was told."""
     data, run = write_text(tmp_path), tmp_path / "run"
-    told = []
-
-    def watch(session: object, checkpoint: object, home: object) -> tuple[str, ...]:
-        words = load(session, checkpoint, home)  # type: ignore[arg-type]  # passed on
-        donor, asker = session.replicas[0].diloco, session.replicas[2].diloco  # type: ignore[attr-defined]
-        told.append(donor.data_order)
-        asker.data_order = ""
-        asker.take_over([0])
-        told.append(asker.data_order)
-        return words
-
-    from diloco.train import beginning as module
-
-    load = module.load_session
     train(data, run, "--stop-after 3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "load_session", watch)
-        train(data, run, f"--stop-after 4 --resume {run} --replicas 3")
-    assert told == ["[3, [0, 1, 2], 12, []]"] * 2
+    session = resumed(data, run, "")
+    donor, asker = session.replicas[0].diloco, session.replicas[2].diloco
+    assert donor is not None
+    assert asker is not None
+    asker.data_order = ""
+    asker.take_over([0])
+    assert donor.data_order == asker.data_order == "[3, [0, 1, 2], 12, []]"

@@ -14,8 +14,8 @@ from diloco.data.shares import Shares
 from diloco.errors import RunOverError
 from diloco.events import Event, Note
 from diloco.train.fleet.swarm_fleet import SwarmFleet
-from diloco.train.held import Held
 from diloco.train.joining import follow_views
+from diloco.train.resuming import Held
 from diloco.train.session import Session
 from diloco.train.stopping import StopRequest
 from diloco.train.threads import PeerThreads, Seats

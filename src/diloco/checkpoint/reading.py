@@ -14,7 +14,7 @@ from diloco.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from diloco.checkpoint.parts import read_part
 from diloco.errors import CheckpointError, nearest
 
-__all__ = ["Checkpoint", "find_checkpoint", "held_step", "list_checkpoints", "open_checkpoint"]
+__all__ = ["Checkpoint", "find_checkpoint", "list_checkpoints", "open_checkpoint"]
 
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
 
@@ -78,17 +78,6 @@ def find_checkpoint(place: Path) -> Checkpoint | None:
         return _open_complete(_stand_in(place))
     except CheckpointError:
         return None
-
-
-def held_step(folder: Path, resume: Path) -> int:
-    """The step that the checkpoints of a run in ``folder`` could go on from: that of ``resume``, or the newest.
-
-    -1: there is none.
-    """
-    found = list_checkpoints(folder / "checkpoints")
-    if resume.name.startswith("step-"):
-        found = [checkpoint for checkpoint in found if checkpoint.path.name == resume.name]
-    return found[-1].step if found else -1
 
 
 def _open_complete(place: Path) -> Checkpoint:

@@ -47,12 +47,11 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     Raises:
         ConfigurationError: if its folder holds something of another run.
     """
-    from diloco.checkpoint.reading import held_step
     from diloco.cli.train import continue_record, writable
     from diloco.cli.watching import watch
     from diloco.devices import choose_device
     from diloco.train.fleet.connecting import connect_rank
-    from diloco.train.resize import checkpoint_home
+    from diloco.train.resuming import checkpoint_home, held_step
     from diloco.train.run import run_training
 
     settings = plan.configuration

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from diloco.errors import CheckpointError
 from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import InnerLoop
 
-__all__ = ["ReplicaState"]
+__all__ = ["ReplicaState", "with_rounds_void"]
 
 
 class ReplicaState:
@@ -163,9 +163,6 @@ class ReplicaState:
     ) -> tuple[RoundId, ...]:
         now = diloco.state_dict()
         void = () if own is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
-        finished = list(common["finished_rounds"])
-        for round_id in void:
-            finished[round_id.fragment] = round_id.outer_step + 1
         candidates = own["candidates"] if own is not None else [None] * len(diloco.fragments)
         # values are loaded where they lie; loaded from there they stay as they are
         state = {
@@ -179,11 +176,17 @@ class ReplicaState:
                 for codec, candidate in zip(now["codecs"], candidates, strict=True)
             ],
             "in_flight": own["in_flight"] if own is not None else [],
-            "finished_rounds": finished,
-            "rounds_void": common["rounds_void"] + len(void),
         }
-        diloco.load_state_dict(state)
+        diloco.load_state_dict(with_rounds_void(state, void))
         return void
+
+
+def with_rounds_void(state: Mapping[str, Any], void: Sequence[RoundId]) -> dict[str, Any]:
+    """A state of `DiLoCo` in which the rounds ``void``, which were in flight, are over."""
+    finished = list(state["finished_rounds"])
+    for round_id in void:
+        finished[round_id.fragment] = round_id.outer_step + 1
+    return {**state, "finished_rounds": finished, "rounds_void": int(state["rounds_void"]) + len(void)}
 
 
 def _is_shaped_as(value: Any, parameter: Tensor) -> bool:

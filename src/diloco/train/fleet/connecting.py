@@ -14,7 +14,7 @@ from diloco.errors import ConfigurationError
 from diloco.train.components import make_links
 from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.fleet.torch_fleet import TorchFleet
-from diloco.train.held import held_checkpoint
+from diloco.train.resuming import held_checkpoint
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
 from diloco.train.threads import PeerThreads, choose_threads

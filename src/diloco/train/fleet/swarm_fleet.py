@@ -16,7 +16,7 @@ from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
 from diloco.train.fleet.peer_fleet import PeerFleet
-from diloco.train.held import Held
+from diloco.train.resuming import Held
 from diloco.train.threads import PeerThreads
 from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
 from diloco.transport.hivemind.node import same_port
