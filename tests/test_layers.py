@@ -58,17 +58,18 @@ def test_imports_go_one_way(path: Path) -> None:
     assert not later, f"{part} imports {later}, which stand after it"
 
 
-def test_the_algorithm_is_pure() -> None:
-    """No process groups, clocks, threads, files or loggers in the algorithm and in membership."""
-    impure = {"time", "threading", "socket", "logging", "asyncio", "pathlib", "io", "random"}
-    for path in (*(ROOT / "algorithm").rglob("*.py"), *(ROOT / "membership").rglob("*.py")):
+@pytest.mark.parametrize("part", ["algorithm", "membership", "protocol"])
+def test_what_decides_is_pure(part: str) -> None:
+    """No process groups, clocks, threads, futures, sockets, files or loggers in what computes, judges and agrees."""
+    impure = {"time", "threading", "concurrent", "socket", "logging", "asyncio", "pathlib", "io", "random", "hivemind"}
+    for path in (ROOT / part).rglob("*.py"):
         if path.name == "native.py":  # finds and loads the compiled kernels
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.split(".")[0] for name in names} & impure, f"{path.name} imports {names}"
-            assert "torch.distributed" not in names
+            assert not any(name.startswith("torch.distributed") for name in names)
 
 
 def test_settings_do_not_import_torch() -> None:

@@ -13,7 +13,6 @@ from tests.transport.connection_managers import MakeRank, Rank, makes
 from tests.transport.state_donors import Asker, Donor, MakeDonor
 from tests.transport.swarms import Swarms
 from tests.transport.wires import deaf_manager
-from tests.transport.without_io import without_threads
 
 
 @pytest.fixture
@@ -36,13 +35,6 @@ def swarms(keys: Path) -> Iterator[Swarms]:
     yield made
     made.close()
     gc.collect()  # what Hivemind leaves open is this test's, not one's that comes later
-
-
-@pytest.fixture
-def threadless() -> Iterator[None]:
-    """Ranks of the simulated network can be made."""
-    with without_threads():
-        yield
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from diloco.protocol.events import Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import TcpStreams
@@ -31,11 +32,17 @@ class Rank:
         self.connections = ConnectionManager(
             rank,
             timing,
-            lambda sender, message, blob: self.heard.put((sender, message, blob, time.monotonic())),
-            lambda other, loss: self.losses.put((other, loss)),
             TcpStreams(),
+            self._note,
         )
         self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case Received(sender, message, blob) if message["kind"] != "beat":
+                self.heard.put((sender, dict(message), blob, time.monotonic()))
+            case Lost(rank, loss):
+                self.losses.put((rank, loss))
 
     def reach(self, other: Rank) -> None:
         self.connections.call(self.connections.connect(other.connections.rank, other.address), LIMIT_S)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.transport.peers import connection_manager
+from diloco.transport.peers import connection_manager, control_connection
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import Work
 from diloco.transport.torch_distributed.gloo_link import GlooLink
@@ -94,7 +94,8 @@ class Cut:
             await self._whole_in_loop.wait()
             return await open_connection(*arguments)
 
-        connection_manager.read_frame = held_read  # type: ignore[attr-defined]
+        for module in (connection_manager, control_connection):
+            module.read_frame = held_read  # type: ignore[attr-defined]
         asyncio.open_connection = held_open  # type: ignore[assignment]
 
 

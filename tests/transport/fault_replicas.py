@@ -25,7 +25,7 @@ from diloco.transport.address import Address
 from diloco.transport.base import Transport
 from diloco.transport.peers.connected import join
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.payloads import PayloadExchange, _tag
+from diloco.transport.peers.payload_exchange import PayloadExchange, message_tag
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.torch_distributed.connect import Place, connect
 from diloco.transport.torch_distributed.gloo_link import GlooLink
@@ -96,33 +96,34 @@ def digests(diloco: DiLoCo) -> tuple[str, ...]:
 class Words:
     """What the test tells this process, heard by a thread of its own, whatever the others are doing.
 
-    Most words wait until somebody asks for the `next` one. ``silent`` acts at once: the ranks in `silent` have not been
-    heard of for too long from then on, whatever the clock says. So does ``heal``, see `Cut.heal`.
+    Most words wait until somebody asks for the `next` one. ``silent`` acts at once: the ranks that it names are
+    given up, whatever the clock says. So does ``heal``, see `Cut.heal`.
     """
 
     def __init__(self) -> None:
-        self.silent: frozenset[int] = frozenset()
+        self.connections: ConnectionManager | None = None
         self.acts: dict[str, Callable[[], None]] = {}
         self._waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-        give_up = ConnectionManager._give_up
-
-        def give_up_silent(connections: ConnectionManager, now_s: float) -> None:
-            for rank in self.silent & connections.connected:
-                connections._lines[rank].heard_s = -math.inf
-            give_up(connections, now_s)
-
-        ConnectionManager._give_up = give_up_silent  # type: ignore[method-assign]
         threading.Thread(target=self._listen, daemon=True).start()
 
     def next(self) -> str:
         return self._waiting.get(timeout=LIMIT_S)
+
+    def _give_up(self, connections: ConnectionManager, ranks: list[int]) -> None:
+        """One heartbeat later, when what they said before has been heard."""
+
+        def give_up() -> None:
+            connections.give_up(connections.connected.intersection(ranks))
+
+        connections.loop.call_later(connections.timing.heartbeat_s, give_up)
 
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):  # the test is over
             while True:
                 word, *ranks = told(NEVER_S)
                 if word == "silent":
-                    self.silent = frozenset(ranks)
+                    assert self.connections is not None
+                    self.connections.post(self._give_up, self.connections, ranks)
                 elif word in self.acts:
                     self.acts[word]()
                 else:
@@ -162,7 +163,7 @@ class Victim:
         """Here it happens, in whatever thread this is."""
         if self.scenario.fault == "freeze":
             assert self.connections is not None
-            self.connections._pulse.begin(-math.inf)  # so that it has stood still for long when it is thawed
+            self.connections.pulse.begin(-math.inf)  # so that it has stood still for long when it is thawed
         report("held")
         match self.words.next():
             case "cut":
@@ -180,7 +181,7 @@ class Victim:
 
         def stop_at_second(link: GlooLink, values: Tensor, stream: int, tag: int) -> Any:
             nonlocal pieces
-            if tag >> 18 == _tag(TARGET, 0, False) >> 18:
+            if tag >> 18 == message_tag(TARGET, 0, False) >> 18:
                 pieces += 1
                 if pieces == self.scenario.num_replicas:  # each of the others has one
                     self.hold()
@@ -237,6 +238,7 @@ def replica(index: int, scenario: Scenario, address: Address) -> None:
     place = Place(replica=number, num_replicas=scenario.num_replicas, rendezvous=address)
     connected = connect(place, scenario.wire)
     transport, outcome = connected.transport, Outcome()
+    words.connections = transport.connections
     diloco, train = make_replica(transport, scenario.codec, outcome.note)
     assert connected.joining == (index >= scenario.num_replicas)
     if connected.joining:

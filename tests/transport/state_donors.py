@@ -40,7 +40,7 @@ class Donor:
         self.held = held
         self.copies = 0
         self.requests: list[dict[str, Any]] = []
-        self.connections = ConnectionManager(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+        self.connections = ConnectionManager(0, Timing(), TcpStreams())
         self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
         self.service = DonorService(limit_bytes_per_s)
         self.connections.services["fetch"] = self.service.serve
@@ -105,7 +105,7 @@ class Counting(TcpStreams):
 class Asker:
     def __init__(self) -> None:
         self.streams = Counting()
-        self.connections = ConnectionManager(9, Timing(), lambda *_: None, lambda *_: None, self.streams)
+        self.connections = ConnectionManager(9, Timing(), self.streams)
         self.talks: list[Conversation] = []
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ def test_a_huge_announced_size_costs_no_memory(make_rank: MakeRank) -> None:
 
 
 def test_a_stranger_who_says_nothing_is_shown_out(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_manager, "_FIRST_MESSAGE_S", 0.05)
+    monkeypatch.setattr(connection_manager, "FIRST_MESSAGE_S", 0.05)
     first = make_rank(0)
     with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
         stranger.settimeout(LIMIT_S)
@@ -120,7 +120,7 @@ def test_who_says_hello_while_the_other_one_closes_is_shown_out(make_rank: MakeR
             late.sendall(pack({"kind": "hello", "rank": 5, "address": "127.0.0.1:1"}))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await first.connections._close()
+            await first.connections.end()
 
         first.connections.call(hello_in_the_last_moment(0), LIMIT_S)
         assert first.connections.connected == frozenset()
@@ -139,7 +139,7 @@ def test_who_comes_while_the_other_one_closes_leaves_nothing_open(make_rank: Mak
         late.connect((first.address.host, first.address.port))
         for _ in range(turns):
             await asyncio.sleep(0)
-        await first.connections._close()
+        await first.connections.end()
 
     with closing(socket.socket()) as late:
         first.connections.call(come_and_close(), LIMIT_S)

@@ -58,7 +58,7 @@ class Breaking(TcpStreams):
 class End:
     def __init__(self, rank: int, patience_s: float) -> None:
         self.streams = Breaking()
-        self.connections = ConnectionManager(rank, Timing(), lambda *_: None, lambda *_: None, self.streams)
+        self.connections = ConnectionManager(rank, Timing(), self.streams)
         self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
         self.entries: dict[int, Entry] = {}
         self.links = LinkManager(self.connections, self.entries, patience_s)

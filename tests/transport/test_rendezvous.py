@@ -97,7 +97,7 @@ def test_replica_0_may_come_last(connections: ConnectionManager) -> None:
     asked = threading.Thread(target=lambda: tables.append(ask(connections, address, entries[1], 20.0)))
     tables: list[Any] = []
     asked.start()
-    late = ConnectionManager(0, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+    late = ConnectionManager(0, Timing(), TcpStreams())
     try:
         serve(late, Registry(2))
         late.listen(address.host, range(address.port, address.port + 1), address.host)

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from diloco.algorithm.schedule import Merge
-from diloco.protocol.failure_detector import Loss
-from diloco.transport.peers.transport import PeerTransport
 from tests.processes import Processes
 from tests.transport.fault_replicas import replica
 from tests.transport.fault_scenarios import LIMIT_S, PAUSE, SCHEDULE, VOID_PER_JOIN, Outcome, Scenario, name
@@ -168,12 +166,8 @@ def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> 
     for transport, event in zip(transports, told, strict=True):
         transport.on_change = lambda following, event=event: event.set()  # type: ignore[misc]
 
-    def part(mine: PeerTransport, other: int) -> None:
-        mine.connections.hang_up(other)
-        mine._lost(other, Loss("silent", "as if nothing came"))
-
-    transports[0].connections.post(part, transports[0], 1)
-    transports[1].connections.post(part, transports[1], 0)
+    for mine, other in ((transports[0], 1), (transports[1], 0)):
+        mine.connections.post(mine.connections.give_up, [other])
     assert told[2].wait(LIMIT_S)
     going = transports[2].view.members
     assert going in ((0, 2), (1, 2))

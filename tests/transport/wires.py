@@ -24,7 +24,7 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 @contextmanager
 def deaf_manager(rank: int = -1) -> Iterator[ConnectionManager]:
     """A connection manager that hears nobody."""
-    connections = ConnectionManager(rank, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+    connections = ConnectionManager(rank, Timing(), TcpStreams())
     try:
         yield connections
     finally:

@@ -98,7 +98,7 @@ def _listen(text: str) -> int:
 
     address, ends = parse_address(text, key="--listen"), {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which inherit it
-    connections = ConnectionManager(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+    connections = ConnectionManager(-1, Timing(), TcpStreams())
     try:
         heard = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)

@@ -62,7 +62,7 @@ class Header:
         )
 
 
-def header_of(contribution: Contribution, *, taking_over: bool) -> Header:
+def header_of(contribution: Contribution) -> Header:
     """The header of a contribution, its payload checked by who sends it: a bad one is withdrawn, not sent to fail."""
     withdrawn = contribution.withdrawn
     if not withdrawn:
@@ -81,7 +81,7 @@ def header_of(contribution: Contribution, *, taking_over: bool) -> Header:
         None if buffers is None else buffers.numel(),
         None if integers is None else integers.numel(),
         withdrawn,
-        taking_over,
+        taking_over=False,
     )
 
 

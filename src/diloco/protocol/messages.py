@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,19 @@ from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.protocol.headers import Header
 
-__all__ = ["Adopted", "ChangeReport", "Leaving", "RoundVote", "Said", "adopted", "change_message", "next_view", "read"]
+__all__ = [
+    "Adopted",
+    "ChangeReport",
+    "Leaving",
+    "RoundVote",
+    "Said",
+    "adopted",
+    "change_message",
+    "next_view",
+    "read",
+    "speed_message",
+    "speed_of",
+]
 
 _MOST_REPLICAS = 1 << 31
 
@@ -208,3 +221,23 @@ def _agreed_of(fields: Fields, view: View) -> Agreed | None:
 
 def _with_digests(commits: Mapping[tuple[int, int], str]) -> list[list[Any]]:
     return [[fragment, outer_step, digest] for (fragment, outer_step), digest in commits.items()]
+
+
+def speed_message(steps_per_s: float) -> dict[str, Any]:
+    """How fast a replica trains, for the others."""
+    return {"kind": "speed", "steps_per_s": repr(steps_per_s)}
+
+
+def speed_of(message: Mapping[str, Any]) -> float:
+    """What `speed_message` was given.
+
+    Raises:
+        ValueError: it is no finite, positive number.
+
+    >>> speed_of(speed_message(2.5))
+    2.5
+    """
+    steps_per_s = Fields(message).number_in_text("steps_per_s")
+    if not (steps_per_s > 0 and math.isfinite(steps_per_s)):
+        raise ValueError(f"its 'steps_per_s' is {steps_per_s}, and should be a finite number above 0")
+    return steps_per_s

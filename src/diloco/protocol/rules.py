@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco.algorithm.averaging import RoundId
@@ -35,6 +35,20 @@ class Rules:
     piece_bytes: int
     late_s: float | None = None
 
+    @property
+    def position(self) -> int:
+        """Of this rank in its replica."""
+        return self.rank % self.ranks_per_replica
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that a rank belongs to."""
+        return rank // self.ranks_per_replica
+
+    def ranks(self, replicas: Iterable[int]) -> tuple[int, ...]:
+        """The ranks of these replicas, one replica after the other."""
+        size = self.ranks_per_replica
+        return tuple(rank for replica in replicas for rank in range(replica * size, (replica + 1) * size))
+
 
 @dataclass(frozen=True)
 class Policies:
@@ -44,7 +58,8 @@ class Policies:
         quorum: who may go on.
         go_on: whether survivors go on in a smaller view; else every round from then on is void, or raises.
         raise_on_loss: whether a round that can't take place raises `ReplicaLostError`; else it is void, and the owner
-            looks at `ViewKeeper.failure` itself.
+            looks at `ViewManager.failure` itself.
+        together: whether all stop when one has to; else each goes its own way.
         streams: payload connections to each peer.
         connect_timeout_s: the longest that making one may take.
     """
@@ -54,6 +69,14 @@ class Policies:
     raise_on_loss: bool
     streams: int
     connect_timeout_s: float
+    together: bool = True
+
+    def raises(self, round_id: RoundId) -> bool:
+        """Whether a round that can't take place raises the failure of this rank, rather than being void.
+
+        Without gradients no step can be finished, so theirs always do.
+        """
+        return self.raise_on_loss or round_id.fragment < 0
 
 
 def late_words(round_id: RoundId, absent: frozenset[int], silent: frozenset[int], late_s: float) -> str:

@@ -63,7 +63,7 @@ def launch(
     Returns:
         The exit code of the whole, see `exit_code`.
     """
-    connections = ConnectionManager(-1, Timing(), lambda *_: None, lambda *_: None, TcpStreams())
+    connections = ConnectionManager(-1, Timing(), TcpStreams())
     try:
         host = settings.host or "127.0.0.1"
         address = connections.listen(host, range(1), host)

@@ -1,24 +1,26 @@
 """This rank's connections to all others, for small messages: they never wait behind payloads, and tell who is there.
 
-One thread runs an event loop; everything that is told to the owner is told in that thread, one thing at a time. Each
-pair of ranks shares one connection, on which both send a beat every ``heartbeat_s``. A rank is lost when its connection
-ends, or when nothing came from it for ``silence_s``. No clock is compared with another machine's.
+One thread runs an event loop; everything that happens is told in that thread, one event after the other. Each pair of
+ranks shares one connection, on which both send a beat every ``heartbeat_s``. A rank is lost when its connection ends,
+or when nothing came from it for ``silence_s``. No clock is compared with another machine's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
+from diloco.protocol.events import Connected, Disconnected, Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.transport.address import Address
-from diloco.transport.peers.control_connection import Line, inquire
+from diloco.transport.peers.control_connection import ControlConnection, inquire
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.streams import Streams, hear_out, within
 
@@ -30,10 +32,10 @@ Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamW
 """Takes over a connection whose first message asked for it; the connection is closed when it returns."""
 
 _BEAT: Message = {"kind": "beat"}
-_FIRST_MESSAGE_S = 10.0
+FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
-_CLOSING_S = 8.0
+CLOSING_S = 8.0
 """What has not ended by then ends with the process: a network that answers nothing any more, a busy thread."""
 
 
@@ -43,18 +45,20 @@ class ConnectionManager:
     Args:
         rank: mine; -1 for somebody who is no member (a launcher).
         timing: of heartbeats.
-        deliver: called with the sender's rank, the message and its blob.
-        lost: called once for a rank whose connection is given up.
         streams: of the network.
+        tell: called with each connection that is made or ends, each message that comes, and, once, each rank that is
+            lost. An error of what was said ends the connection.
+
+    Attributes:
+        pulse: this process's own signs of life.
     """
 
     def __init__(
         self,
         rank: int,
         timing: Timing,
-        deliver: Callable[[int, dict[str, Any], bytes], None],
-        lost: Callable[[int, Loss], None],
         streams: Streams,
+        tell: Callable[[Event], object] = lambda event: None,
     ) -> None:
         self.rank = rank
         self.timing = timing
@@ -63,16 +67,16 @@ class ConnectionManager:
         self.services: dict[str, Service] = {"who": _say_who}
         self.arrived = asyncio.Event()
         self.admits: Callable[[int, Address], bool] = lambda rank, address: True
-        self._deliver = deliver
-        self._lost = lost
-        self._lines: dict[int, Line] = {}
+        self._tell = tell
+        self._lines: dict[int, ControlConnection] = {}
+        self._numbers = itertools.count(1)
         self._connections: WeakSet[asyncio.WriteTransport] = WeakSet()  # all that were made, while anything holds them
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
-        self._pulse = Pulse(timing)
+        self.pulse = Pulse(timing)
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._note_failure)
-        self._thread = threading.Thread(target=self._run, name="diloco-control", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"diloco-control-{rank}", daemon=True)
         self._thread.start()
 
     # From any thread.
@@ -115,7 +119,7 @@ class ConnectionManager:
         if not self._closing:
             self._closing = True
             asyncio.run_coroutine_threadsafe(self._close_and_stop(), self.loop)
-        self._thread.join(2 * _CLOSING_S)
+        self._thread.join(2 * CLOSING_S)
         if self._thread.is_alive():  # it is busy, and ends when it is not
             return
         self.loop.run_until_complete(self._end_tasks())  # of calls that came in the last moment
@@ -133,9 +137,10 @@ class ConnectionManager:
         line = self._lines.get(rank)
         return line.address if line is not None else None
 
-    def connection(self, rank: int) -> object | None:
-        """Stands for the connection to ``rank``: another one once another process of that rank has come."""
-        return self._lines.get(rank)
+    def connection(self, rank: int) -> int | None:
+        """Number of the connection to ``rank``: another one once another process of that rank has come."""
+        line = self._lines.get(rank)
+        return line.number if line is not None else None
 
     def words(self, rank: int) -> int:
         """How many messages have come over the connection to ``rank``, beats included; 0 where there is none."""
@@ -188,6 +193,17 @@ class ConnectionManager:
                 line.task.cancel()
             line.writer.close()
 
+    def give_up(self, ranks: Collection[int]) -> None:
+        """Nothing has come from these ranks for too long: all of them are lost at once."""
+        lines = [self._lines[rank] for rank in ranks]
+        for line in lines:
+            line.writer.write(pack({"kind": "given-up"}))  # for one that only stood still
+            self.hang_up(line.rank)
+            self._tell(Disconnected(line.rank))
+        for line in lines:
+            text = f"nothing came from {line.address} for {self.timing.silence_s:g} s"
+            self._tell(Lost(line.rank, Loss("silent", text)))
+
     def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A task that nobody waits for has failed, such as a library's: a line and no page, and nothing at the end."""
         error = context.get("exception")
@@ -212,7 +228,7 @@ class ConnectionManager:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            message, blob = await within(_FIRST_MESSAGE_S, read_frame(reader))
+            message, blob = await within(FIRST_MESSAGE_S, read_frame(reader))
             if message["kind"] == "hello":
                 rank, address = int(message["rank"]), self.streams.address(str(message["address"]))
                 if self.streams.identity(writer) not in ("", str(address)) or not self.admits(rank, address):
@@ -240,64 +256,59 @@ class ConnectionManager:
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
         hear_out(writer.transport)
-        line = Line(rank, address, writer, self.loop.time())
+        line = ControlConnection(rank, next(self._numbers), address, writer, self.loop.time())
         self._lines[rank] = line
+        self._tell(Connected(rank, line.number, str(address)))
         line.task = self.loop.create_task(self._listen_to(line, reader))
         self.arrived.set()
 
-    async def _listen_to(self, line: Line, reader: asyncio.StreamReader) -> None:
+    async def _listen_to(self, line: ControlConnection, reader: asyncio.StreamReader) -> None:
         ended = await line.listen(reader, self.arrived, self._hand_on)
         if self._lines.get(line.rank) is not line:
             return
         del self._lines[line.rank]  # its task is the one that runs here
         line.writer.close()
-        if ended.given_up or self._pulse.stood_still(self.loop.time()):
+        self._tell(Disconnected(line.rank))
+        if ended.given_up or self.pulse.stood_still(self.loop.time()):
             # it may have gone on and ended since: its port has nothing to say
             why = "gave it up" if ended.given_up else f"ended the connection ({ended.reason})"
             text = f"{line.address} heard nothing of this process for too long and {why}"
-            self._lost(line.rank, Loss("cut", text))
+            self._tell(Lost(line.rank, Loss("cut", text)))
             return
         loss = await inquire(self.open, line.address, ended.reason, min(2.0, self.timing.silence_s))
         if line.rank not in self._lines:  # else another process has come in its place, and says so itself
-            self._lost(line.rank, loss)
+            self._tell(Lost(line.rank, loss))
 
     def _hand_on(self, rank: int, message: dict[str, Any], blob: bytes) -> None:
         if latency_s := self.timing.latency_s:
-            self.loop.call_later(latency_s, self._deliver, rank, message, blob)
+            self.loop.call_later(latency_s, self._tell, Received(rank, message, blob))
         else:
-            self._deliver(rank, message, blob)
+            self._tell(Received(rank, message, blob))
 
     async def _beat(self) -> None:
         beat = pack(_BEAT)
-        self._pulse.begin(self.loop.time())
+        self.pulse.begin(self.loop.time())
         while True:
             await asyncio.sleep(self.timing.heartbeat_s)
             now_s = self.loop.time()
-            if self._pulse.beat(now_s):  # it was this process that stood still
+            if self.pulse.beat(now_s):  # it was this process that stood still
                 for line in self._lines.values():
                     line.heard_s = now_s
-            self._give_up(now_s)
+            silent = silent_ones({rank: now_s - line.heard_s for rank, line in self._lines.items()}, self.timing)
+            self.give_up(silent)
             for line in self._lines.values():
                 line.writer.write(beat)
 
-    def _give_up(self, now_s: float) -> None:
-        silent = silent_ones({line: now_s - line.heard_s for line in self._lines.values()}, self.timing)
-        for line in silent:
-            line.writer.write(pack({"kind": "given-up"}))  # for one that only stood still
-            self.hang_up(line.rank)
-        for line in silent:
-            text = f"nothing came from {line.address} for {self.timing.silence_s:g} s"
-            self._lost(line.rank, Loss("silent", text))
-
     async def _close_and_stop(self) -> None:
         try:
-            await within(_CLOSING_S, self._close())
+            await within(CLOSING_S, self.end())
         except TimeoutError:
-            logging.getLogger(__name__).debug("not all of what is to end has ended in %g s", _CLOSING_S)
+            logging.getLogger(__name__).debug("not all of what is to end has ended in %g s", CLOSING_S)
         finally:
             self.loop.stop()
 
-    async def _close(self) -> None:
+    async def end(self) -> None:
+        """End all connections, also those that come meanwhile, and all tasks but the one that asks for it."""
         if self._watch is not None:
             self._watch.cancel()
         await self.streams.refuse()

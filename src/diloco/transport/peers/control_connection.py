@@ -13,7 +13,7 @@ from diloco.transport.address import Address
 from diloco.transport.peers.frames import read_frame
 from diloco.transport.peers.streams import within
 
-__all__ = ["Ended", "Line", "inquire"]
+__all__ = ["ControlConnection", "Ending", "inquire"]
 
 _INQUIRIES = 10
 _BETWEEN_INQUIRIES_S = 0.1
@@ -22,7 +22,7 @@ OpenStream = Callable[[Address], Awaitable[tuple[asyncio.StreamReader, asyncio.S
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ending:
     """Why nothing comes over a connection any more.
 
     Attributes:
@@ -35,12 +35,13 @@ class Ended:
 
 
 @dataclass(eq=False)
-class Line:
+class ControlConnection:
     """A connection to a rank.
 
     Attributes:
         rank: of the process at the other end.
-        address: where that listens.
+        number: of its own, also where another process of the same rank comes.
+        address: where the other end listens.
         writer: to it.
         heard_s: when something came last, by the clock of the loop.
         words: messages that have come, beats included.
@@ -48,6 +49,7 @@ class Line:
     """
 
     rank: int
+    number: int
     address: Address
     writer: asyncio.StreamWriter
     heard_s: float
@@ -56,14 +58,13 @@ class Line:
 
     async def listen(
         self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[int, dict[str, Any], bytes], None]
-    ) -> Ended:
+    ) -> Ending:
         """Hand on what comes until nothing comes any more.
 
         Args:
             reader: from the other end.
             began: set when the first message has come, of whatever kind.
-            deliver: called with the rank, every message but the beats, and its blob; an error of what was said ends the
-                connection.
+            deliver: called with the rank, every message and its blob; an error of what was said ends the connection.
         """
         clock = asyncio.get_running_loop()
         try:
@@ -74,13 +75,12 @@ class Line:
                 if self.words == 1:
                     began.set()
                 if message["kind"] == "given-up":
-                    return Ended(given_up=True)
-                if message["kind"] != "beat":
-                    deliver(self.rank, message, blob)
+                    return Ending(given_up=True)
+                deliver(self.rank, message, blob)
         except (OSError, EOFError, TransportError) as error:
-            return Ended(str(error) or type(error).__name__)
+            return Ending(str(error) or type(error).__name__)
         except (KeyError, ValueError, TypeError, OverflowError) as error:  # in what it said
-            return Ended(f"it sent what is no message: {type(error).__name__}: {error}")
+            return Ending(f"it sent what is no message: {type(error).__name__}: {error}")
 
 
 async def inquire(open_stream: OpenStream, address: Address, reason: str, longest_s: float) -> Loss:

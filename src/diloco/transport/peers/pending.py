@@ -1,17 +1,27 @@
-"""A round on its way, as the training thread sees it."""
+"""This rank's contributions on their way, as the training thread sees them: one a round."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
-from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
 from diloco.transport.base import Average
 
-__all__ = ["PeerPending"]
+__all__ = ["Contributed", "PeerPending"]
+
+
+class Owner(Protocol):
+    """Who knows of the others."""
+
+    def missing(self, round_id: RoundId) -> tuple[int, ...]:
+        """Replicas that were not heard of in a round."""
+
+    def count(self, pending: PeerPending, outcome: Average | TransportError) -> None:
+        """Count what a round has moved, when its outcome is taken."""
 
 
 class PeerPending:
@@ -21,43 +31,24 @@ class PeerPending:
         round_id: which round.
         payload_bytes: of the contribution.
         guard_s: longer than any round can take to be decided.
-        missing: says which replicas were not heard of.
-        taken: called with this and the outcome when it is taken.
+        owner: asked who is missing, and told when the outcome is taken.
 
     Attributes:
         decided_s: when it was decided, by the clock of `time.monotonic`; None: not yet.
         void: whether it was decided that nobody applies the round.
     """
 
-    def __init__(
-        self,
-        round_id: RoundId,
-        payload_bytes: int,
-        guard_s: float,
-        missing: Callable[[RoundId], tuple[int, ...]],
-        taken: Callable[[PeerPending, Average | TransportError], None],
-    ) -> None:
+    def __init__(self, round_id: RoundId, payload_bytes: int, guard_s: float, owner: Owner) -> None:
         self.round = round_id
         self.payload_bytes = payload_bytes
         self.sent_s = time.monotonic()
         self.decided_s: float | None = None
+        self.void = False
         self._guard_s = guard_s
-        self._missing = missing
-        self._taken = taken
+        self._owner = owner
         self._done = threading.Event()
         self._outcome: Average | TransportError | None = None
-        self.void = False
         self._was_taken = False
-
-    @property
-    def outcome(self) -> Average | TransportError | None:
-        """None until it is decided, and again once it was taken."""
-        return self._outcome
-
-    @property
-    def decided(self) -> bool:
-        """Whether there is an outcome, be it taken already."""
-        return self.decided_s is not None
 
     def resolve(self, outcome: Average | TransportError) -> None:
         """Decide; a second decision changes nothing."""
@@ -74,7 +65,7 @@ class PeerPending:
         started_s = time.monotonic()
         allowed_s = self._guard_s if timeout_s is None else timeout_s
         if not self._done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
-            missing = self._missing(self.round)
+            missing = self._owner.missing(self.round)
             names = f"replica {', '.join(map(str, missing))}" if missing else "the votes of the others"
             raise RoundTimeoutError(
                 f"{self.round} was not decided within {allowed_s:g} s: nothing was heard of {names}. "
@@ -85,10 +76,61 @@ class PeerPending:
         self._was_taken = True
         outcome, self._outcome = self._outcome, None  # whoever waited has it now; I may be kept for longer
         assert outcome is not None
-        self._taken(self, outcome)
+        self._owner.count(self, outcome)
         if isinstance(outcome, TransportError):
             try:
                 raise outcome
             finally:
                 del outcome  # which holds this frame, and with it the contribution of whoever called
         return replace(outcome, wait_s=time.monotonic() - started_s)
+
+
+class Contributed:
+    """What this rank has contributed, by fragment.
+
+    Args:
+        replica: mine.
+
+    Attributes:
+        digests: by fragment, of the state that was contributed from last.
+    """
+
+    def __init__(self, replica: int) -> None:
+        self.digests: dict[int, str] = {}
+        self._replica = replica
+        self._sent: dict[int, PeerPending] = {}
+        self._undecided: dict[RoundId, PeerPending] = {}
+
+    def add(self, contribution: Contribution, guard_s: float, owner: Owner) -> PeerPending:
+        """Take in a contribution to a round that this replica has not contributed to, or that became void.
+
+        Raises:
+            TransportError: it is another replica's, or a second one.
+        """
+        replica, round_id = contribution.replica, contribution.round
+        if replica != self._replica:
+            raise TransportError(
+                f"replica {self._replica} handed in a contribution in the name of replica {replica}; each replica "
+                "contributes for itself. It was not taken."
+            )
+        before = self._sent.get(round_id.fragment)
+        if before is not None and before.round == round_id and not before.void:
+            raise TransportError(
+                f"replica {replica} has contributed to {round_id} already; one contribution a round is taken. "
+                "The first one stands.",
+                round=str(round_id),
+                replicas=[replica],
+            )
+        pending = PeerPending(round_id, contribution.payload.numel(), guard_s, owner)
+        self._sent[round_id.fragment] = self._undecided[round_id] = pending
+        self.digests[round_id.fragment] = contribution.digest
+        return pending
+
+    def resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
+        """A round was decided."""
+        self._undecided.pop(round_id).resolve(outcome)
+
+    def decided_rounds(self, fragment: int) -> int:
+        """Rounds of ``fragment`` before the next one that this rank waits for: who has finished fewer is behind it."""
+        sent = self._sent.get(fragment)
+        return 0 if sent is None else sent.round.outer_step + (1 if sent.decided_s is not None else 0)

@@ -1,50 +1,53 @@
-"""`PeerTransport`: one rank's way to the others, as the training thread sees it."""
+"""`PeerTransport`: one rank's way to the others, as the training thread sees it, run by the protocol's machine."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.errors import ReplicaLostError, TransportError
+from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, TransportError
 from diloco.membership.change import NextView
 from diloco.membership.view import View
-from diloco.protocol.failure_detector import Loss, Timing
-from diloco.protocol.messages import next_view
+from diloco.protocol import actions, events
+from diloco.protocol.actions import Answered
+from diloco.protocol.failure_detector import Timing
+from diloco.protocol.headers import header_of
+from diloco.protocol.machine import Machine
+from diloco.protocol.messages import next_view, speed_message
 from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
 from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
-from diloco.transport.peers.agreement import Agreement
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import OpenLink
-from diloco.transport.peers.dispatch import Dispatch
-from diloco.transport.peers.joining import Joining
-from diloco.transport.peers.meetings import Meetings
-from diloco.transport.peers.pending import PeerPending
-from diloco.transport.peers.postman import Postman
-from diloco.transport.peers.round_desk import RoundDesk
-from diloco.transport.peers.speeds import Speeds, speed_message
+from diloco.transport.peers.executor import Executor
+from diloco.transport.peers.host_copies import HostCopies
+from diloco.transport.peers.pending import Contributed, PeerPending
 from diloco.transport.peers.state_transfer import StateTransfer
 from diloco.transport.peers.streams import Streams
-from diloco.transport.peers.threads import Mailbox, Threads, in_thread
-from diloco.transport.peers.views import ViewKeeper
+from diloco.transport.peers.threads import Mailbox, in_thread
 from diloco.transport.shaping import Pacer
+from diloco.waiting import waiting_for
 
 __all__ = ["PeerTransport"]
 
 _LEAVING_S = 3.0
 _ENDING_S = 2.0  # of what waits for links that have ended; one still being made may take longer, and does no harm
+_MOST_ANSWERS = 1000
 
 
 class PeerTransport(Transport):
     """Replicas in processes of their own.
 
     Contributions leave in the background as soon as they are handed in; `Pending.wait` waits for what is left. All
-    methods are for the training thread.
+    methods are for the training thread. What happens is told to the protocol's machine in the control thread, under a
+    lock; the training thread reads what the machine knows under the same lock.
 
     Args:
         rules: who I am, and how rounds go.
@@ -56,13 +59,10 @@ class PeerTransport(Transport):
         state_bytes_per_s: what those who take over this rank's state get together; None: as much as the way carries.
 
     Attributes:
-        address: of this rank's control port.
-        step: inner steps that this rank has begun to synchronise; see `tick`.
         on_change: called with every next view, in the control thread; what it gives is told to those who join with it.
-        last_transfer: bytes of a contribution, and seconds until its round was decided; None: none yet.
-        digests: by fragment, of the state that this rank contributed from last.
-        joining: asks those who are members to let this rank be one; see `enter`.
         on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
+        reason: why the present view is not the one before.
+        last_transfer: bytes of a contribution, and seconds until its round was decided; None: none yet.
         run_is_over: whether others have said that they have finished the run, while this rank was no member.
         welcome_note: what the others' `on_change` gave when this rank joined.
     """
@@ -80,67 +80,93 @@ class PeerTransport(Transport):
     ) -> None:
         self.rules = rules
         self.policies = policies
-        self._together = together
         self.replica = rules.replica
-        self.step = 0
+        self.reason = ""
         self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
+        self.on_introduction: Callable[[Entry], None] = lambda entry: None
         self.run_is_over = False
         self.welcome_note: Mapping[str, Any] = {}
-        self.on_introduction: Callable[[Entry], None] = lambda entry: None
         self.last_transfer: tuple[int, float] | None = None
         self.mailbox = Mailbox()
-        self._threads = Threads()
-        self._postman = Postman(Pacer(link) if link else None)
+        self._machine = Machine(rules, replace(policies, together=together))
+        self._changed = threading.Condition()  # whose lock guards the machine; notified after each event
+        self._answers: list[Answered] = []
+        self._copies = HostCopies()
+        self._contributed = Contributed(rules.replica)
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
-        self.connections = ConnectionManager(rules.rank, self.timing, self._deliver, self._lost, streams)
+        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._hear)
+        pacer = Pacer(link) if link else None
+        self._executor = Executor(rules, policies, self.connections, self.mailbox, pacer, self._handle)
         self._state = StateTransfer(rules, self.connections, state_bytes_per_s)
-        self._meetings = Meetings(rules.rank, self._tell, self.connections.post, self._present, lambda: self.step)
-        self._agreement = Agreement(rules, self.connections, self._present, self._meetings.changed)
-        self._rounds = RoundDesk(rules.replica, self._missing, self._taken)
-        self.digests = self._rounds.digests
-        self._keeper: ViewKeeper | None = None
-        self._speeds = Speeds()
-        self.joining = Joining(self.connections)
-        self._dispatch = Dispatch(
-            rules.ranks_per_replica,
-            self.connections,
-            self.mailbox,
-            self._meetings,
-            self.joining,
-            self._speeds,
-            self._agreement,
-            lambda entry: self.on_introduction(entry),
-        )
-        self._finished = False
-        self._others_go_on = False
         self._closed = False
 
     @property
     def address(self) -> Address:
+        """Of this rank's control port."""
         return self.connections.address
+
+    @property
+    def step(self) -> int:
+        """Inner steps that this rank has begun to synchronise; see `tick`."""
+        return self._machine.views.contributions.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._machine.views.contributions.step = step
 
     @property
     def failure(self) -> TransportError | None:
         """Why no round takes place any more, or None."""
-        return self._keeper.failure if self._keeper else None
+        return self._machine.views.failure
+
+    @property
+    def last_view(self) -> View | None:
+        """The newest view that this rank was a member of, or has agreed to be; None: none yet."""
+        return self._machine.views.last_view
+
+    @property
+    def digests(self) -> Mapping[int, str]:
+        """By fragment, of the state that this rank contributed from last."""
+        return self._contributed.digests
+
+    def known_entries(self) -> tuple[Entry, ...]:
+        """Of all others that are members, or have been or wanted to be."""
+        return tuple(entry for rank, entry in self._registry.entries.items() if rank != self.rules.rank)
 
     # Rounds.
 
     def average(self, contribution: Contribution) -> Pending:
-        keeper, step = self._keeper, self.step
-        assert keeper is not None, "connect comes first"
-
-        def begin(contribution: Contribution, pending: PeerPending) -> None:
-            self.connections.post(keeper.intake.begin, contribution, pending, step)
-
-        return self._rounds.hand_in(contribution, self._guard_s(), begin)
+        pending, step = self._contributed.add(contribution, self._guard_s(), self), self.step
+        if contribution.payload.is_cuda:
+            host, copied = self._copies.start(contribution)
+            self._copies.after(copied, lambda: self.connections.post(self._hand_in, host, step, pending.sent_s))
+        else:
+            self.connections.post(self._hand_in, contribution, step, pending.sent_s)
+        return pending
 
     def tick(self) -> None:
         """One inner step is done; rounds sent from now on belong to the next."""
         self.step += 1
 
-    def agree(self, facts: Mapping[str, str]) -> None:
-        self._agreement.agree(facts, self.rules.round_timeout_s)
+    def missing(self, round_id: RoundId) -> tuple[int, ...]:
+        """Replicas that were not heard of in a round."""
+        with self._changed:
+            rounds = self._machine.views.contributions.rounds
+            return rounds.missing(round_id) if rounds is not None else ()
+
+    def count(self, pending: PeerPending, outcome: Average | TransportError) -> None:
+        """Count what a round has moved, when its outcome is taken."""
+        if isinstance(outcome, Average):
+            self.sent_bytes += outcome.sent_bytes
+            self.received_bytes += outcome.received_bytes
+            if pending.decided_s is not None:
+                self.last_transfer = pending.payload_bytes, pending.decided_s - pending.sent_s
+        elif not isinstance(outcome, ReplicaLostError):
+            others = len(self.view.members) - 1
+            self.sent_bytes += others * pending.payload_bytes
+            self.received_bytes += others * pending.payload_bytes
+
+    # State.
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         self._state.publish(source, version)
@@ -161,102 +187,11 @@ class PeerTransport(Transport):
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None
     ) -> Callable[[], Mapping[str, Any]]:
         """What fetches, from those who are members now; for any thread."""
-        after = self._rounds.decided_rounds(fragment)
+        after = self._contributed.decided_rounds(fragment)
         members, entries = self.view.members, dict(self._registry.entries)
         return lambda: self._state.fetch(
             fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
         )
-
-    @property
-    def last_view(self) -> View | None:
-        """The newest view that this rank was a member of, or has agreed to be; None: none yet."""
-        return self._keeper.last_view if self._keeper else None
-
-    @property
-    def reason(self) -> str:
-        """Why the present view is not the one before."""
-        return self._keeper.reason if self._keeper else ""
-
-    def known_entries(self) -> tuple[Entry, ...]:
-        """Of all others that are members, or have been or wanted to be."""
-        return tuple(entry for rank, entry in self._registry.entries.items() if rank != self.rules.rank)
-
-    @property
-    def closed_to_joiners(self) -> str:
-        """Why nobody can join for now; "" where all can."""
-        return self._keeper.attendance.closed_to_joiners if self._keeper else ""
-
-    def close_to_joiners(self, reason: str) -> None:
-        """Let nobody join for now, for ``reason``; "" opens again."""
-        assert self._keeper is not None, "connect comes first"
-        self._keeper.attendance.closed_to_joiners = reason
-
-    # How fast the members train.
-
-    def tell_speed(self, steps_per_s: float) -> None:
-        """Tell the other members that this replica takes so many inner steps a second."""
-        assert self._keeper is not None, "connect comes first"
-        self.connections.post(self._keeper.tell, speed_message(steps_per_s))
-
-    def speeds(self) -> Mapping[int, float]:
-        """Replica -> inner steps per second, of those other members that have told."""
-        return self._speeds.known
-
-    # Stopping and meeting.
-
-    def ask_to_stop(self) -> None:
-        """Let `stop_step` of every rank agree on a step soon."""
-        self._meetings.ask_to_stop(self.timing.silence_s)
-
-    def stop_step(self) -> int | None:
-        """As `Meetings.stop_step`."""
-        return self._meetings.stop_step(self._guard_s())
-
-    def meet(self, name: str, value: int) -> dict[int, int]:
-        """As `Meetings.meet`."""
-        return self._meetings.meet(name, value, self._guard_s())
-
-    def finish(self) -> None:
-        """All steps are done here: wait until the others are as far. Those that take more steps are told of the end."""
-        self._finished = True
-        self.connections.post(self._look_who_goes_on)
-        self._meetings.meet("finished", self.step, self._guard_s(), unless=lambda: self._others_go_on)
-        if self._others_go_on:
-            self.leave()
-
-    def leave(self) -> None:
-        """Tell the others that this replica leaves, and wait until they have heard it; they go on without it."""
-        if self._keeper is None or self.failure is not None:
-            return
-        members = set(self.view.members) - {self.replica}
-        with contextlib.suppress(TimeoutError):  # the others find out, then
-            self.connections.call(_called(self._tell_leaving, self._keeper), _LEAVING_S)
-        with self._meetings.changed:
-            self._meetings.changed.wait_for(lambda: not self.connections.connected & members, _LEAVING_S)
-
-    def leave_at_once(self) -> None:
-        """Tell the others that this replica leaves, and wait for nothing; rounds in flight are over for it.
-
-        From any thread.
-        """
-        if self._keeper is not None:
-            self.connections.post(self._tell_leaving, self._keeper)
-
-    def close(self) -> None:
-        """Leave: all connections end, in seconds. The others notice, so `meet` them first where they shall not mind."""
-        if self._closed:
-            return
-        self._closed = True
-        keeper = self._keeper
-        if keeper is not None:
-            left = TransportError(f"replica {self.replica} has closed its transport")
-            with contextlib.suppress(TimeoutError):
-                self.connections.call(_called(keeper.close, left), _ENDING_S)
-        self.mailbox.close("the transport was closed")
-        self.connections.close()
-        self._postman.close(_ENDING_S)
-        self._threads.join(_ENDING_S)
-        self._rounds.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Traffic and steps; contributions in flight are kept by who sent them."""
@@ -267,7 +202,104 @@ class PeerTransport(Transport):
         self.sent_bytes, self.received_bytes = map(int, state["traffic"])
         self.step = int(state["step"])
 
-    # Called by `connect`.
+    # Members.
+
+    @property
+    def closed_to_joiners(self) -> str:
+        """Why nobody can join for now; "" where all can."""
+        return self._machine.views.closed_to_joiners
+
+    def close_to_joiners(self, reason: str) -> None:
+        """Let nobody join for now, for ``reason``; "" opens again."""
+        self._machine.views.closed_to_joiners = reason
+
+    def tell_speed(self, steps_per_s: float) -> None:
+        """Tell the other members that this replica takes so many inner steps a second."""
+        self._post(events.Tell(speed_message(steps_per_s)))
+
+    def speeds(self) -> Mapping[int, float]:
+        """Replica -> inner steps per second, of those other members that have told."""
+        return self._machine.speeds
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        entry, timeout_s = Entry(self.rules.rank, str(self.address), facts), self.rules.round_timeout_s
+        agreement, present = self._machine.agreement, self._machine.present
+
+        def unready() -> list[int]:
+            return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
+
+        self._post(events.TellFacts(entry))
+        with waiting_for(lambda: f"{_named(unready())} to make its DiLoCo", timeout_s), self._changed:
+            self._wait_for(
+                lambda: agreement.mine is entry and (agreement.refusal(present()) or not unready()), timeout_s
+            )
+            refusal, missing = agreement.refusal(present()), unready()
+        if refusal:
+            raise ConfigurationError(f"{refusal}. All replicas need the same arguments of DiLoCo. Nothing was started.")
+        if missing:
+            raise RendezvousError(
+                f"replica {self.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
+                f"{'are' if len(missing) > 1 else 'is'} connected and not ready to train: no DiLoCo was made there. "
+                "Nothing was started.",
+                replicas=missing,
+            )
+
+    def ask_to_stop(self) -> None:
+        """Let `stop_step` of every rank agree on a step soon."""
+        self._post(events.Stop())
+        self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
+
+    def stop_step(self) -> int | None:
+        """After which inner step all ranks stop, once anybody has asked to; None until then."""
+        if not self._machine.barriers.stopping:
+            return None
+        return max(self._met("stop").values()) + 1
+
+    def meet(self, name: str, value: int) -> dict[int, int]:
+        """Wait until every rank that can be reached has said its ``value`` under ``name``; once for each name.
+
+        A rank that is lost meanwhile is not waited for.
+        """
+        self._post(events.Meet(name, value))
+        return self._met(name)
+
+    def finish(self) -> None:
+        """All steps are done here: wait until the others are as far. Those that take more steps are told of the end."""
+        self._post(events.Meet("finished", self.step))
+        self._met("finished", unless=self._others_go_on)
+        if self._others_go_on():
+            self.leave()
+
+    def leave(self) -> None:
+        """Tell the others that this replica leaves, and wait until they have heard it; they go on without it."""
+        if self.last_view is None or self.failure is not None:
+            return
+        others = {*self.rules.ranks(each for each in self.view.members if each != self.replica)}
+        with contextlib.suppress(TimeoutError):  # the others find out, then
+            self.connections.call(_called(self._handle, events.Leave()), _LEAVING_S)
+        self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
+
+    def leave_at_once(self) -> None:
+        """Tell the others that this replica leaves, and wait for nothing; rounds in flight are over for it.
+
+        From any thread.
+        """
+        self._post(events.Leave())
+
+    def close(self) -> None:
+        """Leave: all connections end, in seconds. The others notice, so `meet` them first where they shall not mind."""
+        if self._closed:
+            return
+        self._closed = True
+        left = TransportError(f"replica {self.replica} has closed its transport")
+        with contextlib.suppress(TimeoutError):
+            self.connections.call(_called(self._handle, events.Close(left)), _ENDING_S)
+        self.mailbox.close("the transport was closed")
+        self.connections.close()
+        self._executor.close(_ENDING_S)
+        self._copies.close()
+
+    # Becoming a member; called by `connect` and `join`.
 
     def begin(self, view: View, registry: Registry, open_link: OpenLink, *, member: bool, closed: str = "") -> None:
         """The control connections stand: open ``view``, or, for one who is no member yet, only look at it.
@@ -279,109 +311,112 @@ class PeerTransport(Transport):
             member: whether this rank is in the view.
             closed: why nobody can join at first; "": all can.
         """
-        self.view = view
-        self._registry = registry
-        self.connections.call(_called(self._begin, view, open_link, member, closed))
+        self.view, self._registry, self._executor.open_link = view, registry, open_link
+        self.connections.call(_called(self._handle, events.Begin(view, member, closed)))
 
-    def enter(self, answer: Mapping[str, Any]) -> None:
-        """Take part in the view that a welcome names: an answer of `joining`."""
-        self.connections.call(_called(self._enter, answer))
+    def ask_to_join(self, entry: Entry, timeout_s: float) -> Answered | None:
+        """Ask all that this rank is connected to for admission; a welcome if there is one, else the last answer."""
+        self._post(events.AskToJoin(entry))
+        self._wait_for(lambda: self._answers, timeout_s)
+        with self._changed:
+            answers, self._answers = self._answers, []
+        return next((each for each in answers if each.message["kind"] == "welcome"), answers[-1] if answers else None)
+
+    def enter(self, welcome: Answered) -> None:
+        """Take part in the view that a welcome names."""
+        following = next_view(welcome.message, self.view)
+        assert following.view is not None
+        self.view, self.welcome_note = following.view, welcome.message.get("note") or {}
+        self.connections.call(_called(self._handle, events.Enter(following, welcome.connections)))
 
     # In the control thread.
 
-    def _begin(self, view: View, open_link: OpenLink, member: bool, closed: str) -> None:
-        keeper = ViewKeeper(
-            view,
-            self.rules,
-            self.policies,
-            self.connections,
-            self._postman,
-            self._threads,
-            open_link,
-            self.mailbox,
-            lambda: self.step,
-            self._changed,
-        )
-        self._keeper = keeper
-        keeper.attendance.closed_to_joiners = closed
-        if member:
-            keeper.open(view, 0)
-        for sender, message, blob in self._dispatch.begin(keeper, self._registry):
-            self._deliver(sender, message, blob)
+    def _hand_in(self, contribution: Contribution, step: int, sent_s: float) -> None:
+        self._handle(events.HandedIn(contribution, header_of(contribution), step, sent_s))
 
-    def _enter(self, answer: Mapping[str, Any]) -> None:
-        following = next_view(answer, self.view)
-        assert self._keeper is not None
-        assert following.view is not None
-        self.welcome_note = answer.get("note") or {}
-        self.step = following.from_step - 1
-        self.view = following.view
-        self._keeper.enter(following, answer["lineup"])
+    def _hear(self, event: events.Event) -> None:
+        """What happens to control connections."""
+        match event:
+            case events.Received(_, message, blob) if message["kind"] == "store":
+                self.mailbox.put(str(message["key"]), blob)
+            case _:
+                self._handle(event)
 
-    def _deliver(self, sender: int, message: dict[str, Any], blob: bytes) -> None:
-        self._dispatch.deliver(sender, message, blob)
-        self._stop_if_failed()
-        if self._finished:
-            self._look_who_goes_on()
+    def _handle(self, event: events.Event) -> None:
+        """Tell the machine what happened, and do what it wants done."""
+        with self._changed:
+            wanted = self._machine.handle(event, time.monotonic())
+            self._changed.notify_all()
+        for action in wanted:
+            self._do(action)
 
-    def _lost(self, rank: int, loss: Loss) -> None:
-        if self._keeper is not None:
-            self._keeper.attendance.lose(rank, loss)
-        self._stop_if_failed()
-        self._meetings.notice()
+    def _do(self, action: actions.Action) -> None:
+        match action:
+            case actions.Commit(round_id, mean, view, plan):
+                me = view.members.index(self.replica)
+                average = Average(
+                    round=round_id,
+                    values=mean.values,
+                    view=view,
+                    contributors=mean.contributors,
+                    weight=mean.weight,
+                    sent_bytes=plan.sent_bytes(me),
+                    received_bytes=plan.received_bytes(me),
+                    wait_s=0.0,
+                    buffers=mean.buffers,
+                    integers=mean.integers,
+                    note=action.note,
+                    clipped=mean.clipped,
+                    donor=action.donor,
+                )
+                self._contributed.resolve(round_id, average)
+            case actions.Void(round_id, failure):
+                self._contributed.resolve(round_id, failure)
+            case actions.Adopt(following, reason, joined, welcome):
+                self.view, self.reason = following.view or self.view, reason
+                note = self.on_change(following)
+                for rank in joined:
+                    self.connections.send(rank, {**welcome, "note": note})
+            case actions.Answered():
+                with self._changed:
+                    self._answers = [*self._answers[-_MOST_ANSWERS:], action]
+                    self._changed.notify_all()
+            case actions.Register(entry):
+                self._registry.entries[entry.rank] = entry
+            case actions.Introduce(entry):
+                self.on_introduction(entry)
+            case _:
+                self._executor.do(action)
 
-    def _changed(self, following: NextView) -> Mapping[str, Any] | None:
-        if following.view is not None:
-            self.view = following.view
-            self._speeds.keep(following.view.members)
-        self._stop_if_failed()
-        self._meetings.notice()
-        return self.on_change(following)
+    # Waiting.
 
-    def _stop_if_failed(self) -> None:
-        if self.failure is not None and self._together and not self.policies.raise_on_loss:
-            self._meetings.stop()
+    def _post(self, event: events.Event) -> None:
+        self.connections.post(self._handle, event)
 
-    def _look_who_goes_on(self) -> None:
-        book = self._keeper.book if self._keeper else None
-        if book is not None and book.goes_on_without_me():
-            self._others_go_on = True
-            self._meetings.notice()
+    def _wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
+        """Until ``predicate`` holds, which is asked after each event, or the transport is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: predicate() or self._closed, min(timeout_s, threading.TIMEOUT_MAX))
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        if self._keeper is not None:
-            self._keeper.tell(message)
+    def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
+        """What the ranks have said at a barrier, once all that can be reached have, or ``unless`` holds."""
+        barriers, present = self._machine.barriers, self._machine.present
+        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s())
+        return barriers.said(name)
 
-    def _present(self) -> set[int]:
-        size, there = self.rules.ranks_per_replica, self.connections.connected | {self.rules.rank}
-        return {rank for m in self.view.members for rank in range(m * size, (m + 1) * size) if rank in there}
-
-    def _tell_leaving(self, keeper: ViewKeeper) -> None:
-        keeper.leave(self.step)
-        self._meetings.notice()
-
-    # In the training thread.
+    def _others_go_on(self) -> bool:
+        rounds = self._machine.views.contributions.rounds
+        return rounds is not None and rounds.goes_on_without_me()
 
     def _guard_s(self) -> float:
         """A round is decided sooner than this, or something is wrong that nothing here foresees."""
         return 3 * self.rules.round_timeout_s + 3 * self.timing.silence_s
 
-    def _missing(self, round_id: RoundId) -> tuple[int, ...]:
-        book = self._keeper.book if self._keeper else None
-        return book.missing(round_id) if book else ()
 
-    def _taken(self, pending: PeerPending, outcome: Average | TransportError) -> None:
-        if isinstance(outcome, Average):
-            self.sent_bytes += outcome.sent_bytes
-            self.received_bytes += outcome.received_bytes
-            if pending.decided_s is not None:
-                self.last_transfer = pending.payload_bytes, pending.decided_s - pending.sent_s
-        elif not isinstance(outcome, ReplicaLostError):
-            others = len(self.view.members) - 1
-            self.sent_bytes += others * pending.payload_bytes
-            self.received_bytes += others * pending.payload_bytes
-
-
-async def _called(function: Callable[..., object], *arguments: Any) -> None:
+async def _called(function: Callable[[events.Event], None], event: events.Event) -> None:
     """To have a function done in the control thread by `ConnectionManager.call`, which waits for it."""
-    function(*arguments)
+    function(event)
+
+
+def _named(replicas: Sequence[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"

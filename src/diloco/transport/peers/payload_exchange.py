@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,12 +18,14 @@ from torch import Tensor
 from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.algorithm.clipping import scale_factors, vector_norm
 from diloco.algorithm.codec import Codec
-from diloco.algorithm.exchange import Exchange
-from diloco.errors import CodecError, TransportError
+from diloco.algorithm.digest import digest_tensors
+from diloco.errors import CodecError, DiLoCoError, TransportError
+from diloco.protocol.actions import GiveVerdict, StartExchange
+from diloco.protocol.events import Computed, Event, ExchangeEnded, ExchangeFailed
 from diloco.transport.peers.data_link import DataLink, Work
-from diloco.transport.peers.postman import Postman
+from diloco.transport.peers.send_queue import SendQueue
 
-__all__ = ["Part", "PayloadExchange"]
+__all__ = ["PayloadExchange", "message_tag"]
 
 _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 14
 """A payload is cut into so many pieces at least, so that each of many streams has a part of it, unless they would be
@@ -33,56 +34,69 @@ smaller than what a connection sends at once after a pause."""
 _EXTRAS = (1 << 16) - 1  # the piece number under which model buffers travel
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a replica's header says of its contribution, as far as the sum needs it."""
-
-    weight: float
-    buffers: int | None
-    integers: int | None
-
-
 class PayloadExchange:
     """One round's payloads between this rank and its peers.
 
     Args:
-        contribution: mine, its tensors on the CPU.
-        plan: all-gather or reduce-scatter, and the shards.
-        members: replicas of the view, ascending.
-        links: replica -> the way to it, for all members but me.
-        postman: sends in order.
+        started: the contribution, its view, and how payloads travel.
+        queue: paces what is sent.
         piece_bytes: about how large a piece is at most.
+
+    Attributes:
+        verdict: what to sum, once it is known.
     """
 
     def __init__(
         self,
-        contribution: Contribution,
-        plan: Exchange,
-        members: Sequence[int],
-        links: Mapping[int, DataLink],
-        postman: Postman,
+        started: StartExchange,
+        queue: SendQueue,
         piece_bytes: int,
     ) -> None:
-        self.contribution = contribution
-        self.plan = plan
-        self.members = tuple(members)
-        self.me = self.members.index(contribution.replica)
-        self.links = links
-        self._postman = postman
+        self.contribution, self.plan = started.contribution, started.plan
+        self.members = started.view.members
+        self.me = self.members.index(started.contribution.replica)
+        self.links: Mapping[int, DataLink] = {}
+        self.verdict: Future[GiveVerdict] = Future()
+        self._view_id = started.view.id
+        self._queue = queue
         self._piece_bytes = piece_bytes
-        self._sends: list[Future[Work]] = []
+        self._sends: list[Work] = []
         self._incoming: dict[int, list[tuple[Tensor, Work]]] = {}
         self._arrived: set[tuple[int, int]] = set()
         self._extras: dict[int, tuple[Tensor, Work]] = {}
         self._means: list[tuple[int, Work]] = []
-        self.values = torch.zeros(contribution.numel, dtype=torch.float32)
+        self.values = torch.zeros(0, dtype=torch.float32)
 
-    def start(self) -> None:
+    def run(self, links: Future[Mapping[int, DataLink]]) -> Iterator[Event]:
+        """Move the payloads, for which this takes as long as it takes; what comes of it, as it comes.
+
+        Args:
+            links: replica -> the way to it, for all members but me, once they stand.
+        """
+        round_id = self.contribution.round
+        try:
+            self.start(links.result())
+            given = self.verdict.result()
+            if given.verdict.void:
+                self.drain()
+            else:
+                mean = self.reduce(given.weights, given.verdict.contributors)
+                yield Computed(self._view_id, round_id, mean, digest_of(mean))
+            self.finish()
+        except TransportError as error:
+            yield ExchangeFailed(self._view_id, round_id, str(error), link_broken=True)
+        except (DiLoCoError, RuntimeError) as error:
+            yield ExchangeFailed(self._view_id, round_id, str(error).splitlines()[0], link_broken=False)
+        finally:
+            yield ExchangeEnded(self._view_id, round_id)
+
+    def start(self, links: Mapping[int, DataLink]) -> None:
         """Make room for what is to come, and send what is mine.
 
         Raises:
             TransportError: if a link has ended.
         """
+        self.links, self.values = links, torch.zeros(self.contribution.numel, dtype=torch.float32)
         codec, numel = self.contribution.codec, self.contribution.numel
         mine = self._mine()
         for member, link in self.links.items():
@@ -117,15 +131,15 @@ class PayloadExchange:
             for link in self.links.values():
                 self._send(link, extras, _EXTRAS)
 
-    def reduce(self, parts: Mapping[int, Part], contributors: Sequence[int]) -> Mean:
-        """The mean over ``contributors``, whose weights and extras are in ``parts``.
+    def reduce(self, weights: Mapping[int, float], contributors: Sequence[int]) -> Mean:
+        """The mean over ``contributors``; ``weights`` has theirs.
 
         Raises:
             TransportError: if a link ended; it names the replica.
             CodecError: if something came in that no encoder writes; it names the replica.
         """
         codec, clips = self.contribution.codec, self.contribution.clipping.active
-        total = sum(parts[member].weight for member in contributors)
+        total = sum(weights[member] for member in contributors)
         factors = self._scale_factors(contributors) if clips else {}
         for piece, (a, b) in enumerate(_stretches(*self._mine(), codec, self._piece_bytes)):
             for member in self.members:
@@ -133,10 +147,10 @@ class PayloadExchange:
                 if member in contributors:
                     if not clips:  # else they were checked before their norms were taken
                         self._check(member, payload, b - a)
-                    codec.accumulate(payload, self.values[a:b], parts[member].weight * factors.get(member, 1.0))
+                    codec.accumulate(payload, self.values[a:b], weights[member] * factors.get(member, 1.0))
             self.values[a:b].div_(total)
         self._share_means()
-        buffers, integers = self._reduce_extras(parts, contributors, total)
+        buffers, integers = self._reduce_extras(weights, contributors, total)
         return Mean(
             values=self.values,
             contributors=tuple(contributors),
@@ -164,8 +178,8 @@ class PayloadExchange:
         Raises:
             TransportError: if a link ended.
         """
-        for future in self._sends:
-            future.result().wait()
+        for work in self._sends:
+            work.wait()
 
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
         """By what contributions that are too large are multiplied: all of them are waited for, and kept until then."""
@@ -214,7 +228,7 @@ class PayloadExchange:
             raise CodecError(f"the contribution of replica {member} was refused: {error}") from error
 
     def _reduce_extras(
-        self, parts: Mapping[int, Part], contributors: Sequence[int], total: float
+        self, weights: Mapping[int, float], contributors: Sequence[int], total: float
     ) -> tuple[Tensor | None, Tensor | None]:
         mine = self.contribution
         raw: dict[int, Tensor] = {mine.replica: _extras_of(mine)}
@@ -229,7 +243,7 @@ class PayloadExchange:
                 values = raw[member][:size].clone().view(torch.float32)
                 if not bool(torch.isfinite(values).all()):
                     raise CodecError(f"the contribution of replica {member} was refused: buffers that are not finite")
-                buffers.add_(values * parts[member].weight)
+                buffers.add_(values * weights[member])
             buffers.div_(total)
         if mine.integers is not None:
             first = raw[contributors[0]]
@@ -237,17 +251,27 @@ class PayloadExchange:
         return buffers, integers
 
     def _receive(self, link: DataLink, room: Tensor, piece: int, *, second: bool = False) -> tuple[Tensor, Work]:
-        return room, link.receive(room, piece, _tag(self.contribution.round, piece, second))
+        return room, link.receive(room, piece, message_tag(self.contribution.round, piece, second))
 
     def _send(self, link: DataLink, values: Tensor, piece: int, *, second: bool = False) -> None:
-        tag = _tag(self.contribution.round, piece, second)
-        self._sends.append(self._postman.post(values.nbytes, lambda: link.send(values, piece, tag)))
+        tag = message_tag(self.contribution.round, piece, second)
+        self._sends.append(self._queue.send(link, values, piece, tag))
 
     def _wait(self, member: int, work: Work) -> None:
         try:
             work.wait()
         except TransportError as error:
             raise TransportError(f"the payloads of replica {member} stopped: {error}", replicas=[member]) from error
+
+
+def digest_of(mean: Mean) -> str:
+    """Of everything that the average would change."""
+    parts = {f"{mean.contributors} {mean.weight!r}": mean.values}
+    if mean.buffers is not None:
+        parts["buffers"] = mean.buffers
+    if mean.integers is not None:
+        parts["integers"] = mean.integers
+    return digest_tensors(parts)
 
 
 def _extras_of(contribution: Contribution) -> Tensor:
@@ -281,7 +305,7 @@ def _piece_size(payload_bytes: int, piece_bytes: int) -> int:
     return min(piece_bytes, max(_LEAST_PIECE_BYTES, math.ceil(payload_bytes / _LEAST_PIECES)))
 
 
-def _tag(round_id: RoundId, piece: int, second: bool) -> int:
+def message_tag(round_id: RoundId, piece: int, second: bool) -> int:
     """31 bits: fragment 11, outer step 2 (no two rounds of a fragment are further apart), half 1, piece 17.
 
     Two messages of one tag would still arrive in the order sent.

@@ -7,12 +7,11 @@ import pytest
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import ViewChangedError
 from diloco.membership.view import View
+from diloco.protocol.events import Received
 from diloco.protocol.messages import Leaving
-from tests.membership.network import Limits, explore
-from tests.transport.simulated import begin, check_agreement, rank, settle, simulated
-from tests.transport.simulated_rank import LATE_S, TIMEOUT_S, Rank
-
-pytestmark = pytest.mark.usefixtures("threadless")
+from tests.membership.network import Limits, Network, explore
+from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
+from tests.protocol.simulated_rank import LATE_S, TIMEOUT_S, Rank
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -30,7 +29,7 @@ def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_rep
     explore(network, [])
     for number in (0, 1):
         assert rank(network, number).outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
-    outcome = rank(network, 1)._pending[1].outcome
+    outcome = rank(network, 1).errors[1]
     assert not isinstance(outcome, ViewChangedError), "which would be handed in again"
     assert str(outcome) == "fragment 1, outer step 0 is void: somebody voted against it before the view changed."
 
@@ -38,7 +37,7 @@ def test_a_round_that_somebody_gave_up_is_void_also_for_who_hears_of_it_by_a_rep
 def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() -> None:
     """Whoever sends it later than the others does not wait for them, though nobody joined its own view."""
     network = simulated(3, Limits(ends=2, returns=1))
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).transport.policies, joining=True)
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
     begin(network, 0)
     network.happen("ends", 2, 0, 0)
     settle(network)
@@ -58,14 +57,14 @@ def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() ->
 def test_who_is_late_is_lost_and_told_so() -> None:
     network = simulated(3)
     begin(network, 0, 1)
-    assert rank(network, 0).timers[1:] == [LATE_S]
+    assert [delay_s for delay_s, timer in rank(network, 0).timers if timer.kind == "look"] == [LATE_S]
     rank(network, 0).suffer("timers", 1)
     explore(network, [])
     words = "replica 2 is late: no contribution to fragment 1, outer step 0 came within 5 s"
     assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}; replica 2 is lost")
     for number in (0, 1):
         assert not rank(network, number).left
-        assert rank(network, number).averages[1].contributors == (0, 1)
+        assert rank(network, number).averages[1].mean.contributors == (0, 1)
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -74,11 +73,11 @@ def test_whoever_finds_most_of_the_others_late_does_not_go_on_without_them(heard
     network = simulated(4)
     begin(network, 0)
     if heard:
-        rank(network, 0)._connections.spoken.update(range(1, 4))
+        hear_beats(network, 0, 1, 2, 3)
     rank(network, 0).suffer("timers", 1)
     settle(network)
     if heard:
-        assert rank(network, 0).keeper._ending.change is None
+        assert not rank(network, 0).said("change")
         explore(network, [])
         assert [rank(network, number).view.members for number in range(4)] == [(0, 1, 2, 3)] * 4
     else:
@@ -95,23 +94,22 @@ def test_who_has_contributed_is_late_when_it_says_nothing_more(says: str) -> Non
     mine = rank(network, 0)
 
     def look() -> None:
-        mine.suffer("timers", next(i for i, delay_s in enumerate(mine.timers) if delay_s == LATE_S))
+        mine.suffer("timers", next(i for i, (_, timer) in enumerate(mine.timers) if timer.kind == "look"))
 
     look()  # and see that all have contributed
-    mine._connections.spoken[1] += 1
+    hear_beats(network, 0, 1)
     if says == "beats":
-        mine._connections.spoken[2] += 1
+        hear_beats(network, 0, 2)
     elif says == "its vote":
         assert rank(network, 2).act()
         settle(network)
     look()
-    late = mine.keeper._ending.change
     if says == "nothing":
-        assert late is not None
-        assert late.mine.unheard == {(0, 2)}
-        assert late.why == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else came within 5 s"
+        late = mine.said("change")[-1]
+        assert late["unheard"] == [[0, 2]]
+        assert late["why"] == "replica 2 is late: no vote on fragment 1, outer step 0 and nothing else came within 5 s"
     else:
-        assert late is None
+        assert not mine.said("change")
     explore(network, [])
     check_agreement([rank(network, number) for number in network.ranks], whole=True)
 
@@ -125,7 +123,7 @@ def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
     for sender in (0, 1):
         while network.can("deliver", sender, 2):
             network.happen("deliver", sender, 2, 0)
-    assert rank(network, 2).averages[1].contributors == (0, 1, 2)
+    assert rank(network, 2).averages[1].mean.contributors == (0, 1, 2)
     assert not rank(network, 0).averages
     rank(network, 2).suffer("leaves", 0)
     for number in (0, 1):
@@ -133,7 +131,7 @@ def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
             network.happen("deliver", 2, number, 0)
     explore(network, [])
     for number in (0, 1):
-        assert rank(network, number).averages[1].contributors == (0, 1, 2)
+        assert rank(network, number).averages[1].mean.contributors == (0, 1, 2)
 
 
 def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
@@ -141,10 +139,10 @@ def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
     network = simulated(2, size=2)
     begin(network, 0, 2, 3)
     rank(network, 0).suffer("timers", 1)
-    assert rank(network, 0).keeper._ending.change is None
-    rank(network, 2)._connections.spoken.update((0, 1))
+    assert not rank(network, 0).said("change")
+    hear_beats(network, 2, 0, 1)
     rank(network, 2).suffer("timers", 1)
-    assert rank(network, 2).keeper._ending.change is None, "it is the smaller side"
+    assert rank(network, 2).said("change") == [], "it is the smaller side"
     explore(network, [])
     assert [rank(network, number).view.members for number in range(4)] == [(0, 1)] * 4
 
@@ -152,25 +150,28 @@ def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
 def test_gradients_are_never_late() -> None:
     network = simulated(2)
     for number in (0, 1):
-        rank(network, number)._gradients = True
-        rank(network, number).transport.step = 2
+        rank(network, number).gradients = True
+        rank(network, number).step = 2
     while rank(network, 0).act():
         pass
-    assert rank(network, 0)._pending[3].round == RoundId(-1, 3)
-    assert rank(network, 0).timers.count(LATE_S) == len(rank(network, 0)._pending) - 1
+    mine = rank(network, 0)
+    assert mine.given[3] == RoundId(-1, 3)
+    looked_at = [timer.round for _, timer in mine.timers if timer.kind == "look"]
+    assert sorted(filter(None, looked_at)) == sorted(set(mine.given.values()) - {RoundId(-1, 3)})
 
 
 def test_a_round_has_one_time_in_all_the_views_that_it_takes() -> None:
     """Else it might outlast any time that somebody waits for it; whoever is late has a new time in each view."""
     network = simulated(3, Limits(ends=1))
     begin(network, 0)
-    rank(network, 0)._pending[1].sent_s -= 7.0
+    rank(network, 0).now_s += 7.0
     network.happen("ends", 2, 0, 0)
     settle(network)
     assert rank(network, 0).view.members == (0, 1)
-    expires_s, late_s = rank(network, 0).timers[-2:]
-    assert expires_s <= TIMEOUT_S - 7.0
-    assert late_s == LATE_S
+    assert [(timer.kind, delay_s) for delay_s, timer in rank(network, 0).timers] == [
+        ("expire", TIMEOUT_S - 7.0),
+        ("look", LATE_S),
+    ]
 
 
 def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> None:
@@ -183,8 +184,8 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
         (change,) = rank(network, number).changes
         assert change.left == ((2, 0),)
         assert change.reason == "replica 2 has left; replicas 0, 1 go on"
-        assert rank(network, number).keeper.reason.startswith("replica 2 left after step 0; ")
-        assert rank(network, number).averages[1].contributors == (0, 1)
+        assert rank(network, number).machine.views.contributions.reason.startswith("replica 2 left after step 0; ")
+        assert rank(network, number).averages[1].mean.contributors == (0, 1)
 
 
 def test_all_ranks_of_a_replica_say_that_they_leave() -> None:
@@ -202,10 +203,8 @@ def test_all_ranks_of_a_replica_say_that_they_leave() -> None:
 def test_words_of_a_member_count_also_when_its_connection_has_ended_since() -> None:
     network = simulated(3)
     network.hang_up(0, 2)
-    rank(network, 0).keeper.heard(2, Leaving(3, {(1, 2): "d"}).to_message(0))
-    change = rank(network, 0).keeper._ending.change
-    assert change is not None
-    assert change.mine.left == {(2, 3)}
+    rank(network, 0).handle(Received(2, Leaving(3, {(1, 2): "d"}).to_message(0)))
+    assert rank(network, 0).said("change")[-1]["left"] == [[2, 3]]
 
 
 def test_the_last_one_goes_on_when_all_others_leave() -> None:
@@ -215,3 +214,9 @@ def test_the_last_one_goes_on_when_all_others_leave() -> None:
     explore(network, [])
     assert rank(network, 2).view.members == (2,)
     assert not rank(network, 2).left
+
+
+def hear_beats(network: Network, number: int, *others: int) -> None:
+    """A sign of life comes from each of the others."""
+    for other in others:
+        rank(network, number).handle(Received(other, {"kind": "beat"}))

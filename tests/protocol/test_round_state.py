@@ -12,12 +12,10 @@ from diloco.algorithm.averaging import RoundId
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.lateness import Lateness
-from diloco.membership.view import View
 from diloco.protocol.headers import Header, donor_for
 from diloco.protocol.messages import RoundVote
+from diloco.protocol.round_state import Decided, RoundState
 from diloco.protocol.rules import Rules
-from diloco.transport.peers.decided import Decided
-from diloco.transport.peers.round_state import RoundState
 
 ROUND = RoundId(1, 4)
 HEADER = Header(ROUND, 8, 1.0, "d", None, None, "", False)
@@ -29,7 +27,7 @@ RULES = Rules(2, 1, 2, None, 10.0, 1 << 19)
 def late_ones(state: RoundState, spoken: dict[int, int]) -> tuple[frozenset[int], ...]:
     """After as many looks as it takes; ``spoken``: rank -> messages that come from it between two of them."""
     for look in range(Lateness.LOOKS + 1):
-        late = state.look(RANKS, RULES, lambda rank, look=look: look * spoken.get(rank, 0))  # type: ignore[misc]  # bound now
+        late = state.look(RANKS, RULES, {rank: look * words for rank, words in spoken.items()})
         assert look == Lateness.LOOKS or late == (frozenset(),) * 3
     return late
 
@@ -82,17 +80,17 @@ def test_state_is_compared_with_that_of_the_first_one_that_has_it(
 
 
 def test_who_has_diverged_hears_that_and_else_why_the_round_is_void() -> None:
-    view, failed = View.of(3), TransportError("all is over")
+    failed = TransportError("all is over")
     state = RoundState(ROUND, committed=False, reason="no contribution of 2")
-    assert state.outcome(view, 1, failed) is failed
-    void = state.outcome(view, 1, None)
+    assert state.failure(failed) is failed
+    void = state.failure(None)
     assert isinstance(void, RoundVoidError)
     assert str(void) == "fragment 1, outer step 4 is void: no contribution of 2."
     state.count(0, RoundVote(ROUND, Vote(False, reason="1 holds another state"), (2,), 0), 1)
-    assert isinstance(state.outcome(view, 1, None), RoundVoidError), "it is another one that has diverged"
+    assert isinstance(state.failure(None), RoundVoidError), "it is another one that has diverged"
     for donor in (0, 2):
         state.count(donor, RoundVote(ROUND, Vote(False, reason="1 holds another state"), (1,), donor), 1)
-    fault = state.outcome(view, 1, failed)
+    fault = state.failure(failed)
     assert isinstance(fault, DivergedError)
     assert (fault.donor, fault.replicas) == (0, (1,)), "as the first one says that noticed it"
 

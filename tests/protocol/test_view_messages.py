@@ -14,13 +14,12 @@ from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Agreed, NextView, Report
 from diloco.membership.view import View
+from diloco.protocol.events import Received
 from diloco.protocol.headers import Header
 from diloco.protocol.messages import Leaving, RoundVote, adopted, change_message, next_view, read
 from tests.membership.network import LIMITS, NUMBERS, Limits, explore
-from tests.transport.simulated import begin, check_agreement, rank, simulate, simulated
-from tests.transport.simulated_rank import Rank
-
-pytestmark = pytest.mark.usefixtures("threadless")
+from tests.protocol.simulated import begin, check_agreement, rank, simulate, simulated
+from tests.protocol.simulated_rank import Rank
 
 HEADER = Header(RoundId(1, 0), 2, 1.0, "d", 3, None, "", False).to_message(0)
 VOTE = RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0).to_message(0)
@@ -41,33 +40,24 @@ def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Mapping[str, Any],
     network = simulated(3, Limits(ends=1), strangers=1)
     begin(network, 0, 1)
     if message["kind"] == "adopted":  # which counts only while there is something to adopt
-        rank(network, 0).keeper._ending.extend("somebody may be lost")
-    change, states = rank(network, 0).keeper._ending.change, dict(rank(network, 0).keeper.book._rounds)  # type: ignore[union-attr]
-    votes = {round_id: dict(state.votes) for round_id, state in states.items()}
-    rank(network, 0).keeper.heard(3, message | {"view": view_id})
-    keeper = rank(network, 0).keeper
-    assert keeper.book is not None
-    assert (keeper._ending.change, keeper.view.id) == (change, 0)
-    assert keeper.book._rounds == states
-    assert {round_id: state.votes for round_id, state in keeper.book._rounds.items()} == votes
-    assert all(3 not in state.headers for state in states.values())
+        rank(network, 0).lose(2, gone=False)
+    assert not rank(network, 0).handle(Received(3, message | {"view": view_id}))
     network.happen("ends", 2, 0, 0)
     explore(network, [])
     for number in (0, 1):
-        assert rank(network, number).view == View(keeper.view.id, (0, 1))
+        assert rank(network, number).view == View(1, (0, 1))
         assert set(rank(network, number).outcomes.values()) == {True}
+        assert all(each.mean.contributors <= (0, 1) for each in rank(network, number).averages.values())
 
 
 def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
     network = simulated(3, Limits(ends=1, returns=1))
     begin(network, 0, 1)
-    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).transport.policies, joining=True)
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
     network.happen("ends", 2, 0, 0)
     network.happen("returns", 2, 0, 0)  # before the others have noticed that it had ended
-    rank(network, 0).keeper.heard(2, VOTE)
-    assert rank(network, 0)._pending[1].outcome is None
-    rank(network, 0).keeper.heard(2, {"kind": "vote"})  # nor can it make itself lost
-    assert rank(network, 0).keeper._ending.change is None
+    assert not rank(network, 0).handle(Received(2, VOTE))
+    assert not rank(network, 0).handle(Received(2, {"kind": "vote"})), "nor can it make itself lost"
     explore(network, [])
     assert [rank(network, number).view.members for number in range(3)] == [(0, 1, 2)] * 3
 
@@ -145,7 +135,7 @@ def test_what_is_no_message_costs_its_sender_the_view_and_nothing_else(
 def test_a_member_that_says_what_is_no_message_is_lost_and_named() -> None:
     network = simulated(3)
     begin(network, 0, 1)
-    rank(network, 0).keeper.heard(2, HEADER | {"numel": -1})
+    rank(network, 0).handle(Received(2, HEADER | {"numel": -1}))
     explore(network, [])
     words = "replica 2 sent what is no message of this protocol: its 'numel' is -1, and should be an integer from 0 to"
     assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}")
@@ -155,9 +145,8 @@ def test_a_member_that_says_what_is_no_message_is_lost_and_named() -> None:
 def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
     network = simulated(3)
     for _ in range(1000):
-        rank(network, 0).keeper.heard(2, VOTE | {"view": 9})
-    assert rank(network, 0).keeper._ending.change is None
-    rank(network, 0).keeper.heard(2, VOTE | {"view": 9})
-    assert len(rank(network, 0).keeper._early) == 1000
+        assert not rank(network, 0).handle(Received(2, VOTE | {"view": 9}))
+    rank(network, 0).handle(Received(2, VOTE | {"view": 9}))
+    assert "rank 2 sent too much about views" in rank(network, 0).said("change")[0]["why"]
     explore(network, [])
     assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from diloco.membership.quorum import Policy
 from diloco.protocol.rules import Policies
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
-from tests.transport.simulated import check_agreement, simulate, simulated
-from tests.transport.simulated_rank import Rank
-from tests.transport.without_io import without_threads
+from tests.protocol.simulated import check_agreement, simulate, simulated
+from tests.protocol.simulated_rank import Rank
 
 
 @settings(max_examples=20, deadline=None)
@@ -79,19 +78,19 @@ def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leave
     ranks = simulate(Limits(own={"leaves": leaves}), numbers, replicas=replicas, size=size)
     check_agreement(ranks, whole=True)
     stay = [rank for rank in ranks if not rank.left]
-    gone = {rank.transport.replica for rank in ranks if rank.left}
+    gone = {rank.replica for rank in ranks if rank.left}
     assert all(" left after step " in rank.left for rank in ranks if rank.left)
     assert len(stay) == size * (replicas - len(gone))
     for rank in stay:
-        assert rank.view.members == tuple(sorted({each.transport.replica for each in stay}))
+        assert rank.view.members == tuple(sorted({each.replica for each in stay}))
         left = {replica: step for change in rank.changes for replica, step in change.left}
         assert left.keys() == gone
         for each in ranks:
             for step, average in each.averages.items():
-                theirs = rank.averages[step].contributors if step in rank.averages else "void"
-                assert theirs == average.contributors, "what a leaver has applied, all have"
+                theirs = rank.averages[step].mean.contributors if step in rank.averages else "void"
+                assert theirs == average.mean.contributors, "what a leaver has applied, all have"
         for replica, step in left.items():
-            assert step in {each.transport.step for each in ranks if each.transport.replica == replica}
+            assert step in {each.step for each in ranks if each.replica == replica}
 
 
 @settings(max_examples=200, deadline=None)
@@ -114,7 +113,7 @@ def test_where_survivors_are_to_stop_all_of_them_do_and_in_the_same_state(
     for rank in ranks:
         both = rank.outcomes.keys() & ranks[0].outcomes.keys()
         assert {step: rank.outcomes[step] for step in both} == {step: ranks[0].outcomes[step] for step in both}
-        assert rank.outcomes.keys() == set(range(1, rank.transport.step + 1)), "who waits gets an answer"
+        assert rank.outcomes.keys() == set(range(1, rank.step + 1)), "who waits gets an answer"
 
 
 @settings(max_examples=50, deadline=None)
@@ -137,10 +136,9 @@ def test_sides_that_go_on_make_one_history_where_more_than_half_are_asked_for(
 
 
 def test_a_side_goes_on_alone_where_that_is_wanted() -> None:
-    with without_threads():
-        network = simulated(2, Limits(cuts=1), quorum=Policy(split="go-on"))
-        network.happen("cuts", 0, 1, 0)
-        explore(network, [])
+    network = simulated(2, Limits(cuts=1), quorum=Policy(split="go-on"))
+    network.happen("cuts", 0, 1, 0)
+    explore(network, [])
     for rank, node in network.nodes.items():
         assert isinstance(node, Rank)
         assert not node.left
@@ -160,12 +158,11 @@ def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:
     """Also where nobody is left who could tell it."""
     network = Network(range(2), Limits(ends=1))
-    with without_threads():
-        policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
-        for rank in range(2):
-            network.nodes[rank] = Rank(network, rank, 1, 2, policies)
-        network.happen("ends", 0, 0, 0)
-        explore(network, [])
+    policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    for rank in range(2):
+        network.nodes[rank] = Rank(network, rank, 1, 2, policies)
+    network.happen("ends", 0, 0, 0)
+    explore(network, [])
     (left,) = [node for rank, node in network.nodes.items() if rank in network.alive]
     assert isinstance(left, Rank)
     assert left.left.startswith("rank 0 of replica 0 is lost: simulated. It takes part in no more rounds;")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,10 +12,8 @@ from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.rules import Policies
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
-from tests.transport.simulated import check_agreement, rank, simulated
-from tests.transport.simulated_rank import Rank
-
-pytestmark = pytest.mark.usefixtures("threadless")
+from tests.protocol.simulated import check_agreement, rank, simulated
+from tests.protocol.simulated_rank import Rank
 
 
 def members(network: Network) -> list[tuple[int, ...]]:
@@ -73,10 +70,10 @@ def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     network = simulated(replicas, replace(limits, own={"timers": timers}), quorum=quorum)
     explore(network, numbers)
     lookers = {number for number in network.alive if rank(network, number).left}
-    last = {number: rank(network, number).transport.last_view for number in lookers}
+    last = {number: rank(network, number).machine.views.last_view for number in lookers}
     network.alive -= lookers  # their transports are closed
     explore(network, [])
-    steps = {number: rank(network, number).transport.step for number in lookers}
+    steps = {number: rank(network, number).step for number in lookers}
     policies = Policies(quorum, go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
 
     def come_back(number: int, founded: View | None) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from diloco.membership.quorum import Policy
 from diloco.protocol.rules import Policies
 from tests.membership.network import Limits, Network, explore
-from tests.transport.simulated_rank import Rank, weight_of
-from tests.transport.without_io import without_threads
+from tests.protocol.simulated_rank import Rank, weight_of
 
 
 class Stranger:
@@ -31,7 +30,7 @@ class Stranger:
 def simulated(
     replicas: int, limits: Limits | None = None, *, size: int = 1, strangers: int = 0, quorum: Policy | None = None
 ) -> Network:
-    """A network of replicas that have done nothing yet; for use inside `without_threads`."""
+    """A network of replicas that have done nothing yet."""
     network = Network(range(replicas * size + strangers), limits or Limits())
     policies = Policies(quorum or Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     for rank in network.ranks:
@@ -58,11 +57,10 @@ def simulate(
     def make(rank: int, *, joining: bool = True) -> Rank:
         return Rank(network, rank, replicas, size, policies, joining=joining, gradients=gradients, garbage=garbage)
 
-    with without_threads():
-        network.make = make
-        for rank in range(replicas * size):
-            network.nodes[rank] = make(rank, joining=False)
-        explore(network, numbers)
+    network.make = make
+    for rank in range(replicas * size):
+        network.nodes[rank] = make(rank, joining=False)
+    explore(network, numbers)
     return [node for rank, node in network.nodes.items() if rank in network.alive and isinstance(node, Rank)]
 
 
@@ -74,16 +72,17 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
     going_on = [rank for rank in ranks if not rank.left]
     assert len({rank.view for rank in going_on}) <= 1, "two histories"
     for rank in going_on:
-        assert rank.transport.step == rank.STEPS, "it never became a member"
+        assert rank.step == rank.STEPS, "it never became a member"
         assert sorted(rank.outcomes) == list(range(rank.first_step, rank.STEPS + 1)), "a round was never decided"
         for step, committed in rank.outcomes.items():
             assert committed == going_on[0].outcomes.get(step, committed), "a round is applied by all or by none"
-            assert committed or not whole, f"step {step}: {rank._pending[step].outcome}"
+            assert committed or not whole, f"step {step}: {rank.errors[step]}"
         for step, average in rank.averages.items():
             others = going_on[0].averages.get(step, average)
-            assert (average.view, average.contributors) == (others.view, others.contributors)
-            assert average.weight == sum(weight_of(replica, step) for replica in average.contributors)
-            assert not whole or average.contributors == average.view.members
+            contributors = average.mean.contributors
+            assert (average.view, contributors) == (others.view, others.mean.contributors)
+            assert average.mean.weight == sum(weight_of(replica, step) for replica in contributors)
+            assert not whole or contributors == average.view.members
 
 
 def rank(network: Network, number: int) -> Rank:
@@ -95,7 +94,7 @@ def rank(network: Network, number: int) -> Rank:
 def begin(network: Network, *numbers: int) -> None:
     """These send their first contribution, and it arrives; nobody exchanges payloads or votes yet."""
     for number in numbers:
-        while rank(network, number).transport.step == 0 or rank(network, number).has_to_do:
+        while rank(network, number).step == 0 or rank(network, number).has_to_do:
             assert rank(network, number).act()
     settle(network)
 

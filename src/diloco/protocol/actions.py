@@ -1,0 +1,189 @@
+"""What the machine wants done: frozen values, carried out by its owner in the order in which it hands them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
+from diloco.algorithm.exchange import Exchange
+from diloco.errors import TransportError
+from diloco.membership.change import NextView
+from diloco.membership.view import View
+from diloco.protocol.registry import Entry
+
+__all__ = [
+    "Action",
+    "Adopt",
+    "Answered",
+    "CancelTimer",
+    "CloseLinks",
+    "Commit",
+    "GiveVerdict",
+    "HangUp",
+    "Introduce",
+    "OpenLinks",
+    "Register",
+    "Send",
+    "SetTimer",
+    "StartExchange",
+    "Timer",
+    "Void",
+]
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Names a timer.
+
+    Attributes:
+        kind: ``expire``: a round has taken too long; ``look``: look who keeps a round waiting; ``renew``: form the view
+            anew, since a payload connection has broken.
+        view_id: of the view in which it was set.
+        round: None for ``renew``.
+    """
+
+    kind: Literal["expire", "look", "renew"]
+    view_id: int
+    round: RoundId | None = None
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a rank, if it is connected."""
+
+    rank: int
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """End the connection to a rank; that is no loss."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    """Let `TimerFired` come after ``delay_s``, unless the timer is cancelled."""
+
+    timer: Timer
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class CancelTimer:
+    """Forget a timer, whether or not it is set."""
+
+    timer: Timer
+
+
+@dataclass(frozen=True)
+class OpenLinks:
+    """Make the payload connections of a view; those of the view before are closed."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class CloseLinks:
+    """End the payload connections of a view, and forget what was needed to make them."""
+
+    view: View
+
+
+@dataclass(frozen=True, eq=False)
+class StartExchange:
+    """Move the payloads of a round over the links of ``view``, and wait for the verdict."""
+
+    view: View
+    contribution: Contribution
+    plan: Exchange
+
+
+@dataclass(frozen=True)
+class GiveVerdict:
+    """Tell a round's exchange what to sum; ``weights``: replica -> weight, of all members."""
+
+    view_id: int
+    round: RoundId
+    verdict: Verdict
+    weights: Mapping[int, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Commit:
+    """A round is applied by all of ``view``; ``note`` and ``donor`` as in `Average`."""
+
+    round: RoundId
+    mean: Mean
+    view: View
+    plan: Exchange
+    note: str
+    donor: int | None
+
+
+@dataclass(frozen=True)
+class Void:
+    """Nobody applies a round: this rank gets ``failure``."""
+
+    round: RoundId
+    failure: TransportError
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """A view was adopted: tell the owner, and send ``welcome`` with the owner's note to those who join.
+
+    Attributes:
+        following: what was adopted.
+        reason: why, with what happened as this rank heard it.
+        joined: ranks that join.
+        welcome: what they are told, but for the note.
+    """
+
+    following: NextView
+    reason: str
+    joined: tuple[int, ...]
+    welcome: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A member answers this rank's request to join; ``connections``: rank -> connection, as they are now."""
+
+    message: Mapping[str, Any]
+    connections: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Register:
+    """A rank that asks to join says where it listens."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Introduce:
+    """Somebody can't open a connection to this rank: open one to it."""
+
+    entry: Entry
+
+
+Action: TypeAlias = (
+    Send
+    | HangUp
+    | SetTimer
+    | CancelTimer
+    | OpenLinks
+    | CloseLinks
+    | StartExchange
+    | GiveVerdict
+    | Commit
+    | Void
+    | Adopt
+    | Answered
+    | Register
+    | Introduce
+)

@@ -1,0 +1,92 @@
+"""This rank's contributions on their way into the rounds of a view, and why no round takes place any more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from diloco.errors import RoundVoidError, TransportError, ViewChangedError
+from diloco.membership.change import Rounds
+from diloco.membership.view import View
+from diloco.protocol.actions import Void
+from diloco.protocol.events import HandedIn, Outbox
+from diloco.protocol.rounds import RoundTable
+from diloco.protocol.rules import Policies, Rules
+
+__all__ = ["Contributions"]
+
+
+class Contributions:
+    """Queue of contributions, held while no view is active or a view change is in progress.
+
+    Args:
+        rules: who I am, and how rounds go.
+        policies: what happens when replicas are lost.
+        words: rank -> how many messages have come from it; changes as they come.
+        outbox: gets what is to be done.
+
+    Attributes:
+        rounds: of the present view; None: this rank is no member yet.
+        failure: why no round takes place any more, or None.
+        reason: why the present view followed the one before, with what happened as this rank heard it.
+        step: inner steps that this rank has begun to synchronise; its owner changes it.
+        from_step: rounds sent at this inner step or later take place in the present view.
+        joined: whether this rank came to a run that was going on; it then has to take over its state.
+    """
+
+    def __init__(self, rules: Rules, policies: Policies, words: Mapping[int, int], outbox: Outbox) -> None:
+        self.rounds: RoundTable | None = None
+        self.failure: TransportError | None = None
+        self.reason = ""
+        self.step = 0
+        self.from_step = 0
+        self.joined = False
+        self._rules = rules
+        self._policies = policies
+        self._words = words
+        self._outbox = outbox
+        self._waiting: list[HandedIn] = []
+        self._has_state_of: set[int] = set()
+
+    def open(self, view: View, carried: Sequence[HandedIn], void: Rounds) -> None:
+        """Begin the rounds of ``view``, unless this rank takes part no more, and then what waits.
+
+        Args:
+            view: who takes part.
+            carried: contributions to rounds of the view before that go on.
+            void: rounds of earlier views that are known to be void, though I may not have begun them yet.
+        """
+        if self.failure is None:
+            self.rounds = RoundTable(
+                view, self._rules, self._policies, self._words, self._outbox, void, self._has_state_of
+            )
+            for handed in carried:
+                self.rounds.begin(handed, joined=self.joined)
+        self._begin_waiting()
+
+    def close(self, failure: TransportError) -> None:
+        """Take part no more; who waits gets ``failure``, unless there was another one before."""
+        self.failure = self.failure or failure
+        if self.rounds is not None:
+            self.rounds.freeze()
+            self.rounds.end(None, str(failure), self.failure)
+        self._begin_waiting()
+
+    def hand_in(self, handed: HandedIn) -> None:
+        """A contribution: to be begun, or held, or void."""
+        round_id, rounds = handed.contribution.round, self.rounds
+        if self.failure is not None:
+            void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
+            raises = self._policies.raises(round_id)
+            self._outbox.actions.append(Void(round_id, self.failure if raises else void))
+        elif rounds is None or rounds.frozen:
+            self._waiting.append(handed)
+        elif handed.step < self.from_step and round_id.fragment >= 0:
+            why = f"{round_id} is void: the view changed before it was sent ({self.reason})."
+            self._outbox.actions.append(Void(round_id, ViewChangedError(why, round=str(round_id))))
+        else:
+            rounds.begin(handed, joined=self.joined)
+
+    def _begin_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for handed in waiting:
+            self.hand_in(handed)

@@ -1,0 +1,272 @@
+"""What happens to a rank: frozen values, all that the machine is ever told.
+
+A connection is named by a number of its own: whoever takes a rank's place comes over another one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId
+from diloco.errors import TransportError
+from diloco.membership.change import NextView, Report
+from diloco.membership.view import View
+from diloco.protocol.actions import Action, Send, Timer
+from diloco.protocol.failure_detector import Loss
+from diloco.protocol.headers import Header
+from diloco.protocol.registry import Entry
+
+__all__ = [
+    "AskToJoin",
+    "Begin",
+    "Close",
+    "Computed",
+    "Connected",
+    "Disconnected",
+    "Enter",
+    "Event",
+    "ExchangeEnded",
+    "ExchangeFailed",
+    "HandedIn",
+    "Leave",
+    "LinksFailed",
+    "Lost",
+    "Meet",
+    "Outbox",
+    "Received",
+    "Stop",
+    "Tell",
+    "TellFacts",
+    "TimerFired",
+    "ViewBegan",
+]
+
+
+# Events: from the network.
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A control connection stands; it replaces the one to the same rank, if there is one."""
+
+    rank: int
+    connection: int
+    address: str
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """A control connection has ended; why is being found out."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Why the connection to a rank has ended, or was given up."""
+
+    rank: int
+    loss: Loss
+
+
+@dataclass(frozen=True)
+class Received:
+    """A control message came in, as JSON and a blob; also one that is but a sign of life."""
+
+    sender: int
+    message: Mapping[str, Any]
+    blob: bytes = b""
+
+
+@dataclass(frozen=True)
+class TimerFired:
+    """A timer that was set has run out."""
+
+    timer: Timer
+
+
+@dataclass(frozen=True)
+class LinksFailed:
+    """Payload connections of a view could not be made: replica -> why."""
+
+    view_id: int
+    failed: Mapping[int, str]
+
+
+# Events: from the exchange of a round's payloads.
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """This rank holds the mean of a round; ``digest`` covers everything that the mean would change."""
+
+    view_id: int
+    round: RoundId
+    mean: Mean
+    digest: str
+
+
+@dataclass(frozen=True)
+class ExchangeFailed:
+    """An exchange came to no mean; ``link_broken``: because a payload connection ended."""
+
+    view_id: int
+    round: RoundId
+    reason: str
+    link_broken: bool
+
+
+@dataclass(frozen=True)
+class ExchangeEnded:
+    """An exchange needs nothing of its contribution any more."""
+
+    view_id: int
+    round: RoundId
+
+
+# Events: from this rank's owner.
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The control connections stand.
+
+    Attributes:
+        view: the first one.
+        member: whether this rank is a member of it; else it looks on until it enters.
+        closed: why nobody can join for now; "" where all can.
+    """
+
+    view: View
+    member: bool
+    closed: str = ""
+
+
+@dataclass(frozen=True)
+class AskToJoin:
+    """Ask all that this rank is connected to for admission."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Become a member of the view that a welcome names; ``connections``: rank -> connection, when the welcome came."""
+
+    following: NextView
+    connections: Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class HandedIn:
+    """A contribution.
+
+    Attributes:
+        contribution: its tensors on the CPU.
+        header: of it.
+        step: the inner step at which it was sent.
+        sent_s: when it was sent.
+    """
+
+    contribution: Contribution
+    header: Header
+    step: int
+    sent_s: float
+
+
+@dataclass(frozen=True)
+class TellFacts:
+    """Tell the others what this rank's loop was given."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a message to all other ranks of the view."""
+
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Say ``value`` at the barrier ``name``."""
+
+    name: str
+    value: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Let all ranks agree on a step after which they stop."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Leave for good; the others go on."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """Take part no more; whoever waits for a round gets ``failure``."""
+
+    failure: TransportError
+
+
+@dataclass(frozen=True)
+class ViewBegan:
+    """The machine tells itself that a view has begun.
+
+    Attributes:
+        following: None: it is the first one.
+        mine: what was known of the end of the view before; None: this rank was no member of that.
+    """
+
+    following: NextView | None = None
+    mine: Report | None = None
+
+
+Event: TypeAlias = (
+    Connected
+    | Disconnected
+    | Lost
+    | Received
+    | TimerFired
+    | LinksFailed
+    | Computed
+    | ExchangeFailed
+    | ExchangeEnded
+    | Begin
+    | AskToJoin
+    | Enter
+    | HandedIn
+    | TellFacts
+    | Tell
+    | Meet
+    | Stop
+    | Leave
+    | Close
+    | ViewBegan
+)
+
+
+@dataclass(eq=False)
+class Outbox:
+    """Where the parts of the machine leave what they want done.
+
+    Attributes:
+        actions: for the shell, in order.
+        queue: events that the machine is still to handle, before it hands out the actions.
+        now_s: when the event came that is being handled.
+    """
+
+    actions: list[Action] = field(default_factory=list)
+    queue: deque[Event] = field(default_factory=deque)
+    now_s: float = 0.0
+
+    def send(self, ranks: Iterable[int], message: Mapping[str, Any]) -> None:
+        """Send a message to each of ``ranks``."""
+        self.actions += [Send(rank, message) for rank in ranks]

@@ -1,0 +1,300 @@
+"""The state machine of one rank: events and a time in, actions out.
+
+It owns no thread, clock, socket, future or callback: whoever runs it tells it what happens, one event after the other,
+and carries out what it hands back, in order. What its parts cause in each other is handled before `handle` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.protocol.actions import Action, Answered, Introduce, Register
+from diloco.protocol.barriers import Agreement, Barriers
+from diloco.protocol.events import (
+    AskToJoin,
+    Begin,
+    Close,
+    Computed,
+    Connected,
+    Disconnected,
+    Enter,
+    Event,
+    ExchangeEnded,
+    ExchangeFailed,
+    HandedIn,
+    Leave,
+    LinksFailed,
+    Lost,
+    Meet,
+    Outbox,
+    Received,
+    Stop,
+    Tell,
+    TellFacts,
+    TimerFired,
+    ViewBegan,
+)
+from diloco.protocol.headers import Header
+from diloco.protocol.messages import Adopted, ChangeReport, Leaving, RoundVote, read, speed_of
+from diloco.protocol.registry import Entry
+from diloco.protocol.roster import Roster
+from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.views import ViewManager
+
+__all__ = ["Machine"]
+
+_MOST_EARLY = 1000
+"""Messages that are kept of one sender: many times what it says in a view before all have adopted it."""
+
+_FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced", "speed")
+
+
+@dataclass(frozen=True, eq=False)
+class _Letter:
+    """A message for later; ``connection``: over which it came; None: that had ended by then."""
+
+    sender: int
+    message: Mapping[str, Any]
+    connection: int | None
+
+
+class Machine:
+    """One rank's side of everything that ranks agree on.
+
+    Args:
+        rules: who I am, and how rounds go.
+        policies: what happens when replicas are lost.
+
+    Attributes:
+        roster: who is connected.
+        views: the present view and its rounds.
+        barriers: numbers that ranks say to each other.
+        agreement: what the loops of all ranks were given.
+        speeds: replica -> inner steps per second, of those other members that have told.
+    """
+
+    def __init__(self, rules: Rules, policies: Policies) -> None:
+        self.rules = rules
+        self.policies = policies
+        self.roster = Roster(rules)
+        self.barriers = Barriers()
+        self.agreement = Agreement(rules.ranks_per_replica)
+        self.speeds: Mapping[int, float] = {}
+        self._outbox = Outbox()
+        self.views = ViewManager(rules, policies, self.roster, self._outbox)
+        self._began = False
+        self._held_back: list[_Letter] = []
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """What is to be done about ``event``, in this order.
+
+        Args:
+            event: what happened.
+            now_s: when, by a clock that never goes back.
+
+        Raises:
+            KeyError, ValueError, TypeError, OverflowError: a message that came in is none of this protocol. Nothing
+                has changed by it, and nothing is to be done.
+        """
+        outbox = self._outbox
+        outbox.now_s = now_s
+        outbox.queue.append(event)
+        while outbox.queue:
+            self._handle(outbox.queue.popleft())
+        if self.views.failure is not None and self.policies.together and not self.policies.raise_on_loss:
+            self._stop()
+        actions, outbox.actions = outbox.actions, []
+        return actions
+
+    def present(self) -> set[int]:
+        """Ranks of the view that can be reached, and this one."""
+        ranks = self.rules.ranks(self.views.view.members)
+        return {rank for rank in ranks if rank == self.rules.rank or rank in self.roster.connections}
+
+    def _handle(self, event: Event) -> None:
+        views, rounds = self.views, self.views.contributions.rounds
+        match event:
+            case Received(sender, message):
+                self._receive(sender, message)
+            case Connected(rank, connection, address):
+                self.roster.connect(rank, connection, address)
+            case Disconnected(rank):
+                self.roster.disconnect(rank)
+            case Lost(rank, loss):
+                if self._began:
+                    views.lose(rank, loss)
+            case LinksFailed(view_id, failed):
+                if view_id == views.view.id:
+                    views.give_up_unlinked(failed)
+            case HandedIn():
+                views.contributions.hand_in(event)
+            case Computed() if rounds is not None:
+                rounds.compute(event)
+            case ExchangeFailed() if rounds is not None:
+                views.renew_soon(rounds.fail(event))
+            case ExchangeEnded(view_id, round_id) if rounds is not None:
+                rounds.end_exchange(view_id, round_id)
+            case TimerFired(timer):
+                if timer.kind == "renew":
+                    views.renew(timer.view_id)
+                elif rounds is not None and timer.kind == "expire":
+                    views.renew_soon(rounds.expire(timer))
+                elif rounds is not None and (late := rounds.look(timer)):
+                    views.give_up_late(*late)
+            case Begin(view, member, closed):
+                self._began = True
+                views.begin(view, member=member, closed=closed)
+            case ViewBegan():
+                self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
+                self._release()
+                views.go_on(event)
+            case Enter(following, connections):
+                views.enter(following, connections)
+            case Leave():
+                views.leave(views.contributions.step)
+            case Close(failure):
+                views.close(failure)
+            case AskToJoin(entry):
+                connected = sorted(self.roster.connections)
+                self._outbox.send(connected, {"kind": "join", **entry.to_message(), "connected": connected})
+            case TellFacts(entry):
+                self.agreement.mine = entry
+                self._outbox.send(self.roster.connections, _facts(entry, answer=False))
+            case Meet(name, value):
+                self._meet(name, value)
+            case Stop():
+                self._stop()
+            case Tell(message):
+                self._tell(message)
+
+    # What this rank says.
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        if self._began:
+            self._outbox.send(self.views.others(), message)
+
+    def _meet(self, name: str, value: int) -> None:
+        self.barriers.say(self.rules.rank, name, value)
+        self._tell({"kind": "meet", "name": name, "value": value})
+
+    def _stop(self) -> None:
+        """Say after which step this rank could stop, once.
+
+        The ranks tell each other how many inner steps they have begun to synchronise, whatever their training waits
+        for; one more than the greatest is where all can stop.
+        """
+        if not self.barriers.stopping:
+            self.barriers.stopping = True  # before the step is read: training begins no second one unaware of it
+            self._meet("stop", self.views.contributions.step)
+
+    # What this rank hears.
+
+    def _receive(self, sender: int, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if sender in self.roster.words:
+            self.roster.words[sender] += 1
+        if kind in _FOR_MEMBERS and not self._is_member(sender):
+            return  # who is connected and no member has no say
+        if kind == "beat":
+            pass
+        elif kind == "meet":
+            name, value = str(message["name"]), int(message["value"])
+            self.barriers.say(sender, name, value)
+            if name == "stop":
+                self._stop()
+        elif kind in ("welcome", "refused"):
+            self._outbox.actions.append(Answered(message, dict(self.roster.connections)))
+        elif kind == "facts":
+            mine = self.agreement.hear(sender, message, is_member=self._is_member(sender))
+            if mine is not None:
+                self._outbox.send([sender], _facts(mine, answer=True))
+        elif self._began:
+            self._read(_Letter(sender, message, self.roster.connections.get(sender)))
+        elif not self._hold_back(_Letter(sender, message, self.roster.connections.get(sender))):
+            raise ValueError("it says too much to somebody who is not ready")
+
+    def _read(self, letter: _Letter) -> None:
+        """What is about the present view, or about another one."""
+        sender, message, views = letter.sender, letter.message, self.views
+        kind = message["kind"]
+        if kind == "speed":
+            self.speeds = {**self.speeds, self.rules.replica_of(sender): speed_of(message)}
+        elif kind == "introduce":
+            self._outbox.actions.append(Introduce(Entry.from_message(message["entry"])))
+        elif kind == "join":
+            entry, connected = Entry.from_message(message), frozenset(int(rank) for rank in message["connected"])
+            if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
+                raise ValueError("it wants to join in the name of another one")
+            self._outbox.actions.append(Register(entry))
+            views.ask_to_join(sender, connected)
+        elif kind == "excluded":
+            if int(message["view"]) >= views.view.id:
+                views.exclude(str(message["reason"]))
+        elif kind == "replaced":
+            views.exclude("another process has come in its place")
+        else:
+            self._read_of_a_view(letter)
+
+    def _read_of_a_view(self, letter: _Letter) -> None:
+        """One that can't be read makes its sender lost, and raises nothing."""
+        sender, views = letter.sender, self.views
+        speaks = self.roster.speaks(sender, letter.connection)
+        try:
+            view_id, said = read(sender, letter.message, views.view)
+        except ValueError as error:
+            if speaks or not self.roster.has(sender):
+                words = f"replica {self.rules.replica_of(sender)} sent what is no message of this protocol: {error}"
+                views.give_up(sender, words)
+            return
+        rounds, of_this_view = views.contributions.rounds, view_id == views.view.id
+        match said:
+            case Leaving() if speaks:  # true at once, whatever view its sender was in
+                views.hear_leaving(sender, said)
+            case _ if view_id > views.view.id:
+                self._keep(letter)
+            case Header() | RoundVote() if rounds is None:
+                self._keep(letter)
+            case _ if not speaks:
+                pass  # it is no member, so it has no say
+            case Header() if rounds is not None and of_this_view:
+                rounds.hear_header(sender, said)
+            case RoundVote() if rounds is not None and of_this_view:
+                rounds.hear_vote(sender, said)
+            case ChangeReport():
+                views.hear_change(sender, view_id, said)
+            case Adopted() if of_this_view:
+                views.hear_adopted(said.following)
+
+    def _keep(self, letter: _Letter) -> None:
+        if not self._hold_back(letter):
+            words = f"rank {letter.sender} sent too much about views that are not there"
+            self.views.give_up(letter.sender, words)
+
+    def _hold_back(self, letter: _Letter) -> bool:
+        """Keep a letter for later; False if there are too many of its sender."""
+        if sum(each.sender == letter.sender for each in self._held_back) >= _MOST_EARLY:
+            return False
+        self._held_back.append(letter)
+        return True
+
+    def _release(self) -> None:
+        """A view has begun: read what was held back, and hold back again what is about a later one."""
+        letters, self._held_back = self._held_back, []
+        for letter in letters:
+            if letter.message["kind"] in _FOR_MEMBERS and not self._is_member(letter.sender):
+                continue
+            try:
+                self._read(letter)
+            except (KeyError, ValueError, TypeError, OverflowError) as error:
+                words = f"replica {self.rules.replica_of(letter.sender)} sent what is no message: {error}"
+                self.views.give_up(letter.sender, words)
+
+    def _is_member(self, sender: int) -> bool:
+        """As far as is known: before there are views, anybody may be one."""
+        return not self._began or self.rules.replica_of(sender) in self.views.view.members
+
+
+def _facts(entry: Entry, *, answer: bool) -> dict[str, Any]:
+    return {"kind": "facts", "answer": answer, **entry.to_message()}

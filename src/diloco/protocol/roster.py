@@ -1,0 +1,82 @@
+"""Who is connected, and who of them is a member of the present view rather than another process in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from diloco.membership.view import View
+from diloco.protocol.rules import Rules
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """Control connections by rank, and those over which the members of the view are known.
+
+    Args:
+        rules: who I am.
+
+    Attributes:
+        connections: rank -> number of the connection that stands.
+        addresses: where connected ranks listen.
+        words: rank -> messages that have come over its connection, signs of life included.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.connections: dict[int, int] = {}
+        self.addresses: dict[int, str] = {}
+        self.words: dict[int, int] = {}
+        self._rules = rules
+        self._members: dict[int, int | None] = {}  # None: it was not connected when the view began
+
+    def connect(self, rank: int, connection: int, address: str) -> None:
+        """A connection stands."""
+        self.connections[rank], self.addresses[rank], self.words[rank] = connection, address, 0
+
+    def disconnect(self, rank: int) -> None:
+        """A connection has ended."""
+        for known in (self.connections, self.addresses, self.words):
+            known.pop(rank, None)
+
+    def form(self, view: View) -> None:
+        """The members of ``view`` are those who are connected now, and who was a member before stays the same."""
+        self._members = {
+            rank: self._members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
+        }
+
+    def remember(self, connections: Mapping[int, int]) -> None:
+        """The members are those who were connected like this, whoever is connected in their place now."""
+        self._members.update(connections)
+
+    def forget(self, rank: int) -> None:
+        """The process of that rank is no member any more."""
+        self._members.pop(rank, None)
+
+    def has(self, rank: int) -> bool:
+        """Whether a process of that rank is a member, connected or not."""
+        return rank in self._members
+
+    def speaks(self, rank: int, connection: int | None) -> bool:
+        """Whether what came over this connection came from a member; None: the connection has ended since."""
+        return self.has(rank) and (connection is None or connection == self._members[rank])
+
+    def is_connected(self, rank: int) -> bool:
+        """Whether the process that is connected as ``rank`` is the member."""
+        return self.has(rank) and self._members[rank] == self.connections.get(rank)
+
+    def unreached(self, view: View) -> frozenset[int]:
+        """Replicas of ``view``, which is formed, to whose processes no control connection stands."""
+        return frozenset(
+            member
+            for member in view.members
+            if member != self._rules.replica
+            and not all(rank in self.connections and self.is_connected(rank) for rank in self._rules.ranks((member,)))
+        )
+
+    def replaced(self, replicas: Collection[int]) -> frozenset[int]:
+        """Those in whose places other processes are connected; so they have ended."""
+        return frozenset(
+            replica
+            for replica in replicas
+            if any(rank in self.connections and not self.is_connected(rank) for rank in self._rules.ranks((replica,)))
+        )

@@ -1,0 +1,323 @@
+"""The rounds of the present view: headers, verdict, votes, and a decision that is the same for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from diloco.algorithm.averaging import RoundId, Verdict
+from diloco.algorithm.exchange import plan_exchange
+from diloco.errors import TransportError, ViewChangedError
+from diloco.membership.ballot import Vote, tally
+from diloco.membership.change import Commits, NextView, Rounds
+from diloco.membership.lateness import Lateness
+from diloco.membership.view import View
+from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, StartExchange, Timer, Void
+from diloco.protocol.events import Computed, ExchangeFailed, HandedIn, Outbox
+from diloco.protocol.headers import Header
+from diloco.protocol.messages import RoundVote
+from diloco.protocol.round_state import Decided, RoundState
+from diloco.protocol.rules import Policies, Rules, expired_words, late_words
+
+__all__ = ["RoundTable"]
+
+_MOST_TOLD = 8
+"""Refused headers that are told of with the next average."""
+
+_AGAINST = "somebody voted against it before the view changed"
+
+
+class RoundTable:
+    """The rounds of one view.
+
+    Args:
+        view: who takes part.
+        rules: who I am, and how rounds go.
+        policies: what happens when replicas are lost.
+        words: rank -> how many messages have come from it, of whatever kind; changes as they come.
+        outbox: gets what is to be done.
+        void: rounds of earlier views that are known to be void, though I may not have begun them yet.
+        has_state_of: fragments of which this rank's state is the majority's; grows.
+
+    Attributes:
+        view: who takes part.
+        frozen: whether no vote is cast and nothing is decided any more.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        rules: Rules,
+        policies: Policies,
+        words: Mapping[int, int],
+        outbox: Outbox,
+        void: Rounds,
+        has_state_of: set[int],
+    ) -> None:
+        self.frozen = False
+        self.view = view
+        self._ranks = rules.ranks(view.members)
+        self._positions = {rank: rank % rules.ranks_per_replica for rank in self._ranks}
+        self._rules = rules
+        self._policies = policies
+        self._words = words
+        self._outbox = outbox
+        self._decided = Decided(void)
+        self._has_state_of = has_state_of
+        self._rounds: dict[RoundId, RoundState] = {}
+        self._refused: list[str] = []
+
+    def freeze(self) -> tuple[Commits, Rounds]:
+        """From now on no vote is cast and nothing is decided; what was committed lately, and what is void."""
+        self.frozen = True
+        return self._decided.commits, self._decided.void
+
+    def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[HandedIn]:
+        """The view has ended: a round is committed if any survivor committed it, else it goes on if it can, or is void.
+
+        Args:
+            following: what the survivors adopted; None: nothing.
+            reason: why the other rounds are void, where they can't go on.
+            failure: why I take part in no view any more; None: I go on.
+
+        Returns:
+            My contributions to rounds that I have not decided, in the order sent, if they go on in the next view; void
+            there are those that others have decided void.
+        """
+        undecided = []
+        carried = failure is None and following is not None and following.carries_over
+        for state in list(self._rounds.values()):
+            mine = state.votes.get(self._rules.rank)
+            if state.committed is not None:
+                pass
+            elif following is not None and state.key in following.commits and mine is not None and mine.ok:
+                self._decide(state, True, "")
+            elif not carried:
+                changed = ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
+                self._decide(state, False, reason, (failure if self._policies.raises(state.id) else None) or changed)
+            elif state.begun is not None:
+                undecided.append(state.begun)
+                self._stop_timers(state)
+            if state.verdict is None:  # the exchange that waits for it meets the end of the links
+                self._give_verdict(state, Verdict((), reason))
+        return sorted(undecided, key=lambda handed: handed.sent_s)
+
+    def begin(self, handed: HandedIn, *, joined: bool) -> None:
+        """My contribution, also to a round that I had begun in the view before.
+
+        Args:
+            handed: the contribution.
+            joined: whether I take over the state of fragments that I don't hold yet.
+        """
+        contribution = handed.contribution
+        fragment = contribution.round.fragment
+        state = self._state(contribution.round)
+        state.begun = handed
+        state.taking_over = joined and fragment >= 0 and fragment not in self._has_state_of
+        if state.key in self._decided.void and state.committed is None:  # others had decided so before this view
+            self._decide(state, False, _AGAINST)
+            return
+        state.plan = plan_exchange(
+            contribution.codec,
+            contribution.numel,
+            len(self.view.members),
+            contribution.extra_bytes,
+            whole=contribution.clipping.active,
+        )
+        state.headers[self._rules.rank] = header = replace(handed.header, taking_over=state.taking_over)
+        self._tell(header.to_message(self.view.id))
+        state.exchanging = True
+        self._outbox.actions.append(StartExchange(self.view, contribution, state.plan))
+        if state.committed is None:
+            left_s = max(0.0, self._rules.round_timeout_s - (self._outbox.now_s - handed.sent_s))
+            self._outbox.actions.append(SetTimer(self._timer("expire", state), left_s))
+            if self._rules.late_s is not None and fragment >= 0:
+                self._look_at(state, self._rules.late_s)
+        else:
+            self._conclude(state)
+        self._judge(state)
+
+    # What is heard, from members only.
+
+    def hear_header(self, sender: int, header: Header) -> None:
+        """A header of this view came in."""
+        if sender not in self._ranks:
+            return
+        if refusal := self._refusal(sender, header.round):
+            self._refused = [*self._refused, refusal][-_MOST_TOLD:]
+            return
+        state = self._state(header.round)
+        state.headers[sender] = header
+        self._judge(state)
+
+    def hear_vote(self, sender: int, vote: RoundVote) -> None:
+        """A vote of this view came in."""
+        if sender in self._ranks:
+            self._count(self._state(vote.round), sender, vote)
+
+    def missing(self, round_id: RoundId) -> tuple[int, ...]:
+        """Replicas of which no header of a round has come."""
+        state = self._rounds.get(round_id) or RoundState(round_id)  # nothing has been heard of it
+        return state.missing(self._ranks, self._rules)
+
+    def goes_on_without_me(self) -> bool:
+        """Whether another rank has contributed to a round that this one has not begun."""
+        return any(state.headers and not state.was_begun for state in self._rounds.values())
+
+    def lacking(self) -> frozenset[int]:
+        """Replicas that have not contributed to a round that I wait for."""
+        waited_for = (state for state in self._rounds.values() if state.begun is not None and state.committed is None)
+        return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
+
+    # What becomes of the payloads, and of time.
+
+    def compute(self, event: Computed) -> None:
+        """This rank holds the mean: vote for it."""
+        if state := self._present(event.view_id, event.round):
+            state.mean = event.mean
+            self._cast(RoundVote(state.id, Vote(True, event.digest)), state)
+
+    def fail(self, event: ExchangeFailed) -> str:
+        """An exchange has failed; which payload connection broke, in words, or ""."""
+        state = self._present(event.view_id, event.round)
+        if state is None or self.frozen:
+            return ""
+        if event.link_broken:
+            return f"replica {self._rules.replica} says: {event.reason}"
+        if state.committed is None:
+            self._cast(RoundVote(state.id, Vote(False, reason=event.reason)), state)
+        return ""
+
+    def end_exchange(self, view_id: int, round_id: RoundId) -> None:
+        """The payloads of a round move no more."""
+        if state := self._present(view_id, round_id):
+            state.exchanging = False
+            state.free()
+
+    def expire(self, timer: Timer) -> str:
+        """A round has taken too long: vote against it; which payload connection stands still, in words, or ""."""
+        state = self._present(timer.view_id, timer.round)
+        if state is None or state.committed is not None or self.frozen or self._rules.rank in state.votes:
+            return ""
+        missing = state.missing(self._ranks, self._rules)
+        reason = expired_words(missing, self._rules)
+        self._cast(RoundVote(state.id, Vote(False, reason=reason)), state)
+        if not missing and state.exchanging:  # TCP may wait for minutes before it tries again; a new one begins at once
+            return f"a payload connection of replica {self._rules.replica} stands still: {reason}"
+        return ""
+
+    def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
+        """Who keeps a round waiting for too long: replicas that are heard, replicas that are not, and what happened."""
+        state, late_s = self._present(timer.view_id, timer.round), self._rules.late_s
+        if state is None or late_s is None or state.committed is not None or self.frozen:
+            return None
+        absent, silent, unheard = self._look_at(state, late_s)
+        if not absent and not silent:
+            return None
+        return (absent | silent) - unheard, unheard, late_words(state.id, absent, silent, late_s)
+
+    def _look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """See `RoundState.look`; the next look follows, until the round is decided."""
+        self._outbox.actions.append(SetTimer(self._timer("look", state), late_s / Lateness.LOOKS))
+        return state.look(self._ranks, self._rules, self._words)
+
+    # A round.
+
+    def _present(self, view_id: int, round_id: RoundId | None) -> RoundState | None:
+        """A round of this view; None for one of a view that is over."""
+        assert round_id is not None
+        return self._rounds.get(round_id) if view_id == self.view.id else None
+
+    def _state(self, round_id: RoundId) -> RoundState:
+        state = self._rounds.get(round_id)
+        if state is None:
+            state = self._rounds[round_id] = RoundState(round_id)
+            self._rounds = {
+                each: old
+                for each, old in self._rounds.items()
+                if each.fragment != round_id.fragment
+                or each.outer_step >= round_id.outer_step - 1
+                or not old.concluded
+                or old.exchanging
+            }
+        return state
+
+    def _refusal(self, sender: int, round_id: RoundId) -> str:
+        """Why a header is not taken, in words that name its sender, or ""."""
+        name = f"a contribution of replica {self._rules.replica_of(sender)} to {round_id} was refused"
+        state = self._rounds.get(round_id)
+        if state is not None:  # a header that is late is still waited for, by the exchange of the payloads
+            return f"{name}: it had contributed to it before" if sender in state.headers else ""
+        mine = (each for each, s in self._rounds.items() if each.fragment == round_id.fragment and s.was_begun)
+        last = max((each.outer_step for each in mine), default=0)
+        return f"{name}: that round is long over" if round_id.outer_step + 1 < last else ""
+
+    def _judge(self, state: RoundState) -> None:
+        if self.frozen or state.begun is None or state.verdict is not None:
+            return
+        if any(rank not in state.headers for rank in self._ranks):
+            return
+        verdict = state.judge(self.view.members, self._rules)
+        if state.taking_over and state.donor is None:  # my state is the majority's
+            self._has_state_of.add(state.id.fragment)
+        self._give_verdict(state, verdict)
+        if verdict.void:
+            vote = Vote(False, reason=verdict.reason)
+            self._cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
+
+    def _give_verdict(self, state: RoundState, verdict: Verdict) -> None:
+        state.verdict = verdict
+        if state.exchanging:
+            weights = {} if verdict.void else state.weights(self.view.members, self._rules)
+            self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights))
+
+    def _cast(self, vote: RoundVote, state: RoundState) -> None:
+        if self.frozen or self._rules.rank in state.votes:
+            return
+        self._tell(vote.to_message(self.view.id))
+        self._count(state, self._rules.rank, vote)
+
+    def _count(self, state: RoundState, sender: int, said: RoundVote) -> None:
+        if self.frozen or state.committed is not None or sender in state.votes:
+            return
+        state.count(sender, said, self._rules.replica)
+        decision = tally(self._ranks, state.votes, groups=self._positions)
+        if decision.committed is not None:
+            self._decide(state, decision.committed, decision.reason)
+
+    def _decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
+        state.committed, state.reason = committed, reason
+        self._stop_timers(state)
+        if committed:
+            self._decided.commit(state.key, state.votes[self._rules.rank].digest)
+        else:
+            self._decided.call_off(state.key)
+        if state.begun is not None:
+            self._conclude(state, failure)
+
+    def _conclude(self, state: RoundState, instead: TransportError | None = None) -> None:
+        """Tell its owner what became of a round."""
+        failure = state.failure(instead)
+        if failure is not None:
+            self._outbox.actions.append(Void(state.id, failure))
+        else:
+            assert state.mean is not None
+            assert state.plan is not None
+            assert state.verdict is not None
+            note = "; ".join([*filter(None, [state.verdict.reason]), *self._refused])
+            self._refused = []
+            self._outbox.actions.append(Commit(state.id, state.mean, self.view, state.plan, note, state.donor))
+        state.concluded = True
+        state.free()
+
+    def _timer(self, kind: Literal["expire", "look"], state: RoundState) -> Timer:
+        return Timer(kind, self.view.id, state.id)
+
+    def _stop_timers(self, state: RoundState) -> None:
+        """Let no timer of a decided round run on."""
+        if state.begun is not None:
+            self._outbox.actions += [CancelTimer(self._timer("expire", state)), CancelTimer(self._timer("look", state))]
+
+    def _tell(self, message: Mapping[str, object]) -> None:
+        self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)

@@ -1,0 +1,332 @@
+"""The machine of a rank on the network of `tests.membership.network`: its actions become messages and things to do.
+
+What another thread would do later is a thing that the rank does next of its own accord, and a time is over when whoever
+holds the numbers says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
+from diloco.algorithm.codec import make_codec
+from diloco.errors import RoundVoidError, TransportError, ViewChangedError
+from diloco.membership.change import NextView
+from diloco.membership.view import View
+from diloco.protocol import actions, events
+from diloco.protocol.actions import Commit, Timer
+from diloco.protocol.failure_detector import Loss
+from diloco.protocol.headers import header_of
+from diloco.protocol.machine import Machine
+from diloco.protocol.messages import next_view
+from diloco.protocol.registry import Entry
+from diloco.protocol.rules import Policies, Rules
+from tests.membership.network import Network
+
+__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "weight_of"]
+
+CODEC = make_codec("float32")
+PAYLOAD = CODEC.encode(torch.ones(2))
+LATE_S, TIMEOUT_S = 5.0, 10.0
+SOON_S = 1.0
+"""What is to happen within this time waits for nothing but the rank itself."""
+
+
+class Rank:
+    """One rank that sends a fragment in each of its steps, the next one of a fragment when the last is decided.
+
+    Args:
+        joining: whether it comes to a run that is going on.
+        gradients: whether one of the three kinds of rounds is that of gradients.
+        garbage: messages that it may hear from anybody.
+        founded: the view of its own that it founds; None: it is one of ``replicas`` that begin, or joins.
+        step: inner steps that it has begun before.
+
+    Attributes:
+        now_s: its clock, which stands still unless a test moves it.
+        left: why it stopped by itself; "" where it did not.
+        timers: those that are set, and how long each was to be.
+        first_step: the first one that it takes part in.
+        averages: step -> what its committed round brought.
+        errors: step -> why its round was void.
+        changes: the views that it adopted.
+        sent: its messages.
+    """
+
+    STEPS = 5
+
+    def __init__(
+        self,
+        network: Network,
+        rank: int,
+        replicas: int,
+        size: int,
+        policies: Policies,
+        *,
+        joining: bool = False,
+        gradients: bool = False,
+        garbage: Sequence[Mapping[str, Any]] = (),
+        founded: View | None = None,
+        step: int = 0,
+    ) -> None:
+        self.network, self.rank, self.replica, self.policies = network, rank, rank // size, policies
+        self.now_s = 0.0
+        self.left = ""
+        self.timers: list[tuple[float, Timer]] = []
+        self.averages: dict[int, Commit] = {}
+        self.errors: dict[int, TransportError] = {}
+        self.changes: list[NextView] = []
+        self.sent: list[Mapping[str, Any]] = []
+        self.gradients, self._garbage = gradients, garbage
+        self._known: dict[int, int] = {}  # connections that the machine has been told of
+        self._todo: deque[events.Event] = deque()
+        self._given: dict[int, Contribution] = {}
+        self._exchanges: dict[tuple[int, RoundId], actions.GiveVerdict | None] = {}
+        self._answers: list[actions.Answered] = []
+        self.machine = Machine(Rules(rank, self.replica, size, None, TIMEOUT_S, 1 << 19, late_s=LATE_S), policies)
+        view = founded or View.of(replicas)
+        self.step, self.first_step = step, step + 1
+        self._joins: Entry | None = None
+        self._asked = 1
+        if joining:
+            self._joins = Entry(rank, f"simulated:{rank}")
+            reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
+            view = View(-1, tuple(reached) or (self.replica,))
+            self._todo.append(events.AskToJoin(self._joins))
+        self.handle(events.Begin(view, member=not joining))
+
+    @property
+    def step(self) -> int:
+        return self.machine.views.contributions.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.machine.views.contributions.step = step
+
+    @property
+    def view(self) -> View:
+        return self.machine.views.view
+
+    @property
+    def failure(self) -> TransportError | None:
+        return self.machine.views.failure
+
+    @property
+    def outcomes(self) -> dict[int, bool]:
+        """Step -> whether its round was committed here."""
+        for error in self.errors.values():
+            assert isinstance(error, RoundVoidError), error
+        return dict.fromkeys(self.errors, False) | dict.fromkeys(self.averages, True)
+
+    @property
+    def given(self) -> dict[int, RoundId]:
+        """Step -> the round that it contributed to."""
+        return {step: contribution.round for step, contribution in self._given.items()}
+
+    @property
+    def has_to_do(self) -> bool:
+        """Whether it has something to do that nobody else needs to begin."""
+        return bool(self._todo)
+
+    def said(self, kind: str) -> list[Mapping[str, Any]]:
+        """Its messages of one kind."""
+        return [message for message in self.sent if message["kind"] == kind]
+
+    # As `Node`.
+
+    def act(self) -> bool:
+        if self._todo:
+            self.handle(self._todo.popleft())
+        elif self._joins is not None:
+            return self._join(self._joins)
+        elif ready := next((key for key, verdict in self._exchanges.items() if verdict is not None), None):
+            self._finish(*ready)
+        elif self.failure is None and (again := self._to_hand_in_again()):
+            self._hand_in(again)
+        elif self.step < self.STEPS and self.failure is None and self._may_step():
+            self._step()
+        else:
+            return False
+        return True
+
+    def heard(self, sender: int, message: str) -> None:
+        self.handle(events.Received(sender, json.loads(message)))
+
+    def lose(self, rank: int, *, gone: bool) -> None:
+        self.handle(events.Lost(rank, Loss("gone" if gone else "silent", "simulated")))
+
+    def may(self, what: str) -> bool:
+        if what == "timers":
+            return bool(self.timers)
+        if what == "breaks":
+            return bool(self._exchanges)
+        return not self.left and self._joins is None  # leaves, garbage
+
+    def suffer(self, what: str, number: int) -> None:
+        """A time is over, a payload connection breaks, it leaves, or it hears what nobody of its kind would say."""
+        if what == "timers":
+            self.handle(events.TimerFired(self.timers.pop(number % len(self.timers))[1]))
+        elif what == "breaks":
+            view_id, round_id = list(self._exchanges)[number % len(self._exchanges)]
+            del self._exchanges[view_id, round_id]
+            self.handle(events.ExchangeFailed(view_id, round_id, "a payload connection broke", link_broken=True))
+            self.handle(events.ExchangeEnded(view_id, round_id))
+        elif what == "leaves":
+            self.handle(events.Leave())
+        else:
+            others = [rank for rank in self.network.ranks if rank != self.rank]
+            self.hear_garbage(others[number % len(others)], self._garbage[number // 8 % len(self._garbage)])
+
+    def hear_garbage(self, sender: int, message: Mapping[str, Any]) -> None:
+        """What is no message at all ends the connection that it came over."""
+        try:
+            if not isinstance(message.get("kind"), str):
+                raise ValueError("no kind")
+            self.handle(events.Received(sender, message))
+        except (KeyError, ValueError, TypeError, OverflowError):
+            if self.network.connection(self.rank, sender) is not None:
+                self.network.hang_up(self.rank, sender)
+                self.lose(sender, gone=False)
+
+    # The machine.
+
+    def handle(self, event: events.Event) -> list[actions.Action]:
+        """Tell the machine what happened, and first what became of connections; do what it wants."""
+        for other in self.network.ranks:
+            connection = self.network.connection(self.rank, other) if other != self.rank else None
+            if connection is None and self._known.pop(other, None) is not None:
+                self._do(self.machine.handle(events.Disconnected(other), self.now_s))
+            elif connection is not None and self._known.get(other) != connection:
+                self._known[other] = connection
+                self._do(self.machine.handle(events.Connected(other, connection, f"simulated:{other}"), self.now_s))
+        wanted = self.machine.handle(event, self.now_s)
+        self._do(wanted)
+        if self.failure is not None:  # the process ends, and its connections with it
+            self._leave(str(self.failure))
+        return wanted
+
+    def _do(self, wanted: Sequence[actions.Action]) -> None:
+        for action in wanted:
+            match action:
+                case actions.Send(rank, message):
+                    self._send(rank, message)
+                case actions.HangUp(rank):
+                    self._known.pop(rank, None)
+                    self.network.hang_up(self.rank, rank)
+                case actions.SetTimer(timer, delay_s) if delay_s > SOON_S:
+                    self.timers.append((delay_s, timer))
+                case actions.SetTimer(timer):
+                    self._todo.append(events.TimerFired(timer))
+                case actions.CancelTimer(timer):
+                    self.timers = [each for each in self.timers if each[1] != timer]
+                case actions.OpenLinks(view):
+                    self._open_links(view)
+                case actions.StartExchange(view, contribution):
+                    self._exchanges[view.id, contribution.round] = None
+                case actions.GiveVerdict(view_id, round_id) if (view_id, round_id) in self._exchanges:
+                    self._exchanges[view_id, round_id] = action
+                case actions.Commit(round_id):
+                    assert self._step_of(round_id) not in self.averages
+                    self.averages[self._step_of(round_id)] = action
+                case actions.Void(round_id, failure):
+                    assert self._step_of(round_id) not in self.outcomes
+                    self.errors[self._step_of(round_id)] = failure
+                case actions.Adopt(following, _, joined, welcome):
+                    self.changes.append(following)
+                    for rank in joined:
+                        self._send(rank, {**welcome, "note": {"from": self.rank}})
+                case actions.Answered():
+                    self._answers.append(action)
+
+    def _send(self, rank: int, message: Mapping[str, Any]) -> None:
+        self.sent.append(message)
+        self.network.send(self.rank, rank, json.dumps(message))
+
+    def _open_links(self, view: View) -> None:
+        """Payload connections work where control connections stand."""
+        rules = self.machine.rules
+        peers = [peer for peer in view.members if peer != self.replica]
+        failed = {peer: "no connection" for peer in peers if not self._known.keys() >= {*rules.ranks((peer,))}}
+        if failed:
+            self._todo.append(events.LinksFailed(view.id, failed))
+
+    def _finish(self, view_id: int, round_id: RoundId) -> None:
+        """What an exchange comes to: the mean over this view's contributions."""
+        given = self._exchanges.pop((view_id, round_id))
+        assert given is not None
+        verdict: Verdict = given.verdict
+        if not verdict.void:
+            weight = sum(given.weights[member] for member in verdict.contributors)
+            mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=weight)
+            digest = f"mean of {round_id} by {verdict.contributors} in view {view_id}"
+            self.handle(events.Computed(view_id, round_id, mean, digest))
+        self.handle(events.ExchangeEnded(view_id, round_id))
+
+    # Its training.
+
+    def _join(self, entry: Entry) -> bool:
+        """As `connected.join` does, without waiting."""
+        answers, self._answers = ([] if self.left else self._answers), []
+        if not answers:
+            if not self.left and not self.machine.roster.connections:
+                self._leave("nobody answers")
+            return False
+        answer = next((each for each in answers if each.message["kind"] == "welcome"), answers[-1])
+        if answer.message["kind"] == "welcome":
+            assert answer.message["note"]["from"] in self.network.ranks, "whoever was told of the view adds a note"
+            self._joins = None
+            self.handle(events.Enter(next_view(answer.message, self.view), answer.connections))
+            self.first_step = self.step + 1
+        elif answer.message["for_good"] or self._asked == 20:
+            self._leave(f"refused: {answer.message['reason']}")
+        else:
+            self._asked += 1
+            self.handle(events.AskToJoin(entry))
+        return True
+
+    def _may_step(self) -> bool:
+        return all(step in self.outcomes for step in self._given if step % 3 == (self.step + 1) % 3)
+
+    def _to_hand_in_again(self) -> int | None:
+        """As data-parallel training does with gradients."""
+        for step, error in self.errors.items():
+            if self._given[step].round.fragment < 0 and isinstance(error, ViewChangedError):
+                return step
+        return None
+
+    def _step(self) -> None:
+        self.step += 1
+        step = self.step
+        self._given[step] = Contribution(
+            round=RoundId(-1, step) if self.gradients and step % 3 == 0 else RoundId(step % 3, step // 3),
+            replica=self.replica,
+            codec=CODEC,
+            numel=2,
+            payload=PAYLOAD,
+            digest="d",
+            weight=weight_of(self.replica, step),
+        )
+        self._hand_in(step)
+
+    def _hand_in(self, step: int) -> None:
+        self.errors.pop(step, None)
+        given = self._given[step]
+        self._todo.append(events.HandedIn(given, header_of(given), step, self.now_s))
+
+    def _step_of(self, round_id: RoundId) -> int:
+        return next(step for step, given in self._given.items() if given.round == round_id)
+
+    def _leave(self, why: str) -> None:
+        self.left = self.left or why
+        for other in self.network.ranks:
+            self.network.hang_up(self.rank, other)
+
+
+def weight_of(replica: int, step: int) -> float:
+    """Of a contribution: the sum over any replicas tells which they were."""
+    return float(10**replica * (1 + step))

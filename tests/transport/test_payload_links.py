@@ -1,0 +1,51 @@
+"""Payload connections of a view: what becomes of those that do not come to be."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from diloco.errors import TransportError
+from diloco.membership.quorum import Policy
+from diloco.membership.view import View
+from diloco.protocol.rules import Policies, Rules
+from diloco.transport.peers.connection_manager import ConnectionManager
+from diloco.transport.peers.data_link import DataLink, LinkRequest
+from diloco.transport.peers.payload_links import PayloadLinks, UnlinkedError
+from diloco.transport.peers.threads import Threads
+
+LIMIT_S = 30.0
+RULES = Rules(0, 0, 1, None, 5.0, 1 << 19)
+POLICIES = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=5.0)
+
+
+class Link:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("error", [TransportError("no way"), ValueError("no way"), OSError(24, "no way"), KeyError()])
+def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(
+    error: Exception, connections: ConnectionManager
+) -> None:
+    """One that counted as made would keep the round waiting for its whole time-out."""
+    made = Link()
+
+    def open_link(request: LinkRequest) -> DataLink:
+        if request.rank == 2:
+            raise error
+        return cast(DataLink, made)
+
+    links = PayloadLinks(RULES, POLICIES, connections, Threads())
+    wanted = links.open(View(0, (0, 1, 2)), open_link)
+    with pytest.raises(UnlinkedError) as caught:
+        wanted.result(LIMIT_S)
+    assert list(caught.value.failed) == [2]
+    assert str(error) in caught.value.failed[2]
+    assert caught.value.failed[2] in str(caught.value)
+    assert caught.value.failed[2], "there is always a reason"
+    links.close()
+    assert made.closed
