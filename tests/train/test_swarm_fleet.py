@@ -19,9 +19,7 @@ from diloco.train.resuming import Held
 from diloco.train.session import Session
 from diloco.train.stopping import StopRequest
 from diloco.train.threads import PeerThreads, Seats
-from diloco.transport.hivemind.connect import SwarmPlace
-from diloco.transport.hivemind.identity import Admission
-from diloco.transport.hivemind.node import NodePlace
+from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.wire import Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 from tests.transport.wires import at_once

@@ -14,9 +14,9 @@ import torch
 
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.transport.address import Address
-from diloco.transport.hivemind.dialler import Dialler
-from diloco.transport.hivemind.identity import Admission, load_identity, number_of
+from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.hivemind.place import Admission
 from diloco.transport.peers.connected import Connected, join
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
@@ -91,12 +91,9 @@ def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answ
             raise OSError("nobody there")
         return await opened(streams, address)
 
-    async def not_called_back(dialler: object, table: object, rank: int) -> bool:
-        return False
-
     monkeypatch.setattr(PeerStreams, "open", unreachable)
-    monkeypatch.setattr(Dialler, "_called_back", not_called_back)
-    third = swarms.peer(2, [first])
+    second.transport.on_introduction = lambda entry: None  # it does not call back either
+    third = swarms.peer(2, [first], silence_s=1.0)
     assert (third.joining, len(failed)) == (True, 2)
     monkeypatch.undo()
     join(third, LIMIT_S)
@@ -139,7 +136,7 @@ def test_a_number_that_is_taken_is_refused(swarms: Swarms, keys: Path) -> None:
     (keys / "other-0").mkdir(exist_ok=True)
     other = Swarms(keys / "other-0")
     try:
-        with pytest.raises(RendezvousError, match=r"replica 0 is .* already; another number would work"):
+        with pytest.raises(RendezvousError, match=r"replica 0 is .* already; take another number"):
             other.peer(0, [first], **PATIENCE)
     finally:
         other.close()

@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 async def _stand(options: DhtOptions) -> None:
     from diloco.transport.hivemind.lookout import stand
-    from diloco.transport.hivemind.node import NodePlace
+    from diloco.transport.hivemind.place import NodePlace
 
     def ready(addresses: tuple[str, ...]) -> None:
         print("diloco: peers of any run find each other with")

@@ -47,9 +47,8 @@ class PeersOptions:
 def run(arguments: Sequence[str]) -> int:
     """Ask every peer; returns 0 if at least one answers, 1 if none does."""
     from diloco.train.fleet.connecting import read_secret
-    from diloco.transport.hivemind.identity import Admission
     from diloco.transport.hivemind.lookout import look
-    from diloco.transport.hivemind.node import NodePlace
+    from diloco.transport.hivemind.place import Admission, NodePlace
 
     options = parse_options(PeersOptions, "peers", DESCRIPTION, arguments)
     if not options.join:

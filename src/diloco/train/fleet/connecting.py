@@ -19,9 +19,7 @@ from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
 from diloco.train.threads import PeerThreads, choose_threads
 from diloco.transport.address import parse_address
-from diloco.transport.hivemind.connect import SwarmPlace
-from diloco.transport.hivemind.identity import Admission
-from diloco.transport.hivemind.node import NodePlace
+from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.wire import Wire
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group

@@ -1,9 +1,8 @@
-"""Who a peer is: a key pair of this machine, and what follows from it; and which peers may take part in a run."""
+"""Who a peer is: a key pair of this machine, and what follows from it."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any
 from diloco.errors import ConfigurationError
 from diloco.transport.hivemind.engine import load_engine
 
-__all__ = ["PROOF_BYTES", "Admission", "Identity", "load_identity", "number_of"]
-
-PROOF_BYTES = 32
+__all__ = ["Identity", "load_identity", "number_of"]
 
 
 @dataclass(frozen=True)
@@ -73,38 +70,3 @@ def number_of(peer_id: str) -> int:
     178120399
     """
     return int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:4], "big") >> 4
-
-
-@dataclass(frozen=True)
-class Admission:
-    """What a peer must be and know.
-
-    libp2p proves who is at the other end of a stream, and encrypts it. A proof is bound to both ends, so one that
-    somebody else gets to see is of no use to him.
-
-    Attributes:
-        run: name of the run; peers of another one are turned away.
-        secret: shared by all peers of the run; "": anybody who knows the run's name may come.
-        allowed: peers that may come; empty: whoever has the secret.
-    """
-
-    run: str
-    secret: str = ""
-    allowed: frozenset[str] = frozenset()
-
-    def proof(self, prover: str, verifier: str) -> bytes:
-        """What ``prover`` says to ``verifier``, both peer identities: ``(32,)`` bytes.
-
-        >>> Admission("r", "s").proof("a", "b") == Admission("r", "t").proof("a", "b")
-        False
-        """
-        key = hashlib.sha256(f"diloco\0{self.run}\0{self.secret}".encode()).digest()
-        return hmac.digest(key, f"{prover}\0{verifier}".encode(), "sha256")
-
-    def admits(self, peer: str) -> bool:
-        """Whether ``peer`` is on the list, where there is one."""
-        return not self.allowed or peer in self.allowed
-
-    def accepts(self, proof: bytes, prover: str, verifier: str) -> bool:
-        """Whether ``proof`` is what ``prover`` has to say."""
-        return hmac.compare_digest(proof, self.proof(prover, verifier))

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError
-from diloco.transport.hivemind.connect import SwarmPlace, connect_swarm
-from diloco.transport.hivemind.identity import Admission
-from diloco.transport.hivemind.node import NodePlace
+from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
-from diloco.transport.hivemind.identity import Admission, load_identity
-from diloco.transport.hivemind.node import Node, NodePlace
+from diloco.transport.hivemind.identity import load_identity
+from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.hivemind.place import Admission, NodePlace
 from diloco.transport.hivemind.records import PeerRecord
 from diloco.transport.hivemind.swarm import ask_peer
 from diloco.transport.peers.streams import within

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.hivemind.daemon import Daemon, Handler, plainly
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity
+from diloco.transport.hivemind.place import NodePlace
 from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
 from diloco.transport.peers.streams import within
 
-__all__ = ["Node", "NodePlace", "same_port"]
+__all__ = ["Node"]
 
 _PROTOCOL = "diloco/1"
 _RECORD_S = 1800.0
@@ -27,27 +26,6 @@ _ASKED = 8  # peers, for their time
 _GONE_S = 0.2  # for a daemon that did not start to be gone
 _ENDING_S = 2.0  # for one that is to end to say that it has heard
 _DAEMON_IDLE_S = 3.0  # a daemon whose process is gone goes too
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodePlace:
-    """Where a peer is, and whom it knows.
-
-    Attributes:
-        join: multiaddresses of peers, each with its ``/p2p/`` identity; empty for the first one.
-        listen: multiaddresses to listen at; empty: none, as behind a router that lets nothing in.
-        announce: multiaddresses that others are told instead.
-        map_ports: ask the router to let others in (UPnP).
-        relay: be reached through others where nothing else works, and carry the streams of others.
-        insists: whether one of ``join`` must answer at the start; else `Node.enter` tries again later.
-    """
-
-    join: tuple[str, ...] = ()
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce: tuple[str, ...] = ()
-    map_ports: bool = True
-    relay: bool = True
-    insists: bool = True
 
 
 class Node:
@@ -227,13 +205,3 @@ def _bare(address: str) -> str:
     """Without the identity at its end, which the daemon is told apart."""
     head, marker, tail = address.rpartition("/p2p/")
     return head if marker and "/" not in tail else address
-
-
-def same_port(listen: tuple[str, ...], listened: tuple[str, ...]) -> tuple[str, ...]:
-    """Where to listen so that others find this peer where it was: any port becomes the one that it had.
-
-    >>> same_port(("/ip4/0.0.0.0/tcp/0",), ("/ip4/10.0.0.7/tcp/31330/p2p/Qm", "/ip4/127.0.0.1/tcp/31330/p2p/Qm"))
-    ('/ip4/0.0.0.0/tcp/31330',)
-    """
-    own = [found[1] for each in listened if "/p2p-circuit" not in each and (found := re.search(r"/tcp/(\d+)", each))]
-    return tuple(re.sub(r"/tcp/0\b", f"/tcp/{own[-1]}", each) for each in listen) if own else listen

@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
-from diloco.transport.hivemind.identity import PROOF_BYTES, Admission, Identity
-from diloco.transport.hivemind.node import Node, NodePlace
+from diloco.transport.hivemind.identity import Identity
+from diloco.transport.hivemind.node import Node
+from diloco.transport.hivemind.place import PROOF_BYTES, Admission, NodePlace
 from diloco.transport.peers.streams import Accept, within
 
 __all__ = ["PeerAddress", "PeerStreams"]

@@ -1,26 +1,28 @@
-"""What a peer of a run answers to those who want to know who takes part: joiners, and people who look."""
+"""Who takes part in a swarm: asking peers for it, connecting to all its members, and answering those who ask."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.errors import RendezvousError
+from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.registry import Entry, Registry, difference
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.streams import within
+from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["NotNowError", "SwarmDesk", "SwarmTable", "ask_peer"]
+__all__ = ["MemberDialer", "NotNowError", "SwarmService", "SwarmTable", "ask_peer"]
 
 _ANSWER_S = 10.0
 
 
 class NotNowError(OSError):
-    """A peer is there, and does not say what it was asked for: it is starting, or joining itself."""
+    """A peer is there and does not answer the question now, because it is starting or joining itself."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,11 @@ class SwarmTable:
     """Who takes part, as one member sees it.
 
     Attributes:
-        swarm: its name, made up by who founded it.
-        entries: rank -> entry, of the members and of those who are about to become some.
+        swarm: its name, chosen by its founder.
+        entries: rank -> entry, of the members and of those who are about to join.
         members: ranks of the view.
         step: inner steps that the member has begun to synchronise.
-        founded_step: that of the checkpoint which the swarm was founded from; 0 for none.
+        founded_step: step of the checkpoint that the swarm was founded from; 0 for none.
     """
 
     swarm: str
@@ -43,7 +45,7 @@ class SwarmTable:
 
     @property
     def first(self) -> Entry:
-        """Of the member that joiners ask, so that they hear of each other."""
+        """Of the member that all joiners ask, so that they hear of each other."""
         return self.entries[min(self.members)]
 
     def to_message(self) -> dict[str, Any]:
@@ -59,7 +61,7 @@ class SwarmTable:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> SwarmTable:
-        """From JSON; `ValueError`, `TypeError` or `KeyError` for anything that is none."""
+        """From JSON; `ValueError`, `TypeError` or `KeyError` for anything else."""
         entries = [Entry.from_message(each) for each in message["entries"]]
         members = tuple(sorted(int(rank) for rank in message["members"]))
         step, founded_step = int(message["step"]), int(message.get("founded_step", 0))
@@ -69,96 +71,194 @@ class SwarmTable:
         return table
 
 
-class SwarmDesk:
-    """Answers at a member's connections.
+class MemberDialer:
+    """Asks peers for their table, and opens connections to members. In the control thread.
 
     Args:
         connections: of this peer.
         streams: of this peer.
-        registry: of all that are known.
-        mine: this peer's own entry.
-        swarm: name of the swarm.
-        founded_step: as in `SwarmTable`.
-        members: tells the view's members; empty while this peer is none itself.
-        closed: tells why nobody can join now, or "".
-        step: tells the inner steps done.
-        status: tells what people want to know, as JSON.
+        registry: holds the entry of this peer, and gets those of the tables.
+        silence_s: the longest that opening a connection may take.
     """
 
     def __init__(
-        self,
-        connections: ConnectionManager,
-        streams: PeerStreams,
-        registry: Registry,
-        mine: Entry,
-        swarm: str,
-        founded_step: int,
-        *,
-        members: Callable[[], tuple[int, ...]],
-        closed: Callable[[], str],
-        step: Callable[[], int],
-        status: Callable[[], Mapping[str, Any]],
+        self, connections: ConnectionManager, streams: PeerStreams, registry: Registry, silence_s: float
     ) -> None:
         self._connections = connections
         self._streams = streams
         self._registry = registry
-        self._mine = mine
+        self._rank = connections.rank
+        self._silence_s = silence_s
+        self._calls: set[asyncio.Future[None]] = set()
+
+    async def ask(self, peer_id: str) -> SwarmTable:
+        """The table of the first member of the swarm that ``peer_id`` is in.
+
+        Raises:
+            RendezvousError: if this peer is refused for good.
+            OSError: if there is no answer, or none now.
+        """
+        mine = self._registry.entries[self._rank]
+        question = {"kind": "table", "entry": mine.to_message()}
+        try:
+            table = SwarmTable.from_message(await ask_peer(self._streams, peer_id, question))
+            if table.first.address not in (peer_id, mine.address):
+                self._streams.know(table.first.address, table.first.places)
+                try:
+                    table = SwarmTable.from_message(await ask_peer(self._streams, table.first.address, question))
+                except OSError as error:  # the peer that named it is there
+                    raise NotNowError(str(error)) from error
+        except RendezvousError:
+            raise
+        except (KeyError, ValueError, TypeError, TransportError) as error:
+            raise NotNowError(f"{peer_id} answered with an invalid table: {error}") from error
+        self._registry.entries.update({rank: entry for rank, entry in table.entries.items() if rank != self._rank})
+        return table
+
+    async def dial(self, table: SwarmTable) -> None:
+        """Connect to all members, and as far as possible to those who are about to join.
+
+        Raises:
+            OSError: if a member can't be reached.
+        """
+
+        async def one(rank: int) -> None:
+            entry = table.entries[rank]
+            try:
+                await self._connect(entry)
+            except (OSError, EOFError, TransportError, TimeoutError) as error:
+                if rank in table.members and not await self._called_back(table, rank):
+                    raise OSError(
+                        f"replica {self._rank} can't reach replica {rank} ({entry.address}), which is a member: "
+                        f"{str(error) or type(error).__name__}. If both are behind routers that let nothing in, a peer "
+                        "with a public address has to relay"
+                    ) from error
+
+        wanted = [rank for rank in table.entries if rank != self._rank and rank not in self._connections.connected]
+        for result in await asyncio.gather(*(one(rank) for rank in wanted), return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    def call_back(self, entry: Entry) -> None:
+        """Open a connection to a peer that can't open it itself."""
+
+        async def call() -> None:
+            with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
+                await self._connect(entry)
+
+        if entry.rank not in self._connections.connected:
+            self._calls.add(task := asyncio.ensure_future(call()))
+            task.add_done_callback(self._calls.discard)
+
+    async def _connect(self, entry: Entry) -> None:
+        self._streams.know(entry.address, entry.places)
+        await within(self._silence_s, self._connections.connect(entry.rank, PeerAddress(entry.address)))
+
+    async def _called_back(self, table: SwarmTable, rank: int) -> bool:
+        """Ask the other members to let this one open the connection; whether it did."""
+        question = {"kind": "introduce", "to": rank, "entry": self._registry.entries[self._rank].to_message()}
+        for other in table.members:
+            if other == rank:
+                continue
+            try:
+                await ask_peer(self._streams, table.entries[other].address, question)
+            except OSError:
+                continue
+            with contextlib.suppress(TimeoutError):
+                await within(self._silence_s, self._connected_to(rank))
+                return True
+        return False
+
+    async def _connected_to(self, rank: int) -> None:
+        while not self._connections.words(rank):  # its first message says that the connection stands there, too
+            self._connections.arrived.clear()
+            await self._connections.arrived.wait()
+
+
+class SwarmService:
+    """Answers questions of other peers. Made when the transport has begun.
+
+    Args:
+        transport: of this peer.
+        streams: of this peer.
+        registry: of all that are known.
+        swarm: its name.
+        founded_step: as in `SwarmTable`.
+        status: gives what people that look are told of this peer, as JSON.
+    """
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        streams: PeerStreams,
+        registry: Registry,
+        swarm: str,
+        founded_step: int,
+        status: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._transport = transport
+        self._connections = transport.connections
+        self._streams = streams
+        self._registry = registry
         self._swarm = swarm
         self._founded_step = founded_step
-        self._members = members
-        self._closed = closed
-        self._step = step
         self._status = status
-        connections.services["table"] = self._answer_table
-        connections.services["introduce"] = self._introduce
-        connections.services["status"] = self._answer_status
+        services = self._connections.services
+        services["table"], services["introduce"] = self._answer_table, self._introduce
+        services["status"] = self._answer_status
 
-    def table(self) -> SwarmTable:
-        """The members, and who is connected and wants to be one."""
-        members = self._members()
-        ranks = {*members, *(self._connections.connected & self._registry.entries.keys())}
-        entries = {rank: self._registry.entries[rank] for rank in sorted(ranks) if rank in self._registry.entries}
-        return SwarmTable(self._swarm, entries, members, self._step(), self._founded_step)
+    @property
+    def _members(self) -> tuple[int, ...]:
+        """Of the view; none while this peer is not a member itself."""
+        members = self._transport.view.members
+        return members if self._transport.replica in members else ()
 
-    def admits(self, entry: Entry) -> str:
-        """Why a peer can't take part; "" where it can."""
+    def _table(self) -> SwarmTable:
+        """The members, and those who are connected and want to join."""
+        members, entries = self._members, self._registry.entries
+        ranks = sorted({*members, *self._connections.connected} & entries.keys())
+        step = self._transport.step
+        return SwarmTable(self._swarm, {rank: entries[rank] for rank in ranks}, members, step, self._founded_step)
+
+    def _refusal(self, entry: Entry) -> str:
+        """Why a peer can't take part; "" if it can."""
         known = self._registry.entries.get(entry.rank)
-        if known is not None and known.address != entry.address and entry.rank in self._members():
-            return f"replica {entry.rank} is {known.address} already; another number would work"
-        return difference(self._mine, entry)
+        if known is not None and known.address != entry.address and entry.rank in self._members:
+            return f"replica {entry.rank} is {known.address} already; take another number"
+        return difference(self._registry.entries[self._transport.replica], entry)
 
     async def _answer_table(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         entry = Entry.from_message(message["entry"])
-        if entry.address != self._connections.streams.identity(writer):
+        if entry.address != self._streams.identity(writer):
             return
-        if closed := self._closed() or ("" if self._members() else "it is joining itself"):
+        if closed := self._transport.closed_to_joiners or ("" if self._members else "it is joining itself"):
             answer: dict[str, Any] = {"kind": "refused", "reason": closed, "for_good": False}
-        elif why := self.admits(entry):
+        elif why := self._refusal(entry):
             answer = {"kind": "refused", "reason": why, "for_good": True}
         else:
             self._registry.entries[entry.rank] = entry
-            answer = self.table().to_message()
+            answer = self._table().to_message()
         await _say(answer, reader, writer)
 
     async def _introduce(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Somebody can't open a connection to a member: ask the member to open one."""
+        """The asker can't open a connection to a member: ask the member to open one."""
         entry, to = Entry.from_message(message["entry"]), int(message["to"])
-        if entry.address == self._connections.streams.identity(writer) and to in self._members():
+        if entry.address == self._streams.identity(writer) and to in self._members:
             self._connections.send(to, {"kind": "introduce", "entry": entry.to_message()})
             await _say({"kind": "introduced"}, reader, writer)
 
     async def _answer_status(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Of this peer, or of another member that the asker can't reach and that this one is connected to."""
-        other, members = message.get("of"), self._members()
+        """Of this peer, or of another member, which the asker can't reach and this peer can."""
+        other, me = message.get("of"), self._transport.replica
         if other is None:
             answer = {"kind": "status", **self._status()}
-        elif any(self._registry.entries[rank].address == other for rank in members if rank != self._mine.rank):
+        elif any(self._registry.entries[rank].address == other for rank in self._members if rank != me):
             answer = await ask_peer(self._streams, str(other), {"kind": "status"})
         else:
             answer = {"kind": "refused", "reason": f"{str(other)[:80]} is no other member here", "for_good": False}
@@ -189,7 +289,7 @@ async def ask_peer(streams: PeerStreams, peer_id: str, question: Mapping[str, An
 
 
 async def _say(answer: Mapping[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer, and let the asker end the stream: the daemon drops what is not read yet when its own side ends it."""
+    """Answer, and let the asker end the stream: when one side ends it, the daemon drops what the other has not read."""
     writer.write(pack(answer))
     await writer.drain()
     await within(_ANSWER_S, reader.read(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.errors import RendezvousError
@@ -35,23 +34,25 @@ class Table:
 
 @dataclass(frozen=True)
 class Connected:
-    """A transport that stands.
+    """A transport that is connected to the others.
 
     Attributes:
         transport: ready for rounds, or, for a joiner, for `fetch` and then `join`.
         table: everybody's entries.
         joining: whether the run was going on already.
         swarm: name of the swarm, where it has one.
-        refresh: for a joiner: look who the members are by now, and connect to all of them.
-        finish: tell those who come later, or are not members now, that the run is over.
     """
 
     transport: PeerTransport
     table: Table
     joining: bool
     swarm: str = ""
-    refresh: Callable[[], None] = lambda: None
-    finish: Callable[[], None] = lambda: None
+
+    def refresh(self) -> None:
+        """For a joiner: look who the members are by now, and connect to all of them."""
+
+    def finish(self) -> None:
+        """Tell those who come later, or are not members now, that the run is over."""
 
     def already_running(self) -> RendezvousError:
         """For who came to begin a run, and finds one that is going on."""

@@ -21,7 +21,7 @@ from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.gloo_link import link_opener, make_device
-from diloco.transport.torch_distributed.reconnect import LookAgain, serve_lookers, tell_that_it_is_over
+from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_lookers
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
 from diloco.waiting import waiting_for
 
@@ -67,11 +67,14 @@ class TcpWire(Wire):
         host: address of this machine to listen at; "": the one that the way to the rendezvous begins at.
         ports: of the control connection: ``0`` for any, ``FIRST`` or ``FIRST-LAST``.
         interface: network interface of the payload connections; "": that of ``host``.
+        join_window_s: a rank that has lost its view and finds no member waits this long for others that look, too,
+            before one of them founds a view.
     """
 
     host: str = ""
     ports: str = "0"
     interface: str = ""
+    join_window_s: float = 3.0
 
 
 def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
@@ -115,15 +118,11 @@ def connect_again(
         host, transport.run_is_over = before.address.host, before.run_is_over
         transport.connections.listen(host, range(0), host)
         entry = Entry(place.rank, str(transport.address), wire.facts, before.step)
-        look = LookAgain(
-            transport=transport,
-            entry=entry,
-            looker=Looker(place.replica, before.step, last),
-            known=before.known_entries(),
-            elsewhere=place.rendezvous,
-            patience_s=patience_s,
-        )
-        return look.connect(link_opener(make_device(host, wire.interface), transport.mailbox))
+        entries = [entry, *before.known_entries()]
+        registry = Registry(len(entries), place.ranks_per_replica, entries)
+        me = Looker(place.replica, before.step, last)
+        search = Reconnection(transport, entry, me, registry, place.rendezvous, patience_s, wire.join_window_s)
+        return search.connect(link_opener(make_device(host, wire.interface), transport.mailbox))
     except BaseException:
         transport.close()
         raise
@@ -167,38 +166,22 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     registry = Registry(len(table.entries), size, list(table.entries.values()))
     with waiting_for(lambda: _named(table, _unreached(connections, table, place)), wire.rendezvous_timeout_s):
         reached = connections.call(_dial(connections, table, place, wire.rendezvous_timeout_s))
-    if table.running:
-        if not reached:
-            raise RendezvousError(
-                f"the run that {meeting} knows of is over: none of its replicas answers. Starting all of them again "
-                "would work. Nothing was started."
-            )
-        members = tuple(sorted({rank // size for rank in reached}))
-        serve(connections, registry)
-        serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
-        transport.begin(View(-1, members), registry, open_link, member=False)
-        look = LookAgain(
-            transport=transport,
-            entry=entry,
-            looker=Looker(place.replica, held_step),
-            known=tuple(table.entries.values()),
-            elsewhere=meeting,
-            patience_s=wire.rendezvous_timeout_s,
-        )
-    else:
+    if not table.running:
         with waiting_for(lambda: _named(table, _unreached(connections, table, place)), wire.rendezvous_timeout_s):
             connections.call(_arrived(connections, place, wire.rendezvous_timeout_s, table))
-        serve(connections, registry)
-        serve_lookers(transport, registry, lambda: Looker(place.replica, held_step))
-        transport.begin(View.of(place.num_replicas), registry, open_link, member=True)
-        return Connected(transport, table, False, finish=lambda: tell_that_it_is_over(transport))
-    return Connected(
-        transport,
-        table,
-        True,
-        refresh=lambda: look.dial_members(registry),
-        finish=lambda: tell_that_it_is_over(transport),
-    )
+    if table.running and not reached:
+        raise RendezvousError(
+            f"the run that {meeting} knows of is over: none of its replicas answers. Start all of them again. Nothing "
+            "was started."
+        )
+    members = sorted({rank // size for rank in reached})
+    view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
+    me = Looker(place.replica, held_step)
+    serve(connections, registry)
+    serve_lookers(transport, registry, me)
+    transport.begin(view, registry, open_link, member=not table.running)
+    search = Reconnection(transport, entry, me, registry, meeting, wire.rendezvous_timeout_s, wire.join_window_s)
+    return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
 
 
 async def _dial(connections: ConnectionManager, table: Table, place: Place, timeout_s: float) -> set[int]:

@@ -1,10 +1,10 @@
-"""Ranks that have lost their view find each other again, or those who went on, over the addresses that they know."""
+"""Ranks that have lost their view find each other again, or those who went on, at the addresses that they know."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,38 +14,37 @@ from diloco.membership.view import View
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
 from diloco.transport.peers.connected import Connected, Table
-from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.data_link import OpenLink
+from diloco.transport.peers.frames import pack
 from diloco.transport.peers.streams import within
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.torch_distributed.rendezvous import serve
+from diloco.transport.torch_distributed.rendezvous import question, serve
 from diloco.waiting import waiting_for
 
-__all__ = ["LookAgain", "serve_lookers", "tell_that_it_is_over"]
+__all__ = ["Reconnection", "TorchConnected", "serve_lookers"]
 
 _ANSWER_S = 5.0
 _OVER_S = 2.0
 _LOOK_AGAIN_S = 0.5
-_WINDOW_S = 3.0
+_CLOSED = "it is coming back itself"
 
 
-def serve_lookers(transport: PeerTransport, registry: Registry, looker: Callable[[], Looker]) -> None:
+def serve_lookers(transport: PeerTransport, registry: Registry, me: Looker) -> None:
     """Answer those who have lost their view: with the members, as one of them, or as one that looks itself.
 
     Args:
         transport: of this rank.
         registry: of all that are known; gets those who ask.
-        looker: what this rank says as one that looks.
+        me: what this rank says as one that looks.
     """
 
     async def answer(
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         entry = Entry.from_message(message["entry"])
-        last = transport.last_view
-        if last is None or transport.failure is not None:
-            mine = looker()
-            view = [] if mine.last is None else [mine.last.id, *mine.last.members]
-            said: dict[str, Any] = {"kind": "looking", "number": mine.number, "held_step": mine.held_step, "last": view}
+        if transport.last_view is None or transport.failure is not None:
+            view = [] if me.last is None else [me.last.id, *me.last.members]
+            said: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step, "last": view}
         else:
             try:
                 registry.register(entry)
@@ -57,175 +56,172 @@ def serve_lookers(transport: PeerTransport, registry: Registry, looker: Callable
         writer.write(pack(said))
         await writer.drain()
 
-    async def hear_that_it_is_over(
+    async def note_that_it_is_over(
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         transport.run_is_over = True
 
     transport.connections.services["look"] = answer
-    transport.connections.services["over"] = hear_that_it_is_over
-
-
-def tell_that_it_is_over(transport: PeerTransport) -> None:
-    """All steps are done: tell those who have been members and are none now, wherever they listen."""
-    size, members = transport.rules.ranks_per_replica, transport.view.members
-    absent = [entry for entry in transport.known_entries() if entry.rank // size not in members]
-
-    async def tell(address: Address) -> None:
-        with contextlib.suppress(OSError, TimeoutError):
-            _, writer = await within(_OVER_S, asyncio.open_connection(address.host, address.port))
-            writer.write(pack({"kind": "over"}))
-            await within(_OVER_S, writer.drain())
-            writer.close()
-
-    async def tell_all() -> None:
-        await asyncio.gather(*(tell(parse_address(entry.address)) for entry in absent))
-
-    transport.connections.call(tell_all())
+    transport.connections.services["over"] = note_that_it_is_over
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookAgain:
-    """What a rank goes by that has lost its view.
+class TorchConnected(Connected):
+    """Connected over torch.distributed.
 
     Attributes:
-        transport: a new one, that listens where the one before did.
-        entry: its own.
-        looker: what it says of itself.
-        known: entries of the others, as they were last.
-        elsewhere: another address at which somebody may know more.
-        patience_s: so long it looks.
+        reconnection: finds the members by now.
     """
 
-    transport: PeerTransport
-    entry: Entry
-    looker: Looker
-    known: Sequence[Entry]
-    elsewhere: Address | None
-    patience_s: float
+    reconnection: Reconnection
 
-    def connect(self, open_link: Any) -> Connected:
+    def refresh(self) -> None:
+        self.transport.connections.call(self.reconnection.connect_to_members())
+
+    def finish(self) -> None:
+        """Tell all that have been members and are not now, where they listen, that all steps are done."""
+        transport = self.transport
+        size, members = transport.rules.ranks_per_replica, transport.view.members
+        absent = [entry for entry in transport.known_entries() if entry.rank // size not in members]
+
+        async def tell(address: Address) -> None:
+            with contextlib.suppress(OSError, TimeoutError):
+                _, writer = await within(_OVER_S, asyncio.open_connection(address.host, address.port))
+                writer.write(pack({"kind": "over"}))
+                await within(_OVER_S, writer.drain())
+                writer.close()
+
+        async def tell_all() -> None:
+            await asyncio.gather(*(tell(parse_address(entry.address)) for entry in absent))
+
+        transport.connections.call(tell_all())
+
+
+class Reconnection:
+    """The search of a rank for its view.
+
+    Args:
+        transport: a new one, which listens where the one before did.
+        entry: its own.
+        me: what it says of itself.
+        registry: of all that are known, its own entry included.
+        elsewhere: another address at which somebody may know more.
+        patience_s: how long it looks.
+        window_s: how long it waits for others that look, too, before one of them founds a view.
+    """
+
+    def __init__(
+        self,
+        transport: PeerTransport,
+        entry: Entry,
+        me: Looker,
+        registry: Registry,
+        elsewhere: Address | None,
+        patience_s: float,
+        window_s: float,
+    ) -> None:
+        self._transport = transport
+        self._connections = transport.connections
+        self._entry = entry
+        self._me = me
+        self._elsewhere = elsewhere
+        self._patience_s = patience_s
+        self._window_s = window_s
+        self._looking: list[Looker] = []
+        self._registry = registry
+
+    def connect(self, open_link: OpenLink) -> Connected:
         """Find the members and connect to all of them, or found a view for those who look, too.
-
-        Args:
-            open_link: makes payload connections.
 
         Raises:
             RendezvousError: if neither is possible in time.
         """
-        transport, connections = self.transport, self.transport.connections
-        entries = [self.entry, *(each for each in self.known if each.rank != self.entry.rank)]
-        registry = Registry(len(entries), transport.rules.ranks_per_replica, entries)
-        serve_lookers(transport, registry, lambda: self.looker)
-        there: set[int] = set()
-        with waiting_for(lambda: self._whom(there), self.patience_s):
-            found = connections.call(self._find(registry, there))
-        serve(connections, registry)
-        if isinstance(found, View):
-            transport.step = self.looker.held_step  # what those who join are told
-            transport.begin(found, registry, open_link, member=True, closed="it is coming back itself")
-            return Connected(
-                transport, Table(dict(registry.entries), False), False, finish=lambda: tell_that_it_is_over(transport)
-            )
-        members, step = found
-        transport.begin(View(-1, members), registry, open_link, member=False, closed="it is coming back itself")
+        transport, registry = self._transport, self._registry
+        serve_lookers(transport, registry, self._me)
+        with waiting_for(self._whom, self._patience_s):
+            view, step = self._connections.call(self._find())
+        serve(self._connections, registry)
+        founds = step is None
+        if founds:
+            transport.step = self._me.held_step  # which those who join are told
+        transport.begin(view, registry, open_link, member=founds, closed=_CLOSED)
+        table = Table(dict(registry.entries), not founds, step or 0)
+        return TorchConnected(transport=transport, table=table, joining=not founds, reconnection=self)
 
-        return Connected(
-            transport,
-            Table(dict(registry.entries), True, step),
-            True,
-            refresh=lambda: self.dial_members(registry),
-            finish=lambda: tell_that_it_is_over(transport),
-        )
+    def _whom(self) -> str:
+        members = () if self._me.last is None else self._me.last.members
+        others = ", ".join(str(each) for each in members if each != self._me.number)
+        return f"enough of replicas {others} to go on with ({len(self._looking)} of them looking, too)"
 
-    def dial_members(self, registry: Registry) -> None:
-        """For one that asks to join: ask who the members are by now, and connect to those that have come since."""
-        self.transport.connections.call(self._members(registry))
-
-    def _whom(self, there: set[int]) -> str:
-        members = () if self.looker.last is None else self.looker.last.members
-        others = ", ".join(str(each) for each in members if each != self.looker.number)
-        return f"enough of replicas {others} to go on with ({len(there)} of them looking, too)"
-
-    async def _find(self, registry: Registry, there: set[int]) -> tuple[tuple[int, ...], int] | View:
-        """Members that are connected now and the step they are at, or the view to found."""
+    async def _find(self) -> tuple[View, int | None]:
+        """The view of the members, who are connected now, and their step; or the view to found, and None."""
         clock = asyncio.get_running_loop()
-        founding = Founding(me=self.looker, alone=False, window_s=_WINDOW_S, policy=self.transport.policies.quorum)
+        policy = self._transport.policies.quorum
+        founding = Founding(me=self._me, alone=False, window_s=self._window_s, policy=policy)
         began_s = clock.time()
         while True:
             asked_s = clock.time()
-            answers = await self._answers(registry)
-            lookers = [_looker_of(each) for each in answers if each["kind"] == "looking"]
-            there.clear()
-            there.update(each.number for each in lookers)
-            for answer in (each for each in answers if each["kind"] == "members"):
-                if members := await self._dialled(answer, registry):
-                    return members, int(answer["step"])
-            running = any(each["kind"] == "members" for each in answers)
-            if self.transport.run_is_over and not running:
+            answers = await self._answers()
+            self._looking = [_looker_of(each) for each in answers if each["kind"] == "looking"]
+            running = [each for each in answers if each["kind"] == "members"]
+            for answer in running:
+                if members := await self._connected_members(answer):
+                    return View(-1, members), int(answer["step"])
+            if self._transport.run_is_over and not running:
                 raise RunOverError("the others have finished the run, and nobody of it is left to join.")
-            if not running and (view := founding.founds(lookers, asked_s - began_s)):
-                return view
+            if not running and (view := founding.founds(self._looking, asked_s - began_s)):
+                return view, None
             if refused := next((each["reason"] for each in answers if each["kind"] == "refused"), ""):
                 raise RendezvousError(str(refused))
-            if clock.time() - began_s > self.patience_s:
+            if clock.time() - began_s > self._patience_s:
                 raise RendezvousError(
-                    f"replica {self.looker.number} has looked for the others for {self.patience_s:g} s, as long as it "
-                    f"was to, and found {len(lookers)} that look, too. Its state is saved."
+                    f"replica {self._me.number} has looked for the others for {self._patience_s:g} s, the longest it "
+                    f"may, and found {len(self._looking)} that look, too. Its state is saved."
                 )
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _answers(self, registry: Registry) -> list[dict[str, Any]]:
-        places = dict.fromkeys(
-            str(entry.address) for rank, entry in registry.entries.items() if rank != self.entry.rank
-        )
-        if self.elsewhere is not None and str(self.elsewhere) != self.entry.address:
-            places[str(self.elsewhere)] = None
+    async def connect_to_members(self) -> None:
+        """Look who the members are by now, and connect to all of them."""
+        for answer in await self._answers():
+            if answer["kind"] == "members" and await self._connected_members(answer):
+                return
+
+    async def _answers(self) -> list[dict[str, Any]]:
+        entries = self._registry.entries
+        places = dict.fromkeys(str(entry.address) for rank, entry in entries.items() if rank != self._entry.rank)
+        if self._elsewhere is not None and str(self._elsewhere) != self._entry.address:
+            places[str(self._elsewhere)] = None
         answers = await asyncio.gather(*(self._ask(parse_address(place)) for place in places))
         return [each for each in answers if each is not None]
 
     async def _ask(self, address: Address) -> dict[str, Any] | None:
-        async def ask() -> dict[str, Any]:
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            try:
-                writer.write(pack({"kind": "look", "entry": self.entry.to_message()}))
-                answer, _ = await read_frame(reader)
-                return answer
-            finally:
-                writer.close()
-
+        asked = {"kind": "look", "entry": self._entry.to_message()}
         try:
-            answer = await within(_ANSWER_S, ask())
+            answer = await within(_ANSWER_S, question(address, asked))
             if answer["kind"] == "looking":
                 _looker_of(answer)
             return answer if answer["kind"] in ("members", "looking", "refused") else None
         except (OSError, EOFError, TimeoutError, TransportError, ConfigurationError, KeyError, ValueError, TypeError):
-            return None  # it has ended, can't be reached, or is no diloco
+            return None  # it has ended, can't be reached, or is another program
 
-    async def _members(self, registry: Registry) -> None:
-        for answer in await self._answers(registry):
-            if answer["kind"] == "members" and await self._dialled(answer, registry):
-                return
-
-    async def _dialled(self, answer: Mapping[str, Any], registry: Registry) -> tuple[int, ...]:
+    async def _connected_members(self, answer: Mapping[str, Any]) -> tuple[int, ...]:
         """The members that an answer names, once all of them are connected; () if one can't be."""
-        connections, size = self.transport.connections, self.transport.rules.ranks_per_replica
+        size = self._transport.rules.ranks_per_replica
         try:
             entries = {entry.rank: entry for entry in map(Entry.from_message, answer["entries"])}
             members = tuple(sorted(int(each) for each in answer["members"]))
             ranks = [rank for member in members for rank in range(member * size, (member + 1) * size)]
-            places = {rank: parse_address(entries[rank].address) for rank in ranks if rank != self.entry.rank}
+            places = {rank: parse_address(entries[rank].address) for rank in ranks if rank != self._entry.rank}
         except (KeyError, ValueError, TypeError):
             return ()
-        mine = {self.entry.rank: self.entry}
-        registry.entries.update(entries | mine)
+        self._registry.entries.update(entries | {self._entry.rank: self._entry})
         try:
             for rank, address in places.items():
-                if rank not in connections.connected:
-                    await within(_ANSWER_S, connections.connect(rank, address))
+                if rank not in self._connections.connected:
+                    await within(_ANSWER_S, self._connections.connect(rank, address))
         except (OSError, EOFError, TimeoutError, TransportError):
             return ()
-        return tuple(member for member in members if member != self.looker.number)
+        return tuple(member for member in members if member != self._me.number)
 
 
 def _looker_of(answer: Mapping[str, Any]) -> Looker:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +23,7 @@ from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.streams import within
 from diloco.waiting import waiting_for
 
-__all__ = ["ask", "exchange_word", "greet", "said", "serve"]
-
+__all__ = ["ask", "exchange_word", "greet", "question", "said", "serve"]
 
 _LONGEST_S = 30 * 86_400.0
 _ANSWER_S = 5.0
@@ -169,16 +169,18 @@ async def greet(address: Address, timeout_s: float) -> None:
         TimeoutError: if it says nothing.
         OSError, EOFError: if nobody listens, or it hangs up.
     """
+    await within(timeout_s, question(address, {"kind": "who"}))
 
-    async def ask_who() -> None:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        try:
-            writer.write(pack({"kind": "who"}))
-            await read_frame(reader)
-        finally:
-            writer.close()
 
-    await within(timeout_s, ask_who())
+async def question(address: Address, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to ``message`` of whoever listens at ``address``, over a connection of its own; raises as `greet`."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        writer.write(pack(message))
+        answer, _ = await read_frame(reader)
+        return answer
+    finally:
+        writer.close()
 
 
 async def _register(address: Address, entry: Entry, patience_s: float, missing: list[str]) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""Where a peer is, whom it knows, and which run it takes part in. Values only."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco.membership.view import View
+
+__all__ = ["PROOF_BYTES", "Admission", "NodePlace", "SwarmPlace", "same_port"]
+
+PROOF_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who may talk to a peer; checked before anything else of a stream is read.
+
+    libp2p proves who is at the other end of a stream, and encrypts it. A proof is bound to both ends, so it is of no
+    use to anybody else who sees it.
+
+    Attributes:
+        run: name of the run; peers of another one are turned away.
+        secret: shared by all peers of the run; "": the run's name is enough.
+        allowed: peers that may come; empty: all that have the secret.
+    """
+
+    run: str
+    secret: str = ""
+    allowed: frozenset[str] = frozenset()
+
+    def proof(self, prover: str, verifier: str) -> bytes:
+        """What ``prover`` says to ``verifier``, both peer identities: ``(32,)`` bytes.
+
+        >>> Admission("r", "s").proof("a", "b") == Admission("r", "t").proof("a", "b")
+        False
+        """
+        key = hashlib.sha256(f"diloco\0{self.run}\0{self.secret}".encode()).digest()
+        return hmac.digest(key, f"{prover}\0{verifier}".encode(), "sha256")
+
+    def admits(self, peer: str) -> bool:
+        """Whether ``peer`` is on the list, if there is one."""
+        return not self.allowed or peer in self.allowed
+
+    def accepts(self, proof: bytes, prover: str, verifier: str) -> bool:
+        """Whether ``proof`` is right."""
+        return hmac.compare_digest(proof, self.proof(prover, verifier))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """Where a peer is, and whom it knows.
+
+    Attributes:
+        join: multiaddresses of peers, each with its ``/p2p/`` identity; empty for the first one.
+        listen: multiaddresses to listen at; empty: none, as behind a router that lets nothing in.
+        announce: multiaddresses to tell others instead.
+        map_ports: ask the router to let others in (UPnP).
+        relay: be reached through others where nothing else works, and carry the streams of others.
+        insists: whether one of ``join`` must answer at the start; else `Node.enter` tries again later.
+    """
+
+    join: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    map_ports: bool = True
+    relay: bool = True
+    insists: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmPlace:
+    """Which peer this is, and which run it wants to take part in.
+
+    Attributes:
+        identity: file of its private key.
+        admission: the run's name, and who may take part in it.
+        node: where this peer is, and whom it knows.
+        replica: its number; None: one that follows from its identity.
+        swarm: the swarm that it was a member of before; "": none.
+        last: the newest view of that swarm that it was a member of, or had agreed to be; None for a new process.
+        patience_s: how long it looks for the others; None: as long as a wire's ``rendezvous_timeout_s``.
+        held_swarm: the swarm in which it reached the newest step that it could resume from; "": unknown.
+        join_window_s: a peer that finds no member waits this long for others that look, too, before one founds a swarm.
+        status: gives what people that look are told of this peer, as JSON.
+        closed: why nobody can join at first; "": all can.
+    """
+
+    identity: Path
+    admission: Admission
+    node: NodePlace = field(default_factory=NodePlace)
+    replica: int | None = None
+    swarm: str = ""
+    last: View | None = None
+    patience_s: float | None = None
+    held_swarm: str = ""
+    join_window_s: float = 3.0
+    status: Callable[[], Mapping[str, Any]] = dict
+    closed: str = ""
+
+
+def same_port(listen: tuple[str, ...], listened: tuple[str, ...]) -> tuple[str, ...]:
+    """Where to listen so that others find this peer where it was: "any port" becomes the one that it had.
+
+    >>> same_port(("/ip4/0.0.0.0/tcp/0",), ("/ip4/10.0.0.7/tcp/31330/p2p/Qm", "/ip4/127.0.0.1/tcp/31330/p2p/Qm"))
+    ('/ip4/0.0.0.0/tcp/31330',)
+    """
+    own = [found[1] for each in listened if "/p2p-circuit" not in each and (found := re.search(r"/tcp/(\d+)", each))]
+    return tuple(re.sub(r"/tcp/0\b", f"/tcp/{own[-1]}", each) for each in listen) if own else listen
