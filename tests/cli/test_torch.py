@@ -98,7 +98,8 @@ def test_settings_that_differ_are_refused_by_both_in_one_sentence(replicas: Repl
 
 
 def test_a_signal_to_one_stops_all_at_one_step_and_saves(replicas: Replicas) -> None:
-    command = replicas.together("--steps 100000")
+    """All ranks of both replicas are started by one command, which passes the signal on."""
+    command = replicas.together("--steps 100000 --replica-size 2 --train.parallelism ddp")
     metrics = replicas.out / "metrics.jsonl"
     command.until(lambda: metrics.exists() and '"RoundCommitted"' in metrics.read_text(), "a round")
     os.kill(command.pid, signal.SIGINT)
