@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.rival import time_rival
 from benchmarks.gpu.sessions import Measured, free, make_session, time_session
 from benchmarks.gpu.sizes import Job, Sizes
+from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.model.transformer import build_model
-from diloco.train.speed import Speed, known_peak_flops_per_s
 
 __all__ = ["measure_training"]
 
@@ -57,7 +57,10 @@ def measure_training(
                 steps=sizes.steps,
                 compiled=compiled,
             )
-    speed = _speed(job, sizes.precision, device, peak_flops_per_s)
+    tokens = job.batch_size * job.sequence_length
+    flops = tokens * build_model(job.model, seed=0, device="meta").flops_per_token(job.sequence_length)
+    if peak_flops_per_s is None and device.type == "cuda":  # both sides by one count of operations, and one peak
+        peak_flops_per_s = known_peak_flops_per_s(torch.cuda.get_device_name(device), sizes.precision)
     rows = []
     for name, measure in ways.items():
         if only not in name:
@@ -66,8 +69,8 @@ def measure_training(
         try:
             measured = measure()
             row |= asdict(measured)
-            row["tokens_per_s"] = speed.tokens_per_step / measured.step_s
-            row["model_flops_utilization"] = speed.utilization(measured.step_s)
+            row["tokens_per_s"] = tokens / measured.step_s
+            row["model_flops_utilization"] = flops_utilization(flops, measured.step_s, peak_flops_per_s)
         except (ImportError, torch.OutOfMemoryError) as error:
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         rows.append(row)
@@ -79,11 +82,3 @@ def measure_training(
 def _ours(job: Job, sizes: Sizes, device: torch.device, changes: Mapping[str, Any]) -> Measured:
     session = make_session(job, device, sizes.precision, train=changes)
     return time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps)
-
-
-def _speed(job: Job, precision: str, device: torch.device, peak_flops_per_s: float | None) -> Speed:
-    """Both sides by one count of operations, and one peak."""
-    if peak_flops_per_s is None and device.type == "cuda":
-        peak_flops_per_s = known_peak_flops_per_s(torch.cuda.get_device_name(device), precision)
-    flops = build_model(job.model, seed=0, device="meta").flops_per_token(job.sequence_length)
-    return Speed(flops, job.batch_size * job.sequence_length, peak_flops_per_s)

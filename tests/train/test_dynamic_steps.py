@@ -124,8 +124,8 @@ def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path) -> None:
     assert {result.pace for result in results} == {0.25}
     assert session.totals.steps == 12
     whole = session_of(data)
-    rates = [whole.step().inner[0].learning_rate for _ in range(12)]
-    assert [r.inner[0].learning_rate for r in results if r.trained] == [rates[t] for t in range(12) if trained[t]]
+    rates = [whole.step().learning_rate for _ in range(12)]
+    assert [r.learning_rate for r in results if r.trained] == [rates[t] for t in range(12) if trained[t]]
     assert session.replicas[0].sampler.state_dict() == whole.replicas[0].sampler.state_dict()
     sent = [(event.fragment, event.outer_step, event.weight) for event in events if isinstance(event, RoundSent)]
     assert sent[0] == (0, 0, 0.5), "steps 1 and 4 of 4"

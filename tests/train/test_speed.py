@@ -8,11 +8,10 @@ import torch
 from torch.nn import functional as F
 
 from diloco.data.tokenizer import ByteTokenizer
-from diloco.devices import to_device
+from diloco.devices import flops_utilization, known_peak_flops_per_s, to_device
 from diloco.model.language_model import document_numbers
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
-from diloco.train.speed import Speed, known_peak_flops_per_s
 from diloco.trained import evaluate as evaluation
 
 CPU = torch.device("cpu")
@@ -48,9 +47,9 @@ def test_float32_has_its_own_peaks() -> None:
 
 
 def test_without_a_peak_or_time_there_is_no_utilization() -> None:
-    assert Speed(1e9, 10, None).utilization(1.0) is None
-    assert Speed(1e9, 10, 1e12).utilization(0.0) is None
-    assert Speed(1e9, 10, 1e12).utilization(0.5, steps=4) == pytest.approx(0.08)
+    assert flops_utilization(1e10, 1.0, None) is None
+    assert flops_utilization(1e10, 0.0, 1e12) is None
+    assert flops_utilization(4e10, 0.5, 1e12) == pytest.approx(0.08)
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:

@@ -6,30 +6,11 @@ sequences of that step are trained by nobody in this epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
-
 from diloco.algorithm.pace import StepRate, steps_to_train, trains_at
 from diloco.membership.view import View
+from diloco.train.fleet.peer_fleet import PeerFleet
 
-__all__ = ["DynamicSteps", "Others"]
-
-
-class Others(Protocol):
-    """A replica's way to tell the others how fast it is, and to hear how fast they are."""
-
-    @property
-    def view(self) -> View:
-        """Who takes part."""
-
-    def tell_speed(self, steps_per_s: float) -> None:
-        """Let the other members know this replica's own speed."""
-
-    def speeds(self) -> Mapping[int, float]:
-        """Replica -> inner steps per second, of the members that are known."""
-
-    def note(self, **seen: Any) -> None:
-        """Tell what people that look shall see of this replica."""
+__all__ = ["DynamicSteps"]
 
 
 class DynamicSteps:
@@ -41,7 +22,7 @@ class DynamicSteps:
         others: the way to them.
     """
 
-    def __init__(self, replica: int, inner_steps: int, others: Others) -> None:
+    def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
         self._replica = replica
         self._inner_steps = inner_steps
         self._others = others

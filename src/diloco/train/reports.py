@@ -44,7 +44,7 @@ def _kernels(session: Session) -> dict[str, str]:
 
 
 def _device(session: Session) -> str:
-    peak = session.speed.peak_flops_per_s
+    peak = session.peak_flops_per_s
     of = f", {format_count(peak)} operations/s at most" if peak is not None else ""
     threads, cores = torch.get_num_threads(), usable_cores()
     shared = "" if threads == cores else f" on {cores} cores"
@@ -180,7 +180,7 @@ def run_summary(
         "compute_utilization": session.compute_utilization(),
         "wall_s": session.totals.wall_s,
         "tokens_per_s": session.tokens / spent_s if spent_s else None,
-        "model_flops_utilization": session.speed.utilization(spent_s, steps) if session.pace is None else None,
+        "model_flops_utilization": session.flops_utilization(spent_s, steps) if session.pace is None else None,
         "rounds_committed": first.rounds_committed if first else 0,
         "rounds_void": first.rounds_void if first else 0,
         "global_params_digest": session.global_digest(),

@@ -24,12 +24,12 @@ from diloco.events import (
     RunFinished,
     RunStarted,
     Sink,
-    StepFinished,
 )
 from diloco.model.build import check_vocabulary, with_vocabulary
 from diloco.train.beginning import find_beginning
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
+from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet.base import Fleet, InProcessFleet
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.handshake import handshake_facts
@@ -88,6 +88,8 @@ def run_training(
     session: Session | None = None
     try:
         session = Session(settings, corpus, fleet, device, sink.handle, initial, stored_definition(settings))
+        if peers and settings.swarm.dynamic_steps:
+            session.pace = DynamicSteps(session.replicas[0].number, settings.schedule.inner_steps, peers)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, peers, home, sink.handle)
         if resumed_from is None or not (folder / "config.toml").exists():
@@ -122,7 +124,6 @@ class _Run:
         self.folder = folder
         self.home = home
         self.resumed_from = resumed_from
-        self.speed = session.speed
         self.saved_at = self.step if resumed_from else -1
         self.wall_before_s, self.started_s = session.totals.wall_s, time.perf_counter()
 
@@ -197,31 +198,12 @@ class _Run:
         return agreed is not None
 
     def _train_step(self) -> None:
-        started_s = time.perf_counter()
         epochs = self._epochs()
-        result = self.session.step()
-        sent_bytes, received_bytes = self.session.traffic()
-        inner, step_s = result.inner, time.perf_counter() - started_s
-        if result.trained:
+        done = self.session.step()
+        if self.peers and done.trained:
             mine = self.settings.train.batch_size * self.settings.train.sequence_length
-            self.session.fleet.note(loss=result.loss, tokens_per_s=mine / max(1e-9, step_s))
-        self.emit(
-            StepFinished(
-                step=self.step,
-                loss=result.loss,
-                learning_rate=inner[0].learning_rate,
-                gradient_norm=sum(step.gradient_norm for step in inner) / len(inner),
-                tokens=self.session.tokens,
-                step_s=step_s,
-                sent_bytes=sent_bytes,
-                received_bytes=received_bytes,
-                compute_utilization=self.session.compute_utilization(),
-                skipped_replicas=sum(step.skipped for step in inner) if result.trained else 0,
-                trained=result.trained,
-                pace=result.pace,
-                model_flops_utilization=self.speed.utilization(step_s) if result.trained else None,
-            )
-        )
+            self.peers.note(loss=done.loss, tokens_per_s=mine / max(1e-9, done.step_s))
+        self.emit(done)
         for name, epoch in self._epochs().items():
             if epoch > epochs.get(name, epoch) and self.session.fleet.leads:
                 source = f"source {name!r}" if name else "the data"
@@ -245,8 +227,8 @@ class _Run:
                 parameters=session.num_parameters,
                 tokens_per_step=session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
-                flops_per_token=self.speed.flops_per_token,
-                peak_flops_per_s=self.speed.peak_flops_per_s,
+                flops_per_token=session.flops_per_token,
+                peak_flops_per_s=session.peak_flops_per_s,
                 facts=run_facts(session, self.folder),
             )
         )

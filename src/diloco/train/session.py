@@ -1,4 +1,4 @@
-"""The replicas of this process and one training step of all of them."""
+"""The replicas of this process, and one training step of all of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from diloco.algorithm.digest import digest_tensors
 from diloco.checkpoint.parts import Whole
 from diloco.data.corpus import Corpus
-from diloco.events import Event
+from diloco.devices import flops_utilization, known_peak_flops_per_s
+from diloco.events import Event, StepFinished
 from diloco.model.language_model import LanguageModel
 from diloco.outer.diloco import DiLoCo
 from diloco.train.components import make_schedule
@@ -23,26 +25,8 @@ from diloco.train.fleet.base import Fleet
 from diloco.train.inner import InnerStep
 from diloco.train.local_replica import Replica, make_diloco, make_replica
 from diloco.train.settings import RunSettings
-from diloco.train.speed import Speed, known_peak_flops_per_s
 
-__all__ = ["Session", "StepResult", "Totals"]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One step of all replicas.
-
-    Attributes:
-        loss: mean over them.
-        inner: what each inner step did.
-        trained: False where the step was left out; the others are then of the last one that was not.
-        pace: fraction of the scheduled steps that are trained now.
-    """
-
-    loss: float
-    inner: tuple[InnerStep, ...]
-    trained: bool = True
-    pace: float = 1.0
+__all__ = ["Session", "Totals"]
 
 
 @dataclass
@@ -58,7 +42,7 @@ class Totals:
 
 
 class Session:
-    """All replicas of this process, in turns: every step begins on all of them before it is finished on any.
+    """All replicas of this process, in turns: a step begins on all of them before it is finished on any.
 
     Args:
         settings: resolved.
@@ -68,6 +52,9 @@ class Session:
         on_event: called with the replicas' events.
         initial: parameter name -> value to begin from; None: the weights of the model's source, or fresh ones.
         definition: of a model whose source may be gone, as `diloco.model.build.build_language_model` takes it.
+
+    Attributes:
+        pace: which scheduled steps this replica trains; None: all of them.
     """
 
     def __init__(
@@ -91,9 +78,8 @@ class Session:
             make_replica(settings, corpus, fleet, device, number, initial, definition) for number in fleet.local
         ]
         self.pace: DynamicSteps | None = None
-        if settings.swarm.dynamic_steps:
-            self.pace = DynamicSteps(fleet.local[0], settings.schedule.inner_steps, fleet)
-        self._last: StepResult | None = None
+        self._loss = 0.0
+        self._inner: tuple[InnerStep, ...] = ()  # of the last step that was trained
         self._begin_diloco_if_due()
 
     @property
@@ -106,43 +92,53 @@ class Session:
         """All is in place here: let others join, unless the replicas average gradients at every step."""
         self.fleet.close_to_joiners("the replicas average gradients at every step" if self.averages_gradients else "")
 
-    def step(self) -> StepResult:
+    def step(self) -> StepFinished:
         """One scheduled inner step of every replica, and the synchronisation that is due after it.
 
-        One that is left out for being slow (see `DynamicSteps`) is not trained, and only advances the schedule.
+        A step that is left out for being slow (see `DynamicSteps`) is not trained, and only advances the schedule.
+        Losses and norms are then those of the last one that was.
         """
         started_s = time.perf_counter()
         step, pace = self.totals.steps, None if self.averages_gradients else self.pace
         for assignment in self.fleet.take_assignments():
             self.replicas[0].sampler.assign(assignment)
-        if pace is None or self._last is None or pace.trains(step):
-            result, averaging_s = self._train(step)
+        trained, averaging_s = pace is None or not self._inner or pace.trains(step), 0.0
+        if trained:
+            averaging_s = self._train(step)
         else:
             for replica in self.replicas:
                 replica.sampler.skip_batch()
-            result, averaging_s = replace(self._last, trained=False), 0.0
         self.totals.steps += 1
-        self.totals.sequences += self._sequences_of(step, pace)
+        members = pace.members_training(step) if pace else self.fleet.num_members
+        self.totals.sequences += members * self.settings.train.batch_size
         stepped_s = time.perf_counter()
-        for replica, done in zip(self.replicas, result.inner, strict=True):
-            if replica.diloco:
-                with replica.random_state.active():
-                    replica.diloco.begin(1.0 if result.trained and not done.skipped else 0.0)
-        for replica in self.replicas:
-            if replica.diloco:
-                replica.diloco.finish()
+        self._synchronise(trained=trained)
         finished_s = time.perf_counter()
         self._begin_diloco_if_due()
         compute_s = stepped_s - started_s - averaging_s
         self.totals.compute_s += compute_s
         self.totals.exchange_s += averaging_s + finished_s - stepped_s
         if pace is not None:
-            if result.trained:
+            if trained:
                 pace.trained(compute_s)
             pace.tell(self.totals.steps)
-            result = replace(result, pace=pace.fraction)
-        self._last = result
-        return result
+        sent_bytes, received_bytes = self.traffic()
+        step_s = time.perf_counter() - started_s
+        return StepFinished(
+            step=self.totals.steps,
+            loss=self._loss,
+            learning_rate=self._inner[0].learning_rate,
+            gradient_norm=sum(done.gradient_norm for done in self._inner) / len(self._inner),
+            tokens=self.tokens,
+            step_s=step_s,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            compute_utilization=self.compute_utilization(),
+            skipped_replicas=sum(done.skipped for done in self._inner) if trained else 0,
+            trained=trained,
+            pace=pace.fraction if pace else 1.0,
+            model_flops_utilization=self.flops_utilization(step_s) if trained else None,
+        )
 
     @property
     def sequences_per_step(self) -> int:
@@ -154,26 +150,29 @@ class Session:
         """Seen so far, all replicas together."""
         return self.totals.sequences * self.settings.train.sequence_length
 
-    @property
-    def speed(self) -> Speed:
-        """What a step computes on this process's device, and what that could do."""
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Operations of training on one token, of the model; what is computed again does not count."""
+        return self.replicas[0].model.flops_per_token(self.settings.train.sequence_length)
+
+    @cached_property
+    def peak_flops_per_s(self) -> float | None:
+        """What this process's device can do at most; None where that is not known."""
         train = self.settings.train
-        peak = train.peak_flops_per_s
-        if peak is None and self.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.device)
-            peak = known_peak_flops_per_s(name, train.precision, train.matmul_precision)
+        if train.peak_flops_per_s is not None or self.device.type != "cuda":
+            return train.peak_flops_per_s
+        return known_peak_flops_per_s(torch.cuda.get_device_name(self.device), train.precision, train.matmul_precision)
+
+    def flops_utilization(self, seconds: float, steps: int = 1) -> float | None:
+        """Model flops utilisation of this process's device over so many steps; None without a known peak."""
+        train = self.settings.train
         tokens = len(self.replicas) * train.batch_size * train.sequence_length // self.fleet.group.size
-        return Speed(self.replicas[0].model.flops_per_token(train.sequence_length), tokens, peak)
+        return flops_utilization(self.flops_per_token * tokens * steps, seconds, self.peak_flops_per_s)
 
     @property
     def num_parameters(self) -> int:
         """Of the model."""
         return self.replicas[0].model.num_parameters()
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether all replicas train here."""
-        return self.fleet.in_one_process
 
     def begin_diloco(self, replica: Replica) -> DiLoCo:
         """The outer loop of a replica; one made now has what the replica holds as global parameters.
@@ -243,8 +242,8 @@ class Session:
         sent = sum(endpoint.sent_bytes for endpoint in endpoints) // len(endpoints)
         return sent, sum(endpoint.received_bytes for endpoint in endpoints) // len(endpoints)
 
-    def _train(self, step: int) -> tuple[StepResult, float]:
-        """Inner step ``step`` of every replica; the seconds in which gradients were averaged, which are no compute."""
+    def _train(self, step: int) -> float:
+        """Inner step ``step`` of every replica; returns the seconds spent averaging gradients, which are no compute."""
         losses = torch.stack([self._accumulate(replica) for replica in self.replicas])
         if self.averages_gradients and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # or the averaging would count what it waits for as its own
@@ -253,13 +252,19 @@ class Session:
         averaging_s = time.perf_counter() - computed_s
         # All replicas' work is handed to the device before any of it is waited for: once a step, whatever their number.
         norms = [replica.inner.begin(step, skip=not keep) for replica in self.replicas]
-        loss, *read = torch.stack([losses.mean(), *norms]).tolist()
+        self._loss, *read = torch.stack([losses.mean(), *norms]).tolist()
         both = zip(self.replicas, read, strict=True)
-        return StepResult(loss, tuple(r.inner.end(step, norm, skip=not keep) for r, norm in both)), averaging_s
+        self._inner = tuple(replica.inner.end(step, norm, skip=not keep) for replica, norm in both)
+        return averaging_s
 
-    def _sequences_of(self, step: int, pace: DynamicSteps | None) -> int:
-        """That all replicas train in a step, as far as is known here."""
-        return pace.members_training(step) * self.settings.train.batch_size if pace else self.sequences_per_step
+    def _synchronise(self, *, trained: bool) -> None:
+        for replica, done in zip(self.replicas, self._inner, strict=True):
+            if replica.diloco:
+                with replica.random_state.active():
+                    replica.diloco.begin(1.0 if trained and not done.skipped else 0.0)
+        for replica in self.replicas:
+            if replica.diloco:
+                replica.diloco.finish()
 
     def _accumulate(self, replica: Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()

@@ -43,7 +43,7 @@ def save_session(session: Session, folder: Path, about: Mapping[str, Any], keep:
     step, run = session.totals.steps, {"totals": vars(session.totals), "transport": session.fleet.state_dict()}
     rest = rest_of_state(session.replicas[0].model)
     agreed = {"global": session.global_params()} | ({REST: rest} if rest else {})
-    if session.in_one_process:
+    if session.fleet.in_one_process:
         replicas = {f"replica-{replica.number}": _whole_state(replica) for replica in session.replicas}
         return save_checkpoint(folder, step, {"run": run, **agreed, **replicas}, about=about, keep=keep)
     (replica,), name = session.replicas, f"replica-{session.replicas[0].number}"
@@ -88,7 +88,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     for replica in session.replicas:
         source = saved.source(replica.number)
         state = checkpoint.load(f"replica-{source}")
-        load = _load_whole if session.in_one_process else _load_shards
+        load = _load_whole if session.fleet.in_one_process else _load_shards
         void = load(session, replica, saved, state)
         if saved.differ:
             replica.sampler.go_on_from(saved.cursor_of, saved.number)
@@ -166,7 +166,7 @@ class _SavedReplicas:
 def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _SavedReplicas:
     now, mine = session.settings.transport.replicas, session.replicas[0].number
     if not session.fleet.elastic:
-        base = None if session.in_one_process else base_home(home, mine)
+        base = None if session.fleet.in_one_process else base_home(home, mine)
         return _SavedReplicas(checkpoint, base, int(checkpoint.about["num_replicas"]), now)
     if mine not in (theirs := replicas_in(checkpoint)):  # in a swarm, each goes on with its own alone
         way_out = f"Give --replica {theirs[0]}, or leave it out." if theirs else "Use one of this replica."
@@ -179,7 +179,7 @@ def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _Sa
 
 def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the fleet goes on with; where replicas are new, they have sent nothing, and their clock is replica 0's."""
-    if not session.in_one_process:
+    if not session.fleet.in_one_process:
         mine = session.replicas[0].number
         return state if saved.source(mine) == mine or not state else {**state, "traffic": [0, 0]}
     if not saved.differ:

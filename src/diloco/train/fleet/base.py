@@ -8,7 +8,6 @@ from typing import Any
 
 from diloco.data.assignment import Assignment
 from diloco.errors import TransportError
-from diloco.membership.view import View
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
 from diloco.transport.links import VirtualNetwork
@@ -59,26 +58,9 @@ class Fleet(abc.ABC):
     def endpoint(self, replica: int) -> Transport:
         """The transport of a local replica."""
 
-    @property
-    def view(self) -> View:
-        """Who takes part now."""
-        return self.endpoint(self.local[0]).view
-
     def take_assignments(self) -> tuple[Assignment, ...]:
         """What the sampler draws by from now on, if that has changed, as it does where replicas come and go."""
         return ()
-
-    def tell_speed(self, steps_per_s: float) -> None:
-        """Tell the other members how many inner steps per second this replica takes."""
-        return None
-
-    def speeds(self) -> Mapping[int, float]:
-        """Replica -> inner steps per second, of the other members that have told theirs."""
-        return {}
-
-    def note(self, **seen: Any) -> None:
-        """Publish facts about this replica for people who watch the run."""
-        return None
 
     def stop_step(self, step: int, *, wanted: bool) -> int | None:
         """The step after which all replicas stop, once this or another process wants to; None until then."""

@@ -116,6 +116,23 @@ class PeerFleet(Fleet):
         """What else has changed about this process since this was last asked; "" for nothing."""
         return ""
 
+    @property
+    def view(self) -> View:
+        """Who takes part now."""
+        return self._endpoint.view
+
+    def tell_speed(self, steps_per_s: float) -> None:
+        """Tell the other members how many inner steps per second this replica takes."""
+        self.transport.tell_speed(steps_per_s)
+
+    def speeds(self) -> Mapping[int, float]:
+        """Replica -> inner steps per second, of the other members that have told theirs."""
+        return self.transport.speeds()
+
+    def note(self, **seen: Any) -> None:
+        """Publish facts about this replica for people who watch the run."""
+        return None
+
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         """Wait until enough replicas are there for training to begin, or ``stopped`` says so."""
         return None

@@ -146,12 +146,6 @@ class SwarmFleet(PeerFleet):
     def take_words(self) -> str:
         return self.threads.follow()
 
-    def tell_speed(self, steps_per_s: float) -> None:
-        self.transport.tell_speed(steps_per_s)
-
-    def speeds(self) -> Mapping[int, float]:
-        return self.transport.speeds()
-
     def note(self, **seen: Any) -> None:
         self._seen.update(seen)
 
