@@ -90,8 +90,8 @@ def tokenising(folder: Path, text: Path) -> None:
         watch = Watch()
         made = tokenize(DataSettings(paths=(text,), tokenizer=tokenizer), place)
         watch.stop()
-        size = sum(side.bytes for side in made.sides.values())
-        print(watch.row(name, size, sum(side.tokens for side in made.sides.values())))
+        size = sum(split.bytes for split in made.splits.values())
+        print(watch.row(name, size, sum(split.tokens for split in made.splits.values())))
     stream = open_stream(DataSettings(paths=(text,), tokenizer=str(bpe), streaming=True))
     batches = stream.batches(seed=0, sequence_length=1024, batch_size=16, replica=0, num_replicas=1)
     watch, size = Watch(), 0
@@ -133,8 +133,8 @@ def write_tokens(path: Path, count: int) -> TokenFolder:
     writer = TokenWriter(path, Random(), 1 << 26)
     with writer.writing({}):
         for _ in range(max(1, count // chunk)):
-            writer.add("train", [""])
-        writer.add("heldout", [""])
+            writer.add([("", False)])
+        writer.add([("", True)])
     return TokenFolder(path)
 
 

@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu.sizes import Job
 from diloco.algorithm.settings import ScheduleSettings
 from diloco.data.corpus import Corpus
+from diloco.data.packed import PackedTokens
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.train.components import make_transport
 from diloco.train.fleet.base import InProcessFleet
@@ -59,7 +60,7 @@ def random_corpus(job: Job, batches: int) -> Corpus:
     assert vocab_size is not None, "a preset with its vocabulary"
     count = batches * job.batch_size * job.sequence_length + 1
     tokens = np.random.default_rng(0).integers(vocab_size, size=count, dtype=np.uint16)
-    return Corpus(tokens, tokens, ByteTokenizer(), 1, 1, count, count, "random")
+    return Corpus(PackedTokens([tokens]), PackedTokens([tokens]), ByteTokenizer(), 1, 1, count, count, "random")
 
 
 def make_session(

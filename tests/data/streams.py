@@ -12,7 +12,7 @@ import numpy as np
 from diloco.data.batches import Batch, Batches
 from diloco.data.block_reader import BlockReader
 from diloco.data.heldout import is_heldout
-from diloco.data.packed import Mixture, PackedTokens, Part
+from diloco.data.packed import Mixture, PackedTokens
 from diloco.data.prefetch import Prefetcher
 from diloco.data.sampler import Sampler
 from diloco.data.stream import DocumentStream
@@ -91,12 +91,12 @@ def _sampler(tokens: Any) -> Callable[[int, int], Batches]:
 
 DOCUMENTS = numbered(60)
 _TOKENS = packed(DOCUMENTS)
-_HALVES = [PackedTokens(np.array_split(_TOKENS, 5)), packed(numbered(20, prefix="other"))]
+_HALVES = [PackedTokens(np.array_split(_TOKENS, 5)), PackedTokens([packed(numbered(20, prefix="other"))])]
 
 KINDS: dict[str, Callable[[int, int], Batches]] = {
     "array": _sampler(_TOKENS),
     "pieces": _sampler(_HALVES[0]),
-    "mixture": _sampler(Mixture([Part("a", _HALVES[0], 3.0), Part("b", _HALVES[1], 1.0)])),
+    "mixture": _sampler(Mixture(dict(zip("ab", _HALVES, strict=True)), {"a": 3.0, "b": 1.0})),
     "stream": lambda replica, replicas: stream([DOCUMENTS], replica, replicas),
     "streams": lambda replica, replicas: stream(
         [DOCUMENTS, numbered(40, prefix="other")], replica, replicas, weights=[2.0, 1.0], sized=True

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco.data.assignment import Assignment, Range, windows_at
-from diloco.data.permutation import permute
+from diloco.data.assignment import Assignment, Range
+from diloco.data.permutation import permute, windows_at
 from diloco.errors import ConfigurationError
 
 

@@ -9,15 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.packed import CYCLE, Mixture, PackedTokens, Part, shares_of, tokens_digest
+from diloco.data.packed import CYCLE, Mixture, PackedTokens, shares_of
 from diloco.data.sampler import Sampler
 from diloco.errors import ConfigurationError, DataError
 
 LENGTH = 4
 
 
-def part(name: str, windows: int, weight: float, first: int = 0) -> Part:
-    return Part(name, np.arange(first, first + windows * LENGTH + 1, dtype=np.uint32), weight)
+def mixed(**sources: tuple[int, float]) -> Mixture:
+    """Of sources of so many windows, with so much weight; tokens tell their place, and the source: 100,000 apart."""
+    tokens = {
+        name: PackedTokens([np.arange(n * 100_000, n * 100_000 + windows * LENGTH + 1, dtype=np.uint32)])
+        for n, (name, (windows, _)) in enumerate(sources.items())
+    }
+    return Mixture(tokens, {name: weight for name, (_, weight) in sources.items()})
 
 
 @settings(deadline=None)
@@ -42,7 +47,7 @@ def test_weights_that_give_no_share_are_refused(weights: dict[str, float]) -> No
 
 def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_exact() -> None:
     """Two cycles, drawn by three replicas together: counted in plain Python."""
-    mixture = Mixture([part("a", 50, 3.0), part("b", 700, 1.0, first=100_000)])
+    mixture = mixed(a=(50, 3.0), b=(700, 1.0))
     replicas = [
         Sampler(mixture, sequence_length=LENGTH, batch_size=300, replica=m, num_replicas=3, seed=5) for m in range(3)
     ]
@@ -67,7 +72,7 @@ def test_every_window_is_drawn_once_in_each_epoch_of_its_source_and_shares_are_e
 
 def test_no_replica_meets_a_pattern() -> None:
     """Equal weights and two replicas of one sequence: each sees about half of both."""
-    mixture = Mixture([part("a", 500, 1.0), part("b", 500, 1.0, first=100_000)])
+    mixture = mixed(a=(500, 1.0), b=(500, 1.0))
     for replica in (0, 1):
         sampler = Sampler(mixture, sequence_length=LENGTH, batch_size=1, replica=replica, num_replicas=2, seed=0)
         begins = [int(sampler.next_batch()[0][0, 0]) for _ in range(200)]
@@ -78,24 +83,24 @@ def test_a_mixture_is_told_from_others() -> None:
     digests = {
         mixture.digest
         for mixture in (
-            Mixture([part("a", 5, 1.0), part("b", 5, 1.0)]),
-            Mixture([part("a", 5, 1.0), part("b", 5, 2.0)]),
-            Mixture([part("b", 5, 1.0), part("a", 5, 1.0)]),
-            Mixture([part("a", 5, 1.0), part("b", 6, 1.0)]),
+            mixed(a=(5, 1.0), b=(5, 1.0)),
+            mixed(a=(5, 1.0), b=(5, 2.0)),
+            mixed(b=(5, 1.0), a=(5, 1.0)),
+            mixed(a=(5, 1.0), b=(6, 1.0)),
         )
     }
     assert len(digests) == 4
 
 
 def test_what_a_mixture_cannot_do_is_told() -> None:
-    with pytest.raises(DataError, match="'b' has 3 training tokens; one sequence of 4 needs 5"):
+    with pytest.raises(DataError, match="'b' has 1 training tokens; one sequence of 4 needs 5"):
         Sampler(
-            Mixture([part("a", 9, 1.0), Part("b", np.arange(3), 1.0)]),
+            mixed(a=(9, 1.0), b=(0, 1.0)),
             sequence_length=LENGTH, batch_size=1, replica=0, num_replicas=1, seed=0,
         )  # fmt: skip
     with pytest.raises(ConfigurationError, match="contiguous"):
         Sampler(
-            Mixture([part("a", 9, 1.0)]),
+            mixed(a=(9, 1.0)),
             sequence_length=LENGTH, batch_size=1, replica=0, num_replicas=1, seed=0, sharding="contiguous",
         )  # fmt: skip
 
@@ -108,4 +113,4 @@ def test_pieces_read_like_one_array(sizes: list[int], data: st.DataObject) -> No
     begin, end = (data.draw(st.integers(0, len(whole) + 2)) for _ in range(2))
     assert len(pieces) == len(whole)
     assert pieces[begin:end].tolist() == whole[begin:end].tolist()
-    assert tokens_digest(pieces) == tokens_digest(whole)
+    assert pieces.digest == PackedTokens([whole]).digest

@@ -96,7 +96,7 @@ def test_assignments_hold_from_their_step_on_though_batches_were_made_ahead() ->
     kind = {"sequence_length": 4, "batch_size": 2, "replica": 0, "num_replicas": None, "seed": 0}
     plain = Sampler(tokens, **kind)  # type: ignore[arg-type]  # varied by name
     ahead = Prefetcher(Sampler(tokens, **kind), 5)  # type: ignore[arg-type]  # varied by name
-    with pytest.raises(ConfigurationError, match="was to draw at step 0"):
+    with pytest.raises(ConfigurationError, match="no assignment for step 0"):
         ahead.next_batch()
     first = Assignment(0, (0, 1), 0)
     later = [first, first.following(3, (0,), 2), first.following(3, (0,), 2).following(9, (0, 4, 7), 2)]

@@ -47,7 +47,7 @@ def test_a_part_of_what_was_saved_is_that_part(files: Path, data: str, split: st
 
 @pytest.mark.parametrize("data", ["alone:validation", "named:train", "splits:train[:ten]", "splits:other"])
 def test_a_split_that_is_not_there_is_told(files: Path, data: str) -> None:
-    with pytest.raises(DataError, match=r"has no split '\S+'; '\w+'.* would work, or a part of it such as \w+\[:10%\]"):
+    with pytest.raises(DataError, match=r"has no split '\S+'. It has '\w+'.*, and parts of them such as \w+\[:10%\]"):
         open_source(SourceSettings(data=(f"hf:{files}/{data}",)))
 
 
@@ -56,13 +56,13 @@ def test_two_answers_to_one_question_are_refused(
     files: Path, data: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(files)
-    with pytest.raises(ConfigurationError, match="one of the two would work"):
+    with pytest.raises(ConfigurationError, match="give only one"):
         open_source(SourceSettings(data=(f"hf:{data}",), **more))
 
 
 @pytest.mark.parametrize("more", [{"split": "test"}, {"config": "en"}, {"data_files": "x.json"}])
 def test_what_only_data_sets_have_is_refused_of_files(more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=f"a has {next(iter(more))}, for what the datasets library"):
+    with pytest.raises(ConfigurationError, match=f"a has {next(iter(more))}, which only hf: names can have"):
         DataSettings(sources={"a": {"data": "text/", **more}})
     DataSettings(sources={"a": {"data": ["text/", "hf:json"], **more}})
 

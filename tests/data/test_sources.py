@@ -11,8 +11,8 @@ import datasets
 import pytest
 
 from diloco.data.corpus import build_corpus, open_stream
-from diloco.data.settings import DataSettings, HubName, SourceSettings
-from diloco.data.sources import open_source
+from diloco.data.settings import DataSettings, SourceSettings
+from diloco.data.sources import open_source, parse_hub_name
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 
@@ -73,14 +73,14 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
     assert list(open_source(few).records()) == [text.upper() for text in TEXTS[:5]]
     tenth = SourceSettings(data=(f"hf:{files / 'hub'}:train[:10%]",))
     assert open_source(tenth).size == 25
-    assert HubName.parse("hf:a/b/c:d") == HubName("a/b", "c", "d")
+    assert parse_hub_name("hf:a/b/c:d") == ("a/b", "c", "d")
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         ("hf:nobody/nothing", "hub cannot be reached|cannot be read by datasets"),
-        ("hf:{files}/splits:test", "no split 'test'; 'train', 'few' would work"),
+        ("hf:{files}/splits:test", "no split 'test'. It has 'train', 'few'"),
         ("hf:{files}/hub:test", "cannot be read by datasets: .*test"),
     ],
 )
@@ -98,19 +98,19 @@ def test_a_field_that_is_not_there_is_told(files: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hf:", "hf:a//b", "hf:a/b/c/d", "hf:./absent"])
 def test_names_that_mean_nothing_are_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="was given; hf:NAME"):
-        HubName.parse(name)
+    with pytest.raises(ConfigurationError, match="is neither the name of a data set, hf:NAME"):
+        parse_hub_name(name)
 
 
 @pytest.mark.parametrize(
     ("sources", "words"),
     [
-        ({"a": "x"}, "data.sources.a = 'x' was given; a table"),
-        ({"a": {}}, "data.sources.a = {} was given; data ="),
+        ({"a": "x"}, "data.sources.a must be a table"),
+        ({"a": {}}, "data.sources.a needs data ="),
         ({"a": {"data": "x", "wieght": 1}}, "key 'wieght'; did you mean 'weight'"),
         ({"a": {"data": "x", "weight": 0}}, "a positive number"),
-        ({"a": {"data": [1]}}, "text, or a list of it"),
-        ({"a": {"data": "x", "split": ""}}, "text would work"),
+        ({"a": {"data": [1]}}, "text, or a list of texts"),
+        ({"a": {"data": "x", "split": ""}}, "text, and not empty"),
         ({"a": {"data": "x", "streaming": 1}}, "true or false"),
     ],
 )
@@ -170,8 +170,8 @@ def test_a_stream_is_opened_without_reading_all_of_it(files: Path) -> None:
     ("settings", "words"),
     [
         ({"tokenizer": "bpe"}, "data.bpe_documents, the number"),
-        ({"max_documents": 9}, "was given with data.streaming"),
-        ({"sharding": "contiguous"}, "was given with data.streaming"),
+        ({"max_documents": 9}, "does not go with data.streaming"),
+        ({"sharding": "contiguous"}, "does not go with data.streaming"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(files: Path, settings: dict[str, Any], words: str) -> None:

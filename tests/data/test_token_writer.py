@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from diloco.cli import main
@@ -49,9 +48,9 @@ def test_a_link_to_an_empty_folder_stays_a_link(text: Path, tmp_path: Path) -> N
     (tmp_path / "disk" / "tokens").mkdir(parents=True)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "disk" / "tokens")
-    assert tokenize(of(text), link).sides["train"].documents > 0
+    assert tokenize(of(text), link).splits["train"].documents > 0
     assert link.is_symlink()
-    assert TokenFolder(tmp_path / "disk" / "tokens").sides["train"].documents > 0
+    assert TokenFolder(tmp_path / "disk" / "tokens").splits["train"].documents > 0
     dangling = tmp_path / "dangling"
     dangling.symlink_to(tmp_path / "disk" / "other")
     tokenize(of(text), dangling)
@@ -76,7 +75,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(
     flags = f"tokenize --data {text} --data.heldout-fraction 0.3 --out {tmp_path / 'new' / 'tokens'}"
     with room_for(1000):
         assert main(flags.split()) == 1
-    assert "can't be written: [Errno 27] File too large. A place" in capsys.readouterr().err
+    assert "can't be written: [Errno 27] File too large. Give a place" in capsys.readouterr().err
     assert not any((tmp_path / "new").iterdir())
 
 
@@ -84,7 +83,7 @@ def test_a_disk_that_is_full_when_files_are_closed_hides_nothing(tmp_path: Path)
     """What is small stays in Python's buffer, and meets the full disk when it is flushed."""
     writer = TokenWriter(tmp_path / "tokens", ByteTokenizer(), 1 << 20)
     with pytest.raises(DataError, match="File too large"), room_for(0), writer.writing({}):
-        writer._sides["train"]._write(np.zeros(0, dtype="<u2"), np.arange(9))
+        writer.add([("small", False)])
     assert not any(tmp_path.iterdir())
 
 
@@ -102,16 +101,16 @@ def test_who_comes_second_changes_nothing(tmp_path: Path, there: bool) -> None:
 
     def write_both() -> None:
         with second.writing({}):
-            second.add("train", ["second"])
+            second.add([("second", False)])
             if there:  # as if the first had looked before the second began
                 shutil.move(second._folder, tmp_path / "aside")
             with first.writing({}):
-                first.add("train", ["first"])
+                first.add([("first", False)])
             if there:
                 shutil.move(tmp_path / "aside", second._folder)
 
     with pytest.raises(DataError, match="tokens can't be written"):
         write_both()
-    assert TokenFolder(tmp_path / "tokens").sides["train"].bytes == len("first")
+    assert TokenFolder(tmp_path / "tokens").splits["train"].bytes == len("first")
     assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
     assert not list((tmp_path / "tokens").glob(".*"))

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from diloco.data.settings import DataSettings
-from diloco.data.tokenizer import EOS, BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
-from diloco.data.tokenizer_choice import load_tokenizer, make_tokenizer
+from diloco.data.tokenizer import EOS, ByteTokenizer, Tokenizer
+from diloco.data.tokenizer_choice import load_tokenizer, make_tokenizer, train_bpe
 from diloco.errors import ConfigurationError, DataError
 
 DOCUMENTS = [f"def function_{i}(argument):\n    return argument + {i}  # déjà vu 漢字\n" for i in range(50)]
@@ -78,7 +78,7 @@ def test_ids_outside_the_vocabulary(tokenizer: Tokenizer) -> None:
 @each_tokenizer
 def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
     for attempt in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
-        with pytest.raises(DataError, match=r"U\+DC80, half of a surrogate pair, was given at character 2"):
+        with pytest.raises(DataError, match=r"U\+DC80, half of a surrogate pair, at character 2"):
             attempt("ab\udc80")
 
 
@@ -115,7 +115,7 @@ def test_a_trained_bpe_has_the_size_asked_for_and_is_deterministic() -> None:
 
 
 def test_too_little_text_for_a_vocabulary_says_what_it_gives() -> None:
-    with pytest.raises(DataError, match=r"vocabulary of 4096 was asked for; 1 training documents give (\d+)") as caught:
+    with pytest.raises(DataError, match=r"^1 training documents are too few for a BPE .*: they give (\d+)") as caught:
         train_bpe(["abab abab"], 4096)
     largest = int(str(caught.value).split("data.bpe_vocab_size=")[1].split()[0])
     assert train_bpe(["abab abab"], largest).vocab_size == largest
@@ -124,9 +124,9 @@ def test_too_little_text_for_a_vocabulary_says_what_it_gives() -> None:
 def test_a_vocabulary_above_16_bits_needs_32() -> None:
     tokenizer = LibraryTokenizer.from_str(train_bpe(DOCUMENTS, 257).to_json())
     tokenizer.add_tokens([f"x{i:05}x" for i in range((1 << 16) - 257)])
-    assert BPETokenizer(tokenizer.to_str(), eos=EOS).dtype == np.uint16
+    assert Tokenizer(tokenizer.to_str(), eos=EOS).dtype == np.uint16
     tokenizer.add_tokens(["one more"])
-    wide = BPETokenizer(tokenizer.to_str(), eos=EOS)
+    wide = Tokenizer(tokenizer.to_str(), eos=EOS)
     assert wide.encode_documents(["one more"]).tolist() == [65536, wide.eos_id]
     assert wide.dtype == np.uint32
     assert wide.num_bytes([65536]) == len("one more")
@@ -178,10 +178,10 @@ def test_an_end_token_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_whose_bytes_cannot_be_counted_is_refused() -> None:
     with pytest.raises(DataError, match=r"lacks 1 of the 256 bytes"):
-        BPETokenizer(library_tokenizer("</s>", letters=255).to_str(), eos="</s>")
+        Tokenizer(library_tokenizer("</s>", letters=255).to_str(), eos="</s>")
     words = LibraryTokenizer(models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?"))
-    with pytest.raises(DataError, match=r"does not tell every text exactly"):
-        BPETokenizer(words.to_str(), eos="</s>")
+    with pytest.raises(DataError, match=r"does not spell every text exactly"):
+        Tokenizer(words.to_str(), eos="</s>")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_json_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer\.json: "):
         load_tokenizer(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"tokenizer\.json does not exist; a tokenizer\.json would work"):
+    with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path / "empty")
 
 

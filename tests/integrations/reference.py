@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
 from diloco.data.corpus import Corpus
+from diloco.data.packed import PackedTokens
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.events import Event
 from diloco.model.language_model import LanguageModel, LossParts
@@ -125,7 +126,7 @@ def session_of(
         model=ModelSettings(),
     )
     tokens = np.zeros(10_000, dtype=np.uint16)  # never drawn from: the batches are the example's
-    corpus = Corpus(tokens, tokens, ByteTokenizer(), 1, 1, 1, 1, "")
+    corpus = Corpus(PackedTokens([tokens]), PackedTokens([tokens]), ByteTokenizer(), 1, 1, 1, 1, "")
     fleet = InProcessFleet(make_transport(settings.transport))
 
     def build(*_: Any, **__: Any) -> LanguageModel:

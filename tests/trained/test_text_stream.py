@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from diloco.data.tokenizer import ByteTokenizer, Tokenizer
+from diloco.data.tokenizer_choice import train_bpe
 from diloco.errors import ConfigurationError
 from diloco.trained.generate import TextStream
 

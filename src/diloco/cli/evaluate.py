@@ -170,7 +170,8 @@ def _evaluate(
 
 def _tokens(data: DataSettings, given: EvaluateOptions, tokenizer: Tokenizer) -> np.ndarray:
     """Packed, each document followed by its end."""
-    from diloco.data.heldout import heldout_tokens, read_texts
+    from diloco.data.heldout import heldout_tokens
+    from diloco.data.sources import read_texts
 
     changes: dict[str, Any] = {
         name: value for name in ("text_field", "document_separator") if (value := getattr(given, name)) is not None

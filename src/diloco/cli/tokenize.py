@@ -66,12 +66,12 @@ def run(arguments: Sequence[str]) -> int:
     finally:
         shown.end()
     elapsed_s = time.monotonic() - started_s
-    for name, side in folder.sides.items():
+    for name, split in folder.splits.items():
         print(
-            f"{name:8} {side.documents:,} documents, {format_bytes(side.bytes)}, {side.tokens:,} tokens "
-            f"in {len(side.shards)} files"
+            f"{name:8} {split.documents:,} documents, {format_bytes(split.bytes)}, {split.tokens:,} tokens "
+            f"in {len(split.shards)} files"
         )
-    size = sum(side.bytes for side in folder.sides.values())
+    size = sum(split.bytes for split in folder.splits.values())
     print(f"{settings.out}: {folder.vocab_size:,} ids, {elapsed_s:.1f} s, {size / 1e6 / elapsed_s:.1f} MB of text/s")
     return 0
 

@@ -18,10 +18,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.permutation import permute
 from diloco.errors import ConfigurationError
 
-__all__ = ["Assignment", "Range", "windows_at"]
+__all__ = ["Assignment", "Range"]
 
 Range: TypeAlias = tuple[int, int]
 """Positions from the first number on, up to but not including the second."""
@@ -220,34 +219,6 @@ class Assignment:
                 pieces.append((low + first, low + last))
             passed += high - low
         return pieces
-
-
-def windows_at(positions: NDArray[np.int64], num_windows: int, batch_size: int, seed: int) -> NDArray[np.int64]:
-    """The windows of the tokens that lie at some positions of the stream.
-
-    An epoch is as many positions as there are windows in whole batches, so that a batch of positions that begins at a
-    multiple of the batch size is of one epoch and has no window twice. The fewer than ``batch_size`` windows left over
-    are others in each epoch, as each is shuffled anew.
-
-    Args:
-        positions: (n,) int64, from 0 on.
-        num_windows: windows of the tokens (W), at least ``batch_size``.
-        batch_size: sequences per batch of a replica (B).
-        seed: of the run; with the number of the epoch, the key of the shuffle.
-
-    Returns:
-        (n,) int64, each in ``[0, num_windows)``; within an epoch distinct positions have distinct windows.
-
-    >>> windows_at(np.arange(10), num_windows=7, batch_size=2, seed=0).tolist()
-    [5, 3, 6, 4, 0, 2, 1, 4, 3, 6]
-    """
-    epochs, places = np.divmod(positions, num_windows // batch_size * batch_size)
-    windows = np.empty_like(positions)
-    # Returned ranges may begin anywhere, so one batch may hold positions of two epochs.
-    for epoch in np.unique(epochs).tolist():
-        of_epoch = epochs == epoch
-        windows[of_epoch] = permute(places[of_epoch], num_windows, f"seed {seed}, epoch {epoch}")
-    return windows
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:

@@ -1,15 +1,8 @@
-"""What training needs of whoever draws the batches of a replica.
-
-Windows of packed tokens: what a sequence is, and batches of them.
-
-Packed tokens are cut into windows of ``sequence_length + 1`` tokens at stride ``sequence_length``: window i holds
-``tokens[i * L : i * L + L + 1]``, inputs are all but its last token and targets all but its first, so every token is a
-target once. Only the first token of the array, and at its end fewer than ``sequence_length`` tokens, are never one.
-"""
+"""Batches: what training needs of whoever draws them, and how sequences of packed tokens become one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -19,9 +12,9 @@ from torch import Tensor
 
 from diloco.data.assignment import Assignment
 from diloco.data.packed import Tokens, num_windows
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import CheckpointError, ConfigurationError, DataError
 
-__all__ = ["Batch", "Batches", "Cursor", "gather", "heldout_batches"]
+__all__ = ["Batch", "Batches", "Cursor", "check_cursor", "gather", "heldout_batches"]
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU."""
@@ -55,7 +48,7 @@ class Batches(Protocol):
     def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
         """Go on where another number of replicas stopped, all of them after the same number of batches.
 
-        What they drew is not drawn again in this epoch, and what they left is drawn by those there are now.
+        What they drew is not drawn again in this epoch, and what they left is drawn by the present replicas.
 
         Args:
             cursor_of: replica, below ``before`` -> its cursor; asked only for what is needed.
@@ -70,23 +63,47 @@ class Batches(Protocol):
         """What a joiner must be told to draw what nobody else draws, as text; "" where the settings say it all."""
 
     def join_at(self, step: int, order: str) -> None:
-        """Draw from inner step ``step`` on, as one who joins those who are there.
+        """Draw from inner step ``step`` on, as one who joins a run.
 
         Args:
-            step: inner steps that they have done.
+            step: inner steps that the others have done.
             order: `order` of any of them.
 
         Raises:
             CheckpointError: ``order`` can't be read.
-            ConfigurationError: nobody can join those who draw this way.
+            ConfigurationError: nobody can join a run that draws this way.
         """
 
     def close(self) -> None:
         """End what runs beside the training; nothing can be drawn afterwards."""
 
 
+def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
+    """Raise `CheckpointError` unless ``state`` is a cursor of the same batches.
+
+    Args:
+        state: the cursor.
+        origin: what a cursor must say of the data and the way of drawing from it.
+        more: its other fields.
+    """
+    differences = [
+        f"{name} is {state.get(name)!r} in the cursor and {value!r} here"
+        for name, value in origin.items()
+        if state.get(name) != value
+    ]
+    if differences:
+        raise CheckpointError(
+            f"The data cursor belongs to other batches: {'; '.join(differences)}. It can be used only with the data "
+            "and settings it was saved with. It was not loaded."
+        )
+    if set(state) != {*origin, *more}:
+        raise CheckpointError(
+            f"A data cursor has the fields {sorted([*origin, *more])}, not {sorted(state)}. It was not loaded."
+        )
+
+
 def gather(tokens: Tokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
-    """Inputs and targets, each ``(len(begins), sequence_length)`` int64: what begins at these tokens.
+    """Inputs and targets, each ``(len(begins), sequence_length)`` int64, of the windows that begin at these tokens.
 
     Row by row, as a copy of so many tokens in a row is faster than a gather of each, also from a file.
 
@@ -112,9 +129,6 @@ def heldout_batches(tokens: Tokens, sequence_length: int, batch_size: int, max_s
         batch_size: sequences per batch; the last batch may be smaller.
         max_sequences: how many windows to use at most; 0: all.
 
-    Returns:
-        An iterator of inputs and targets, each ``(batch, sequence_length)`` int64 on the CPU.
-
     Raises:
         DataError: there are too few tokens for one sequence. Raised at once, not at the first batch.
 
@@ -123,15 +137,15 @@ def heldout_batches(tokens: Tokens, sequence_length: int, batch_size: int, max_s
     """
     if batch_size < 1 or max_sequences < 0:
         raise ConfigurationError(
-            f"batch_size={batch_size} with max_sequences={max_sequences} was given; at least 1 and at least 0 are "
-            "needed. Nothing was evaluated."
+            f"An evaluation needs batch_size >= 1 and max_sequences >= 0, not {batch_size} and {max_sequences}. "
+            "Nothing was evaluated."
         )
     windows = num_windows(tokens, sequence_length)
     if windows < 1:
         raise DataError(
             f"{len(tokens)} held-out tokens were given; one sequence of {sequence_length} needs {sequence_length + 1}. "
-            "More text, a larger data.heldout_fraction, shorter sequences, or diloco evaluate --by-document would "
-            "work. Nothing was evaluated."
+            "Use more text, a larger data.heldout_fraction, shorter sequences, or diloco evaluate --by-document. "
+            "Nothing was evaluated."
         )
     count = min(max_sequences or windows, windows)
     begins = np.arange(count) * windows // count * sequence_length

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["permute"]
+__all__ = ["permute", "windows_at"]
 
 _ROUNDS = 8
 
@@ -45,6 +45,38 @@ def permute(positions: NDArray[np.int64], size: int, key: str) -> NDArray[np.int
     while (outside := np.flatnonzero(images >= size)).size:
         images[outside] = _feistel(images[outside], side, round_keys)
     return images.astype(np.int64)
+
+
+def windows_at(
+    positions: NDArray[np.int64], num_windows: int, batch_size: int, seed: int, *, source: str | None = None
+) -> NDArray[np.int64]:
+    """The windows of the tokens that lie at some positions of the stream.
+
+    An epoch is as many positions as there are windows in whole batches, so that a batch of positions that begins at a
+    multiple of the batch size is of one epoch and has no window twice. The fewer than ``batch_size`` windows left over
+    are others in each epoch, as each is shuffled anew.
+
+    Args:
+        positions: (n,) int64, from 0 on.
+        num_windows: windows of the tokens (W), at least ``batch_size``.
+        batch_size: sequences per batch of a replica (B).
+        seed: of the run; with the number of the epoch, and ``source``, the key of the shuffle.
+        source: the name of one among several.
+
+    Returns:
+        (n,) int64, each in ``[0, num_windows)``; within an epoch distinct positions have distinct windows.
+
+    >>> windows_at(np.arange(10), num_windows=7, batch_size=2, seed=0).tolist()
+    [5, 3, 6, 4, 0, 2, 1, 4, 3, 6]
+    """
+    epochs, places = np.divmod(positions, num_windows // batch_size * batch_size)
+    windows = np.empty_like(positions)
+    key = f"seed {seed}" if source is None else f"seed {seed}, source {source}"
+    # Returned ranges may begin anywhere, so one batch may hold positions of two epochs.
+    for epoch in np.unique(epochs).tolist():
+        of_epoch = epochs == epoch
+        windows[of_epoch] = permute(places[of_epoch], num_windows, f"{key}, epoch {epoch}")
+    return windows
 
 
 def _feistel(numbers: NDArray[np.uint64], side: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.assignment import Assignment, windows_at
-from diloco.data.batches import Batch, Cursor, gather
-from diloco.data.packed import Mixture, Tokens, num_windows, tokens_digest
+from diloco.data.assignment import Assignment
+from diloco.data.batches import Batch, Cursor, check_cursor, gather
+from diloco.data.packed import PackedTokens, num_windows
 from diloco.data.permutation import permute
-from diloco.errors import CheckpointError, ConfigurationError, DataError, nearest
+from diloco.errors import CheckpointError, ConfigurationError, nearest
 
 __all__ = ["Sampler", "Sharding"]
 
@@ -37,8 +37,8 @@ class Sampler:
     not each of them could have another full batch.
 
     Args:
-        tokens: (n,) integers, the packed training tokens; only read, so memory-mapped files will do. Of a `Mixture`
-            the stream's positions are dealt to its parts by weight, and each part has epochs of its own.
+        tokens: the packed training tokens, of one source or a `Mixture`; only read, so memory-mapped files will do. An
+            array ``(n,)`` of integers stands for a single source.
         sequence_length: tokens per sequence (L).
         batch_size: sequences per batch of this replica (B).
         replica: which replica this is (m), ``0 <= replica < num_replicas``.
@@ -60,7 +60,7 @@ class Sampler:
 
     def __init__(
         self,
-        tokens: Tokens | Mixture,
+        tokens: PackedTokens | NDArray[np.integer[Any]],
         *,
         sequence_length: int,
         batch_size: int,
@@ -72,37 +72,30 @@ class Sampler:
         shares = 1 if num_replicas is None else num_replicas
         for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size), ("num_replicas", shares)):
             if value < 1:
-                raise ConfigurationError(f"{name}={value} was given; at least 1 is needed. No sampler was made.")
+                raise ConfigurationError(f"{name} must be at least 1, not {value}. Nothing was drawn.")
         if replica < 0 or (num_replicas is not None and replica >= num_replicas):
-            numbers = "a number from 0 on" if num_replicas is None else f"0 to {num_replicas - 1}"
+            numbers = "0 or more" if num_replicas is None else f"from 0 to {num_replicas - 1}"
             raise ConfigurationError(
-                f"replica={replica} was given; {numbers} would work with num_replicas={num_replicas}. "
-                "No sampler was made."
+                f"With num_replicas={num_replicas}, replica must be {numbers}, not {replica}. Nothing was drawn."
             )
         if sharding not in get_args(Sharding):
             raise ConfigurationError(
-                f"sharding={sharding!r} is unknown; {nearest(sharding, get_args(Sharding))} No sampler was made."
+                f"sharding={sharding!r} is unknown; {nearest(sharding, get_args(Sharding))} Nothing was drawn."
             )
+        if isinstance(tokens, np.ndarray):
+            tokens = PackedTokens([tokens])
         if sharding == "contiguous" and num_replicas is None:
             raise ConfigurationError(
-                "sharding='contiguous' was given with num_replicas=None; there are as many stretches as replicas, so "
-                "a number of replicas would work, or sharding='shuffled'. No sampler was made."
+                "sharding='contiguous' needs a fixed number of replicas, as each of them has a stretch of its own. "
+                "Give num_replicas, or sharding='shuffled'. Nothing was drawn."
             )
+        if sharding == "contiguous" and tokens.shares:
+            raise ConfigurationError(
+                "sharding='contiguous' works with a single source only. Give one, or sharding='shuffled'. Nothing was "
+                "drawn."
+            )
+        tokens.check(sequence_length, batch_size, shares)
         windows = num_windows(tokens, sequence_length)
-        if isinstance(tokens, Mixture):
-            if sharding == "contiguous":
-                raise ConfigurationError(
-                    "sharding='contiguous' was given with several sources by weight; one source, or "
-                    "sharding='shuffled', would work. No sampler was made."
-                )
-            tokens.check(sequence_length)
-        elif windows < shares * batch_size:
-            raise DataError(
-                f"{len(tokens)} training tokens make {windows} sequences of {sequence_length}; one batch of "
-                f"{batch_size} for each of {shares} replicas needs {shares * batch_size} of them, that is "
-                f"{shares * batch_size * sequence_length + 1} tokens. More text, fewer replicas, smaller batches "
-                "or shorter sequences would work. No sampler was made."
-            )
         self._tokens = tokens
         self._sequence_length = sequence_length
         self._batch_size = batch_size
@@ -110,7 +103,7 @@ class Sampler:
         self._num_replicas = num_replicas
         self._seed = seed
         self._sharding: Sharding = sharding
-        self._windows = windows
+        self._data = tokens.digest
         self._drawn = 0
         fixed = sharding == "shuffled" and num_replicas is not None
         # In the order of their first steps; the first is in force.
@@ -118,30 +111,15 @@ class Sampler:
         # Of contiguous sharding alone: it assigns nothing, each replica keeps its stretch.
         self._stretch = replica * windows // shares, (replica + 1) * windows // shares
         self._stretch_steps = windows // shares // batch_size
-        self._data = tokens.digest if isinstance(tokens, Mixture) else tokens_digest(tokens)
-
-    @property
-    def epoch(self) -> int:
-        """Epoch that the next batch begins in, from 0.
-
-        Raises:
-            ConfigurationError: nothing is assigned to this replica at its next step.
-        """
-        if self._sharding == "contiguous":
-            return self._drawn // self._stretch_steps
-        return int(self._next_positions()[0]) // (self._windows // self._batch_size * self._batch_size)
 
     @property
     def epochs(self) -> Mapping[str, float]:
-        """Part -> how often all of it was drawn, by all replicas together; a part without a name is ``""``."""
+        """Source -> how often all of it was drawn, by all replicas together; a single source is called ``""``."""
         if self._sharding == "contiguous":
             return {"": self._drawn / self._stretch_steps}
         if not self._assignments or self._assignments[0].from_step > self._drawn:
             return {}
-        position = int(self._next_positions()[0])
-        if isinstance(self._tokens, Mixture):
-            return self._tokens.epochs(position, self._sequence_length)
-        return {"": position / (self._windows // self._batch_size * self._batch_size)}
+        return self._tokens.epochs_at(int(self._next_positions()[0]), self._sequence_length, self._batch_size)
 
     def next_batch(self) -> Batch:
         """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; moves the cursor by one.
@@ -169,19 +147,18 @@ class Sampler:
         """
         if self._sharding != "shuffled":
             raise ConfigurationError(
-                f"An assignment to the members {shortened(assignment.members)} was given with "
-                f"sharding={self._sharding!r}, where every replica keeps its own stretch of the tokens; members can "
-                "change with sharding='shuffled'. The sampler goes on as before."
+                f"With sharding={self._sharding!r} every replica keeps its own stretch of the tokens, so no assignment "
+                "can be made; members can change with sharding='shuffled'. The sampler goes on as before."
             )
         if self._replica not in assignment.members:
             raise ConfigurationError(
-                f"An assignment to the members {shortened(assignment.members)} was given to replica {self._replica}; "
-                "one that has it among its members would work. The sampler goes on as before."
+                f"Replica {self._replica} cannot draw by an assignment to the members {shortened(assignment.members)}. "
+                "The sampler goes on as before."
             )
         if assignment.from_step < self._drawn:
             raise ConfigurationError(
-                f"An assignment from step {assignment.from_step} on was given after {self._drawn} batches were drawn; "
-                f"one from step {self._drawn} or later on would work. The sampler goes on as before."
+                f"An assignment from step {assignment.from_step} on comes too late: {self._drawn} batches were drawn "
+                "already. The sampler goes on as before."
             )
         others = [each for each in self._assignments if each.from_step != assignment.from_step]
         ordered = sorted([*others, assignment], key=lambda each: each.from_step)
@@ -190,10 +167,8 @@ class Sampler:
     def _next_begins(self) -> NDArray[np.int64]:
         """(batch_size,) tokens that the windows of the next batch begin at."""
         length = self._sequence_length
-        if isinstance(self._tokens, Mixture):
-            return self._tokens.begins_at(self._next_positions(), length, self._seed)
         if self._sharding == "shuffled":
-            return windows_at(self._next_positions(), self._windows, self._batch_size, self._seed) * length
+            return self._tokens.begins_at(self._next_positions(), length, self._batch_size, self._seed)
         epoch, step = divmod(self._drawn, self._stretch_steps)
         begin, end = self._stretch
         key = f"seed {self._seed}, epoch {epoch}, replica {self._replica}"
@@ -203,9 +178,8 @@ class Sampler:
         """(batch_size,) positions in the stream of the next batch."""
         if not self._assignments or self._assignments[0].from_step > self._drawn:
             raise ConfigurationError(
-                f"Replica {self._replica} was to draw at step {self._drawn} and has assignments from the steps "
-                f"{[each.from_step for each in self._assignments]} on; one from step {self._drawn} on, or a cursor at "
-                "one of those steps, would work. No batch was drawn."
+                f"Replica {self._replica} has no assignment for step {self._drawn}, only from the steps "
+                f"{[each.from_step for each in self._assignments]} on. No batch was drawn."
             )
         return self._assignments[0].positions(self._replica, self._drawn, self._batch_size)
 
@@ -239,9 +213,9 @@ class Sampler:
         drawn = self._check_origin(state, num_replicas=before)
         if self._sharding != "shuffled" or self._num_replicas is None:
             raise CheckpointError(
-                f"The data was drawn by {before} replicas with sharding={self._sharding!r}, each from a stretch of its "
-                "own; only with sharding='shuffled' can another number of replicas go on with it. The cursor was not "
-                "loaded."
+                f"With sharding={self._sharding!r} the {before} replicas drew each from a stretch of its own, which "
+                "another number of replicas cannot go on with; only sharding='shuffled' allows that. The cursor was "
+                "not loaded."
             )
         (last,) = self._assignments_of(state["assignments"], drawn)[-1:]
         self._assignments = [last.following(drawn, tuple(range(self._num_replicas)), self._batch_size)]
@@ -269,27 +243,11 @@ class Sampler:
 
     def _check_origin(self, state: Cursor, **others: int | None) -> int:
         """Batches drawn so far by a cursor of this data, drawn this way, but for ``others``."""
-        origin = self._origin()
-        if set(state) != {*origin, "drawn", "assignments"}:
-            raise CheckpointError(
-                f"A data cursor with the fields {sorted(state)} was given; "
-                f"{sorted([*origin, 'drawn', 'assignments'])} are needed. The cursor was not loaded."
-            )
-        differences = [
-            f"{name} is {state[name]!r} in the cursor and {value!r} here"
-            for name, value in (origin | others).items()
-            if state[name] != value
-        ]
-        if differences:
-            raise CheckpointError(
-                f"The data cursor belongs to other batches: {'; '.join(differences)}. It can be used only with the "
-                "data and settings it was saved with. The cursor was not loaded."
-            )
+        check_cursor(state, {**self._origin(), **others}, ("drawn", "assignments"))
         drawn = state["drawn"]
-        if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
+        if type(drawn) is not int or drawn < 0:
             raise CheckpointError(
-                f"The data cursor says that {drawn!r} batches were drawn; a whole number from 0 on is needed. "
-                "The cursor was not loaded."
+                f"A data cursor counts the batches drawn as a whole number from 0 on, not {drawn!r}. It was not loaded."
             )
         return drawn
 
@@ -299,21 +257,20 @@ class Sampler:
             assignments = [Assignment.from_message(each) for each in messages]
         except (TypeError, ConfigurationError) as error:
             raise CheckpointError(
-                f"The data cursor has the assignments {shortened(messages)}, which cannot be read: {error} "
-                "The cursor was not loaded."
+                f"The assignments of the data cursor cannot be read, {shortened(messages)}: {error} It was not loaded."
             ) from error
         first_steps = [each.from_step for each in assignments]
         if self._sharding == "contiguous" and assignments:
             raise CheckpointError(
                 f"The data cursor has {len(assignments)} assignments, but sharding='contiguous' has none. "
-                "The cursor was not loaded."
+                "It was not loaded."
             )
         fixed = self._sharding == "shuffled" and self._num_replicas is not None
         if first_steps != sorted(set(first_steps)) or (fixed and (not first_steps or first_steps[0] > drawn)):
             raise CheckpointError(
                 f"The data cursor has assignments from the steps {shortened(first_steps)} on after {drawn} batches; at "
-                "least one is needed, each from a later step than the one before, and the first from step "
-                f"{drawn} or earlier. The cursor was not loaded."
+                f"least one is needed, the first from step {drawn} or earlier and each from a later step than the one "
+                "before. It was not loaded."
             )
         return _in_force(assignments, drawn)
 

@@ -5,17 +5,18 @@ Every source has its documents in one order, which is the same at every reading,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from diloco.data.settings import HUB_PREFIX, HubName, SourceSettings
+from diloco.data.settings import HUB_PREFIX, DataSettings, SourceSettings
 from diloco.data.text import checked_text, missing_field, read_documents
 from diloco.errors import ConfigurationError, DataError
 
-__all__ = ["DocumentSource", "open_source", "read_source"]
+__all__ = ["DocumentSource", "open_source", "parse_hub_name", "read_source", "read_texts"]
 
 _ROWS = 100
 """Rows of a data set that are read at a time."""
@@ -43,56 +44,75 @@ def open_source(settings: SourceSettings) -> DocumentSource:
         DataError: a data set that is not there, or lacks the field.
         ConfigurationError: ``datasets`` is not installed.
     """
-    if not settings.data:
-        return Files((), settings)
     parts: list[DocumentSource] = []
-    files: list[Path] = []
-    for place in settings.data:
-        if place.startswith(HUB_PREFIX):
-            if files:
-                parts.append(Files(files, settings))
-                files = []
-            parts.append(_data_set(place, settings))
+    for of_hub, places in groupby(settings.data, lambda place: place.startswith(HUB_PREFIX)):
+        if of_hub:
+            parts += [_open_data_set(place, settings) for place in places]
         else:
-            files.append(Path(place))
-    if files:
-        parts.append(Files(files, settings))
-    return parts[0] if len(parts) == 1 else Chain(parts)
+            parts.append(_Files([Path(place) for place in places], settings))
+    if not parts:
+        return _Files((), settings)
+    return parts[0] if len(parts) == 1 else _Chain(parts)
 
 
-def read_source(source: SourceSettings) -> Iterable[str]:
-    """Its documents."""
-    return (record for record in open_source(source).records() if record)
+def read_source(settings: SourceSettings) -> Iterable[str]:
+    """The documents of a source."""
+    return (record for record in open_source(settings).records() if record)
 
 
-class Files:
-    """Files and folders, as `read_documents` reads them.
+def read_texts(settings: DataSettings, paths: Sequence[Path]) -> Iterable[str]:
+    """All documents of ``paths`` (files, folders and ``hf:`` names), read as ``settings`` say."""
+    (source,) = dataclasses.replace(settings, paths=tuple(paths), sources={}, streaming=False).parsed_sources()
+    return read_source(source)
 
-    Args:
-        paths: none: the standard library.
-        settings: how they are cut into documents.
-    """
+
+class _Files:
+    """Files and folders, as `read_documents` reads them; the standard library where there are none."""
 
     size: int | None = None
 
     def __init__(self, paths: Sequence[Path], settings: SourceSettings) -> None:
-        self._paths = tuple(paths)
+        self._paths = paths
         self._settings = settings
 
     def records(self, start: int = 0) -> Iterator[str]:
-        documents = read_documents(
-            self._paths,
-            text_field=self._settings.text_field,
-            document_separator=self._settings.document_separator,
-        )
+        how = self._settings
+        documents = read_documents(self._paths, text_field=how.text_field, document_separator=how.document_separator)
         return islice(documents, start, None)
 
 
-class Chain:
+class _DataSet:
+    """Rows of ``datasets``: a memory-mapped table, or a stream that is read from its beginning to its end."""
+
+    def __init__(self, rows: Any, field: str, place: str) -> None:
+        self.size: int | None = len(rows) if hasattr(rows, "__len__") else None
+        self._rows = rows
+        self._field = field
+        self._place = place
+
+    def records(self, start: int = 0) -> Iterator[str]:
+        if self.size is not None and start >= self.size:
+            return
+        with _as_data_error(self._place):
+            batches = (self._rows.skip(start) if start else self._rows).iter(_ROWS)
+        row = start
+        while True:
+            with _as_data_error(self._place):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            if self._field not in batch:
+                raise missing_field(f"{self._place}, row {row}", self._field, batch)
+            for value in batch[self._field]:
+                yield checked_text(value, f"{self._place}, row {row}", self._field)
+                row += 1
+
+
+class _Chain:
     """Several sources, one after the other."""
 
     def __init__(self, parts: Sequence[DocumentSource]) -> None:
-        self._parts = tuple(parts)
+        self._parts = parts
 
     @property
     def size(self) -> int | None:
@@ -101,12 +121,9 @@ class Chain:
 
     def records(self, start: int = 0) -> Iterator[str]:
         for part in self._parts:
-            if part.size is not None and start >= part.size:
-                start -= part.size
-                continue
             if part.size is not None:
                 yield from part.records(start)
-                start = 0
+                start = max(start - part.size, 0)
                 continue
             for record in part.records():
                 if start:
@@ -115,69 +132,49 @@ class Chain:
                     yield record
 
 
-class Rows:
-    """A data set whose rows can be read in any order (Arrow files, memory-mapped)."""
+def parse_hub_name(text: str) -> tuple[str, str | None, str | None]:
+    """Path, config and split of ``hf:NAME[/CONFIG][:SPLIT]``; the last two are None where they are not said.
 
-    def __init__(self, rows: Any, settings: SourceSettings, place: str) -> None:
-        self._rows = rows.select_columns([settings.text_field])
-        self._field = settings.text_field
-        self._place = place
-        self.size: int | None = len(rows)
+    NAME is ORGANISATION/NAME, one word such as a loader of ``datasets`` (json, parquet, text, csv, arrow), or a path
+    that exists.
 
-    def records(self, start: int = 0) -> Iterator[str]:
-        for begin in range(start, len(self._rows), _ROWS):
-            with _told(self._place):
-                values = self._rows[begin : begin + _ROWS][self._field]
-            for row, value in enumerate(values, begin):
-                yield checked_text(value, f"{self._place}, row {row}", self._field)
+    Raises:
+        ConfigurationError: anything else.
 
-
-class Stream:
-    """A data set that is read from its beginning to its end, without a copy on the disk."""
-
-    size: int | None = None
-
-    def __init__(self, rows: Any, settings: SourceSettings, place: str) -> None:
-        self._rows = rows
-        self._field = settings.text_field
-        self._place = place
-
-    def records(self, start: int = 0) -> Iterator[str]:
-        with _told(self._place):
-            rows = iter(self._rows.skip(start) if start else self._rows)
-        number = start
-        while True:
-            with _told(self._place):
-                row = next(rows, None)
-            if row is None:
-                return
-            if self._field not in row:
-                raise missing_field(f"{self._place}, row {number}", self._field, row)
-            yield checked_text(row[self._field], f"{self._place}, row {number}", self._field)
-            number += 1
+    >>> parse_hub_name("hf:allenai/c4/en:validation"), parse_hub_name("hf:imdb:train[:10%]")
+    (('allenai/c4', 'en', 'validation'), ('imdb', None, 'train[:10%]'))
+    """
+    place, _, split = text.removeprefix(HUB_PREFIX).partition(":")
+    if place and Path(place).expanduser().exists():
+        return place, None, split or None
+    parts = place.split("/")
+    if not all(parts) or len(parts) > 3 or parts[0] in (".", "..", "~"):
+        raise ConfigurationError(
+            f"{text!r} is neither the name of a data set, hf:NAME[/CONFIG][:SPLIT] as in hf:allenai/c4/en:train, nor a "
+            "folder that exists. Nothing was started."
+        )
+    return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or None
 
 
-def _data_set(place: str, settings: SourceSettings) -> DocumentSource:
+def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
     try:
         import datasets
     except ImportError as error:
         raise ConfigurationError(
             f"{place} needs datasets, which is not installed: pip install 'diloco[hf]'. The text was not read."
         ) from error
-    name = HubName.parse(place)
-    for key, said, given in (("split", name.split, settings.split), ("config", name.config, settings.config)):
+    path, config, split = parse_hub_name(place)
+    for key, said, given in (("split", split, settings.split), ("config", config, settings.config)):
         if said and given and said != given:
-            raise ConfigurationError(
-                f"{place} was given with {key} = {given!r}; one of the two would work. The text was not read."
-            )
-    split, config = settings.split or name.split, settings.config or name.config
-    folder = Path(name.path).expanduser()
-    with _told(place):
-        if _is_saved(folder):
-            rows = _saved(datasets.load_from_disk(str(folder)), split, place)
+            raise ConfigurationError(f"{place} also has {key} = {given!r}; give only one. The text was not read.")
+    split, config = settings.split or split, settings.config or config
+    folder = Path(path).expanduser()
+    with _as_data_error(place):
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # of save_to_disk
+            rows = _select_split(datasets.load_from_disk(str(folder)), split, place)
         else:
             rows = datasets.load_dataset(
-                str(folder) if folder.exists() else name.path,
+                str(folder) if folder.exists() else path,
                 config,
                 split=split or "train",
                 data_files=list(settings.data_files) or None,
@@ -186,17 +183,13 @@ def _data_set(place: str, settings: SourceSettings) -> DocumentSource:
     columns = rows.column_names
     if columns is not None and settings.text_field not in columns:
         raise missing_field(place, settings.text_field, columns)
-    opened: Callable[..., DocumentSource] = Rows if isinstance(rows, datasets.Dataset) else Stream
-    return opened(rows, settings, place)
+    if isinstance(rows, datasets.Dataset):
+        rows = rows.select_columns([settings.text_field])
+    return _DataSet(rows, settings.text_field, place)
 
 
-def _is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` left it."""
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-
-
-def _saved(loaded: Any, split: str | None, place: str) -> Any:
-    """The split of what was saved, or the part of it that is asked for; of a data set that was saved alone, all."""
+def _select_split(loaded: Any, split: str | None, place: str) -> Any:
+    """A split of what ``save_to_disk`` left, or the part of it that is asked for; all of a data set without splits."""
     import datasets
 
     alone = not hasattr(loaded, "keys")
@@ -208,28 +201,28 @@ def _saved(loaded: Any, split: str | None, place: str) -> Any:
         found = read.to_absolute({name: len(rows) for name, rows in parts.items()})
     except (ValueError, AssertionError) as error:
         raise DataError(
-            f"{place} has no split {split or 'train'!r}; {', '.join(map(repr, parts))} would work, or a part of it "
-            f"such as {next(iter(parts))}[:10%]. The text was not read."
+            f"{place} has no split {split or 'train'!r}. It has {', '.join(map(repr, parts))}, and parts of them such "
+            f"as {next(iter(parts))}[:10%]. The text was not read."
         ) from error
     return datasets.concatenate_datasets([parts[each.splitname].select(range(each.from_, each.to)) for each in found])
 
 
 @contextmanager
-def _told(place: str) -> Iterator[None]:
-    """Whatever the library raises, as a sentence that says what would work."""
+def _as_data_error(place: str) -> Iterator[None]:
+    """Whatever the library raises, as a sentence that says what to do."""
     try:
         yield
     except (DataError, ConfigurationError):
         raise
     except ConnectionError as error:
         raise DataError(
-            f"{place} is not on this machine, and the Hugging Face hub cannot be reached: {error}. A way to it, or a "
-            "local copy such as hf:FOLDER with what save_to_disk or a download left, would work (HF_HUB_OFFLINE=1 "
-            "forbids the way). The text was not read."
+            f"{place} is not on this machine, and the Hugging Face hub cannot be reached: {error}. Connect to it "
+            "(HF_HUB_OFFLINE=1 forbids that), or give a local copy such as hf:FOLDER with what save_to_disk or a "
+            "download left. The text was not read."
         ) from error
     except Exception as error:  # of many kinds, and of no common one
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{place} cannot be read by datasets: {reason} Another name, config (hf:NAME/CONFIG) or split (:SPLIT) "
-            "might work. The text was not read."
+            f"{place} cannot be read by datasets: {reason} Check its name, config (hf:NAME/CONFIG) and split (:SPLIT). "
+            "The text was not read."
         ) from error

@@ -37,13 +37,13 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "MANIFEST",
-    "SIDES",
-    "Side",
+    "SPLITS",
     "TokenFolder",
+    "TokenSplit",
     "file_name",
     "fingerprint_of",
     "is_token_folder",
-    "mapped",
+    "map_file",
     "token_folders",
 ]
 
@@ -52,19 +52,19 @@ FORMAT_VERSION = 1
 """Raised when a reader of the version before could not read what is written now."""
 
 MANIFEST = "manifest.json"
-SIDES = ("train", "heldout")
+SPLITS = ("train", "heldout")
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _CHUNK_TOKENS = 1 << 24
 
 
-def file_name(side: str, number: int, kind: str) -> str:
-    """Of the file ``number`` of a side: its "tokens", or the "ends" of its documents."""
-    return f"{side}-{number:05d}.{kind}"
+def file_name(split: str, number: int, kind: str) -> str:
+    """The name of a split's file: of its "tokens", or of the "ends" of its documents."""
+    return f"{split}-{number:05d}.{kind}"
 
 
 @dataclass(frozen=True)
-class Side:
+class TokenSplit:
     """What a manifest says of the training or the held-out documents."""
 
     tokens: int
@@ -72,9 +72,83 @@ class Side:
     bytes: int
     """UTF-8 bytes of the documents; the tokens that end them stand for none."""
     digest: str
-    """As `diloco.data.packed.tokens_digest`."""
+    """As `PackedTokens.digest`."""
     shards: tuple[tuple[int, int], ...]
     """Tokens and documents of each file."""
+
+
+class TokenFolder:
+    """A folder of tokens. Opening one reads its manifest and looks at the sizes of its files.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        vocab_size: of its tokenizer.
+        eos_id: the token that ends each document.
+        splits: of "train" and "heldout".
+        fingerprint: equal for equal tokens, split and vocabulary, also where they were not read from a folder.
+        made: how it was made.
+
+    Raises:
+        DataError: it is incomplete, damaged, or of another version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            members = json.loads((path / MANIFEST).read_bytes())
+            found = members["format"], members["format_version"]
+            if found == (FORMAT, FORMAT_VERSION):
+                self._read(members)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path / MANIFEST} cannot be read ({error!r:.200}). Make the folder again with `diloco tokenize`. The "
+                "data was not read."
+            ) from error
+        if found != (FORMAT, FORMAT_VERSION):
+            raise DataError(
+                f"{path} has the format {found[0]!r} of version {found[1]!r}, and diloco {version('diloco')} reads "
+                f"version {FORMAT_VERSION} of {FORMAT!r}. Make it again with `diloco tokenize`. The data was not read."
+            )
+        for name, split in self.splits.items():
+            for number, (tokens, documents) in enumerate(split.shards):
+                _check_size(self._file(name, number, "tokens"), tokens * self.dtype.itemsize)
+                _check_size(self._file(name, number, "ends"), documents * 8)
+
+    def _read(self, members: Mapping[str, Any]) -> None:
+        self.dtype = np.dtype(_DTYPES[members["dtype"]])
+        self.vocab_size, self.eos_id = int(members["vocab_size"]), int(members["eos_id"])
+        self.fingerprint = str(members["fingerprint"])
+        self.made: Mapping[str, Any] = members["made"]
+        self.splits = {
+            name: TokenSplit(**{**members[name], "shards": tuple((int(t), int(d)) for t, d in members[name]["shards"])})
+            for name in SPLITS
+        }
+
+    def tokenizer(self) -> Tokenizer:
+        """That of its tokens.
+
+        Raises:
+            DataError: there is none, or it is another one.
+        """
+        tokenizer = load_tokenizer(self.path)
+        if (tokenizer.vocab_size, tokenizer.eos_id) != (self.vocab_size, self.eos_id):
+            raise DataError(
+                f"The tokenizer.json in {self.path} has {tokenizer.vocab_size} ids and ends documents with "
+                f"{tokenizer.eos_id}, but its tokens have {self.vocab_size} and end with {self.eos_id}. Bring back the "
+                "one that they were made with. The data was not read."
+            )
+        return tokenizer
+
+    def tokens(self, split: str) -> PackedTokens:
+        """The packed tokens of "train" or "heldout", memory-mapped."""
+        shards = range(len(self.splits[split].shards))
+        pieces = [map_file(self._file(split, number, "tokens"), self.dtype) for number in shards]
+        return PackedTokens(pieces, self.splits[split].digest, vocab_size=self.vocab_size)
+
+    def _file(self, split: str, number: int, kind: str) -> Path:
+        return self.path / file_name(split, number, kind)
 
 
 def is_token_folder(path: Path) -> bool:
@@ -96,98 +170,10 @@ def token_folders(source: SourceSettings) -> list[TokenFolder]:
     if ready and len(ready) < len(source.data):
         other = next(place for place in source.data if place not in ready)
         raise ConfigurationError(
-            f"{ready[0]} holds tokens and {other} does not; in one source all of it must. `diloco tokenize` of the "
-            "other, or a table of its own in data.sources, would work. The corpus was not built."
+            f"{ready[0]} holds tokens and {other} text, which one source cannot mix. Run `diloco tokenize` on the "
+            "text, or give it a table of its own in data.sources. The corpus was not built."
         )
     return [TokenFolder(Path(place)) for place in ready]
-
-
-class TokenFolder:
-    """A folder of tokens. Opening one reads its manifest and looks at the sizes of its files.
-
-    Args:
-        path: the folder.
-
-    Attributes:
-        vocab_size: of its tokenizer.
-        eos_id: the token that ends each document.
-        sides: of "train" and "heldout".
-        fingerprint: equal for equal tokens, split and vocabulary, also where they were not read from a folder.
-        made: how it was made.
-
-    Raises:
-        DataError: it is incomplete, damaged, or of another version.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            members = json.loads((path / MANIFEST).read_bytes())
-            if members["format"] != FORMAT or members["format_version"] != FORMAT_VERSION:
-                raise DataError(
-                    f"{path} has the format {members['format']!r} of version {members['format_version']!r}; diloco "
-                    f"{version('diloco')} reads version {FORMAT_VERSION} of {FORMAT!r}. `diloco tokenize` of the "
-                    "source would work. The data was not read."
-                )
-            self.dtype = np.dtype(_DTYPES[members["dtype"]])
-            self.vocab_size, self.eos_id = int(members["vocab_size"]), int(members["eos_id"])
-            self.fingerprint = str(members["fingerprint"])
-            self.made: Mapping[str, Any] = members["made"]
-            self.sides = {
-                name: Side(**{**members[name], "shards": tuple((int(t), int(d)) for t, d in members[name]["shards"])})
-                for name in SIDES
-            }
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path / MANIFEST} cannot be read ({error!r:.200}); `diloco tokenize` of the source would make the "
-                "folder anew. The data was not read."
-            ) from error
-        for name, side in self.sides.items():
-            for number, (tokens, documents) in enumerate(side.shards):
-                self._check(self._file(name, number, "tokens"), tokens * self.dtype.itemsize)
-                self._check(self._file(name, number, "ends"), documents * 8)
-
-    def tokenizer(self) -> Tokenizer:
-        """That of its tokens.
-
-        Raises:
-            DataError: there is none, or it is another one.
-        """
-        tokenizer = load_tokenizer(self.path)
-        if (tokenizer.vocab_size, tokenizer.eos_id) != (self.vocab_size, self.eos_id):
-            raise DataError(
-                f"{self.path} holds a tokenizer of {tokenizer.vocab_size} ids that ends documents with "
-                f"{tokenizer.eos_id}, and its tokens are of one of {self.vocab_size} that ends them with "
-                f"{self.eos_id}; the tokenizer.json and tokenizer_config.json that were made with them would work. "
-                "The data was not read."
-            )
-        return tokenizer
-
-    def tokens(self, side: str) -> PackedTokens:
-        """The packed tokens of "train" or "heldout", memory-mapped."""
-        shards = range(len(self.sides[side].shards))
-        pieces = [mapped(self._file(side, number, "tokens"), self.dtype) for number in shards]
-        return PackedTokens(pieces, self.sides[side].digest, vocab_size=self.vocab_size)
-
-    def ends(self, side: str) -> NDArray[np.int64]:
-        """(documents,) int64: where in the packed tokens each document ends, the token that ends it included."""
-        ends, before = [np.zeros(0, dtype=np.int64)], 0
-        for number, (tokens, _) in enumerate(self.sides[side].shards):
-            ends.append(mapped(self._file(side, number, "ends"), np.dtype("<u8")).astype(np.int64) + before)
-            before += tokens
-        return np.concatenate(ends)
-
-    def _file(self, side: str, number: int, kind: str) -> Path:
-        return self.path / file_name(side, number, kind)
-
-    def _check(self, file: Path, size_bytes: int) -> None:
-        found = file.stat().st_size if file.is_file() else -1
-        if found != size_bytes:
-            what = "is missing" if found < 0 else f"has {found:,} bytes"
-            raise DataError(
-                f"{file} {what}, and {size_bytes:,} bytes are needed; a whole copy of the folder, or `diloco tokenize` "
-                "of the source, would work. The data was not read."
-            )
 
 
 def fingerprint_of(tokenizer: Tokenizer, train: Iterable[NDArray[Any]], heldout: Iterable[NDArray[Any]]) -> str:
@@ -200,8 +186,18 @@ def fingerprint_of(tokenizer: Tokenizer, train: Iterable[NDArray[Any]], heldout:
     return digest.hexdigest()
 
 
-def mapped(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     """The values of a file, which are read when they are looked at."""
     if not file.stat().st_size:  # nothing can be mapped of an empty file
         return np.zeros(0, dtype=dtype)
     return np.memmap(file, dtype=dtype, mode="r")
+
+
+def _check_size(file: Path, size_bytes: int) -> None:
+    found = file.stat().st_size if file.is_file() else -1
+    if found != size_bytes:
+        what = "is missing" if found < 0 else f"has {found:,} bytes"
+        raise DataError(
+            f"{file} {what}, and {size_bytes:,} bytes are needed. Copy the folder again, or make it again with `diloco "
+            "tokenize`. The data was not read."
+        )

@@ -1,6 +1,4 @@
-"""Writing a folder of tokens, as `diloco.data.token_folder` reads it: whole, or not at all.
-
-Text into a folder of tokens, without holding all of it."""
+"""Text into a folder of tokens, as `diloco.data.token_folder` reads it: whole, or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -20,19 +18,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from diloco.data.heldout import sides
+from diloco.data.heldout import split_lazily
 from diloco.data.settings import DataSettings
 from diloco.data.sources import read_source
 from diloco.data.token_folder import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
-    SIDES,
-    Side,
+    SPLITS,
     TokenFolder,
+    TokenSplit,
     file_name,
     fingerprint_of,
-    mapped,
+    map_file,
     token_folders,
 )
 from diloco.data.tokenizer import Tokenizer
@@ -40,166 +38,6 @@ from diloco.data.tokenizer_choice import make_tokenizer
 from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["TokenWriter", "tokenize"]
-
-
-class TokenWriter:
-    """Writes a folder of tokens, a few documents at a time.
-
-    Args:
-        place: where the folder shall be; not there yet, or empty.
-        tokenizer: of the documents.
-        shard_tokens: a file ends with the document that makes it so long.
-
-    Raises:
-        ConfigurationError: something is there already.
-    """
-
-    def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        place = Path(os.path.realpath(place))  # a link stays one, and "." gets a name
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise ConfigurationError(
-                f"{place} is there already; another place, or none there, would work. Nothing was written."
-            )
-        self.place = place
-        self.tokenizer = tokenizer
-        self.shard_tokens = shard_tokens
-        self._dtype = tokenizer.dtype.newbyteorder("<")
-        partial = f".{place.name}.{secrets.token_hex(4)}.partial"
-        self._is_there = place.exists()  # perhaps a mounted disk, or where somebody works: no other can take its place
-        self._folder = place / partial if self._is_there else place.with_name(partial)
-        self._sides = {name: _Side(self._folder, name) for name in SIDES}
-
-    @contextmanager
-    def writing(self, made: Mapping[str, Any]) -> Iterator[TokenWriter]:
-        """Inside, `add` takes documents; afterwards the folder is complete, or nothing of it is left.
-
-        Args:
-            made: what the manifest shall say about how it was made; may be filled inside.
-
-        Raises:
-            DataError: it can't be written, such as for want of room.
-        """
-        try:
-            self._folder.mkdir(parents=True)
-            yield self
-            for side in self._sides.values():
-                side.close()
-            self._finish(made)
-        except BaseException as error:
-            for side in self._sides.values():
-                side.drop()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise DataError(
-                    f"{self.place} can't be written: {error}. A place that can be written to, with room in it, would "
-                    "work. Nothing is left of what was written."
-                ) from error
-            raise
-
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of the documents so far."""
-        return sum(side.bytes for side in self._sides.values())
-
-    def add(self, side: str, documents: list[str]) -> None:
-        """Tokenise documents and write them to "train" or "heldout"."""
-        packed = self.tokenizer.encode_documents(documents)
-        ends = np.flatnonzero(packed == self.tokenizer.eos_id) + 1
-        self._sides[side].add(packed.astype(self._dtype, copy=False), ends, self.shard_tokens)
-        self._sides[side].bytes += self.tokenizer.num_bytes(packed)
-
-    def _finish(self, made: Mapping[str, Any]) -> None:
-        self.tokenizer.save(self._folder)
-        sides = {name: side.told() for name, side in self._sides.items()}
-        pieces: dict[str, list[NDArray[Any]]] = {name: [] for name in SIDES}
-        for name, told in sides.items():
-            for number in range(len(told.shards)):
-                pieces[name].append(mapped(self._folder / file_name(name, number, "tokens"), self._dtype))
-        members = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "dtype": self.tokenizer.dtype.name,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eos_id": self.tokenizer.eos_id,
-            "fingerprint": fingerprint_of(self.tokenizer, pieces["train"], pieces["heldout"]),
-            **{name: asdict(told) for name, told in sides.items()},
-            "made": {"diloco": version("diloco"), **made},
-        }
-        with (self._folder / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(members, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if not self._is_there:
-            os.replace(self._folder, self.place)
-            return
-        if os.listdir(self.place) != [self._folder.name]:
-            raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(self.place))
-        for part in sorted(self._folder.iterdir(), key=lambda part: part.name == MANIFEST):
-            os.replace(part, self.place / part.name)
-        self._folder.rmdir()
-
-
-class _Side:
-    """The files of one side while they are written."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
-        self._name = name
-        self._digest = xxhash.xxh3_64()
-        self._shards: list[tuple[int, int]] = []
-        self._files: tuple[Any, Any] | None = None
-        self._tokens = self._documents = 0
-        self.bytes = 0
-
-    def add(self, packed: NDArray[Any], ends: NDArray[np.int64], shard_tokens: int) -> None:
-        begin = 0
-        while begin < len(packed):
-            room = shard_tokens - self._tokens
-            # up to the end of the document that fills the file
-            last = min(int(np.searchsorted(ends, begin + room)), len(ends) - 1)
-            mine = ends[np.searchsorted(ends, begin, side="right") : last + 1]
-            self._write(packed[begin : mine[-1]], mine - begin + self._tokens)
-            begin = int(mine[-1])
-            if self._tokens >= shard_tokens:
-                self.close()
-
-    def _write(self, tokens: NDArray[Any], ends: NDArray[np.int64]) -> None:
-        if self._files is None:
-            number = len(self._shards)
-            self._files = (
-                (self._folder / file_name(self._name, number, "tokens")).open("wb"),
-                (self._folder / file_name(self._name, number, "ends")).open("wb"),
-            )
-        data = np.ascontiguousarray(tokens).data
-        self._digest.update(data)
-        self._files[0].write(data)
-        self._files[1].write(ends.astype("<u8").data)
-        self._tokens += len(tokens)
-        self._documents += len(ends)
-
-    def close(self) -> None:
-        """End the present file."""
-        if self._files is None:
-            return
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        self._files = None
-        self._shards.append((self._tokens, self._documents))
-        self._tokens = self._documents = 0
-
-    def drop(self) -> None:
-        """Let go of the present file; what is not written yet may be lost."""
-        for file in self._files or ():
-            with suppress(OSError):  # of a full disk, once more
-                file.close()
-        self._files = None
-
-    def told(self) -> Side:
-        tokens, documents = (sum(each) for each in zip(*self._shards, strict=True)) if self._shards else (0, 0)
-        return Side(tokens, documents, self.bytes, self._digest.hexdigest(), tuple(self._shards))
-
 
 _BATCH_CHARACTERS = 4 << 20
 """Text that is tokenised at a time: enough for all threads of the tokenizers library."""
@@ -224,22 +62,22 @@ def tokenize(
         progress: told documents and UTF-8 bytes so far, after each batch.
 
     Raises:
-        DataError: the text cannot be read, or does not suffice for both sides, or the folder can't be written. Nothing
+        DataError: the text cannot be read, or does not suffice for both splits, or the folder can't be written. Nothing
             is left of it.
         ConfigurationError: something asked for is not installed or unknown, or is there already.
     """
     sources = settings.parsed_sources()
     if len(sources) > 1:
         raise ConfigurationError(
-            f"data.sources with {', '.join(source.name for source in sources)} was given; a folder for each of them, "
-            "made one after the other with the same tokenizer, would work. Nothing was written."
+            f"A folder of tokens has one source, not {', '.join(source.name for source in sources)}. Make a folder for "
+            "each of them, with the same tokenizer. Nothing was written."
         )
     (source,) = sources
     if token_folders(source):
-        raise ConfigurationError(f"{source.data[0]} holds tokens already; text would work. Nothing was written.")
+        raise ConfigurationError(f"{source.data[0]} holds tokens already; give text. Nothing was written.")
 
     def split() -> Iterator[tuple[str, bool]]:
-        return sides(read_source(source), settings.heldout_fraction, settings.max_documents)
+        return split_lazily(read_source(source), settings.heldout_fraction, settings.max_documents)
 
     tokenizer = make_tokenizer(settings, (text for text, heldout in split() if not heldout))
     writer = TokenWriter(place, tokenizer, shard_tokens)
@@ -250,25 +88,177 @@ def tokenize(
         "heldout_fraction": settings.heldout_fraction,
         "max_documents": settings.max_documents,
     }
-    waiting: dict[bool, list[str]] = {False: [], True: []}
-    size = documents = size_bytes = 0
+    batch: list[tuple[str, bool]] = []
+    size = documents = 0
     with writer.writing(made):
         for text, heldout in split():
-            waiting[heldout].append(text)
+            batch.append((text, heldout))
             size += len(text)
             documents += 1
             if size >= _BATCH_CHARACTERS:
-                size_bytes += _write(writer, waiting)
-                size = 0
-                progress(documents, size_bytes)
-        _write(writer, waiting)
+                writer.add(batch)
+                batch, size = [], 0
+                progress(documents, writer.bytes)
+        writer.add(batch)
     return TokenFolder(place)
 
 
-def _write(writer: TokenWriter, waiting: dict[bool, list[str]]) -> int:
-    before = writer.bytes
-    for heldout, documents in waiting.items():
-        if documents:
-            writer.add("heldout" if heldout else "train", documents)
-            documents.clear()
-    return writer.bytes - before
+class TokenWriter:
+    """Writes a folder of tokens, a few documents at a time.
+
+    Args:
+        place: where the folder shall be; not there yet, or empty.
+        tokenizer: of the documents.
+        shard_tokens: a file ends with the document that makes it so long.
+
+    Raises:
+        ConfigurationError: something is there already.
+    """
+
+    def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
+        place = Path(os.path.realpath(place))  # a link stays one, and "." gets a name
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise ConfigurationError(f"{place} is there already; give another place. Nothing was written.")
+        self.place = place
+        self.tokenizer = tokenizer
+        self._dtype = tokenizer.dtype.newbyteorder("<")
+        partial = f".{place.name}.{secrets.token_hex(4)}.partial"
+        self._is_there = place.exists()  # perhaps a mounted disk, or where somebody works: no other can take its place
+        self._folder = place / partial if self._is_there else place.with_name(partial)
+        self._splits = {name: _SplitWriter(self._folder, name, shard_tokens) for name in SPLITS}
+
+    @contextmanager
+    def writing(self, made: Mapping[str, Any]) -> Iterator[TokenWriter]:
+        """Inside, `add` takes documents; afterwards the folder is complete, or nothing of it is left.
+
+        Args:
+            made: what the manifest shall say about how it was made; may be filled inside.
+
+        Raises:
+            DataError: it can't be written, such as for want of room.
+        """
+        try:
+            self._folder.mkdir(parents=True)
+            yield self
+            for split in self._splits.values():
+                split.close()
+            self._finish(made)
+        except BaseException as error:
+            for split in self._splits.values():
+                split.drop()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise DataError(
+                    f"{self.place} can't be written: {error}. Give a place that can be written to, with enough room. "
+                    "Nothing is left of what was written."
+                ) from error
+            raise
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the documents so far."""
+        return sum(split.bytes for split in self._splits.values())
+
+    def add(self, documents: Sequence[tuple[str, bool]]) -> None:
+        """Tokenise and write documents, each with whether it is held out."""
+        for name, split in self._splits.items():
+            texts = [text for text, heldout in documents if heldout == (name == "heldout")]
+            if not texts:
+                continue
+            packed = self.tokenizer.encode_documents(texts)
+            ends = np.flatnonzero(packed == self.tokenizer.eos_id) + 1
+            split.add(packed.astype(self._dtype, copy=False), ends)
+            split.bytes += self.tokenizer.num_bytes(packed)
+
+    def _finish(self, made: Mapping[str, Any]) -> None:
+        self.tokenizer.save(self._folder)
+        splits = {name: split.manifest() for name, split in self._splits.items()}
+        pieces = {
+            name: [
+                map_file(self._folder / file_name(name, number, "tokens"), self._dtype)
+                for number in range(len(split.shards))
+            ]
+            for name, split in splits.items()
+        }
+        members = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "dtype": self.tokenizer.dtype.name,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eos_id": self.tokenizer.eos_id,
+            "fingerprint": fingerprint_of(self.tokenizer, pieces["train"], pieces["heldout"]),
+            **{name: asdict(split) for name, split in splits.items()},
+            "made": {"diloco": version("diloco"), **made},
+        }
+        with (self._folder / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(json.dumps(members, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if not self._is_there:
+            os.replace(self._folder, self.place)
+            return
+        if os.listdir(self.place) != [self._folder.name]:
+            raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(self.place))
+        for part in sorted(self._folder.iterdir(), key=lambda part: part.name == MANIFEST):
+            os.replace(part, self.place / part.name)
+        self._folder.rmdir()
+
+
+class _SplitWriter:
+    """The files of one split while they are written."""
+
+    def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
+        self._folder = folder
+        self._name = name
+        self._shard_tokens = shard_tokens
+        self._digest = xxhash.xxh3_64()
+        self._shards: list[tuple[int, int]] = []
+        self._files: tuple[Any, ...] = ()
+        self._tokens = self._documents = 0
+        self.bytes = 0
+
+    def add(self, packed: NDArray[Any], ends: NDArray[np.int64]) -> None:
+        begin = 0
+        while begin < len(packed):
+            room = self._shard_tokens - self._tokens
+            # up to the end of the document that fills the file
+            last = min(int(np.searchsorted(ends, begin + room)), len(ends) - 1)
+            mine = ends[np.searchsorted(ends, begin, side="right") : last + 1]
+            self._write(packed[begin : mine[-1]], mine - begin + self._tokens)
+            begin = int(mine[-1])
+            if self._tokens >= self._shard_tokens:
+                self.close()
+
+    def _write(self, tokens: NDArray[Any], ends: NDArray[np.int64]) -> None:
+        if not self._files:
+            names = [file_name(self._name, len(self._shards), kind) for kind in ("tokens", "ends")]
+            self._files = tuple((self._folder / name).open("wb") for name in names)
+        data = np.ascontiguousarray(tokens).data
+        self._digest.update(data)
+        self._files[0].write(data)
+        self._files[1].write(ends.astype("<u8").data)
+        self._tokens += len(tokens)
+        self._documents += len(ends)
+
+    def close(self) -> None:
+        """End the present file."""
+        if not self._files:
+            return
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self._files = ()
+        self._shards.append((self._tokens, self._documents))
+        self._tokens = self._documents = 0
+
+    def drop(self) -> None:
+        """Let go of the present file; what is not written yet may be lost."""
+        for file in self._files:
+            with suppress(OSError):  # of a full disk, once more
+                file.close()
+        self._files = ()
+
+    def manifest(self) -> TokenSplit:
+        tokens, documents = (sum(each) for each in zip(*self._shards, strict=True)) if self._shards else (0, 0)
+        return TokenSplit(tokens, documents, self.bytes, self._digest.hexdigest(), tuple(self._shards))

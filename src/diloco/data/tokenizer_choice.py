@@ -1,19 +1,19 @@
-"""Which tokenizer a run uses: made as the settings say, or read back from where one was saved."""
+"""Which tokenizer a run uses: one of bytes, one trained on the text, or one read from a file or the hub."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from diloco.data.settings import HUB_PREFIX, DataSettings
-from diloco.data.tokenizer import EOS, BPETokenizer, ByteTokenizer, Tokenizer, train_bpe
+from diloco.data.tokenizer import EOS, ByteTokenizer, Tokenizer, byte_letters, checked_utf8
 from diloco.errors import ConfigurationError, DataError, nearest
 
-__all__ = ["given_tokenizer", "load_hub_tokenizer", "load_tokenizer", "make_tokenizer", "vocabulary_size"]
+__all__ = ["given_tokenizer", "load_hub_tokenizer", "load_tokenizer", "make_tokenizer", "train_bpe"]
 
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 
@@ -40,10 +40,86 @@ def given_tokenizer(settings: DataSettings) -> Tokenizer:
     if not path.exists():
         raise ConfigurationError(
             f"data.tokenizer={settings.tokenizer!r} is neither a kind of tokenizer nor a path that exists; "
-            f"{nearest(settings.tokenizer, ['bytes', 'bpe'])} The path of a tokenizer.json would also work, or "
-            "hf:NAME for one of the Hugging Face hub. No tokenizer was made."
+            f"{nearest(settings.tokenizer, ['bytes', 'bpe'])} Otherwise give the path of a tokenizer.json, or hf:NAME "
+            "for one of the Hugging Face hub. No tokenizer was made."
         )
     return load_tokenizer(path)
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE with ``vocab_size`` ids: the end-of-document token, 256 bytes, and merges.
+
+    The same documents give the same tokenizer.
+
+    Raises:
+        DataError: the documents hold too few repeated pairs for that many merges.
+    """
+    from tokenizers import Tokenizer as LibraryTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = LibraryTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[EOS],
+        initial_alphabet=byte_letters(),
+        show_progress=False,
+    )
+    count = 0
+
+    def checked() -> Iterator[str]:
+        nonlocal count
+        for document in documents:
+            checked_utf8(document)
+            count += 1
+            yield document
+
+    tokenizer.train_from_iterator(checked(), trainer)
+    made = tokenizer.get_vocab_size()
+    if made < vocab_size:
+        raise DataError(
+            f"{count} training documents are too few for a BPE with a vocabulary of {vocab_size}: they give {made}. "
+            f"Set data.bpe_vocab_size={made} or less, or give more text. No tokenizer was made."
+        )
+    return Tokenizer(tokenizer.to_str(), eos=EOS)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in ``path``: a ``tokenizer.json``, or a folder with one, such as `Tokenizer.save` leaves.
+
+    Which token ends a document is read from ``eos_token`` in the ``tokenizer_config.json`` beside it; without that, it
+    must have exactly one of the usual names (``<|endoftext|>``, ``</s>``, ``<|end_of_text|>`` and a few others).
+
+    Raises:
+        DataError: there is none, it cannot be read, does not spell texts exactly, or does not say which token ends a
+            document.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    content = _read(file)
+    if content is None:
+        raise DataError(f"{file} does not exist. No tokenizer was made.")
+    config_file = file.with_name("tokenizer_config.json")
+    config = _read(config_file)
+    eos = None if config is None else _json_object(config, config_file).get("eos_token")
+    if isinstance(eos, dict):  # the longer of the two ways to write a token there
+        eos = eos.get("content")
+    description = _json_object(content, file)
+    if not isinstance(eos, str):
+        added = description.get("added_tokens")
+        names = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+        candidates = [name for name in _KNOWN_EOS if name in names]
+        if len(candidates) != 1:
+            raise DataError(
+                f"{file} does not say which token ends a document: "
+                + (f"{', '.join(candidates)} all could. " if candidates else "none of its tokens has a usual name. ")
+                + f'Put {{"eos_token": "..."}} into {config_file.name} beside it. No tokenizer was made.'
+            )
+        eos = candidates[0]
+    tokenizer = Tokenizer(content, eos=eos, source=str(file))
+    plain = ByteTokenizer()
+    return plain if tokenizer.to_json() == plain.to_json() else tokenizer
 
 
 def load_hub_tokenizer(name: str) -> Tokenizer:
@@ -67,14 +143,14 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
     try:
         file = Path(hf_hub_download(place, "tokenizer.json"))
         # beside it, where `load_tokenizer` looks for the token that ends a document
-        with contextlib.suppress(EntryNotFoundError):
+        with suppress(EntryNotFoundError):
             hf_hub_download(place, "tokenizer_config.json")
     except LocalEntryNotFoundError as error:
-        raise _unreachable(name, error) from error
+        raise _unreadable(name, error) from error
     except EntryNotFoundError:
         return _converted(place, name)
     except Exception as error:  # of several kinds: no such repository, no access, no connection, no proper name
-        raise _unreachable(name, error) from error
+        raise _unreadable(name, error) from error
     return load_tokenizer(file)
 
 
@@ -90,64 +166,18 @@ def _converted(place: str, name: str) -> Tokenizer:
         loaded: Any = AutoTokenizer.from_pretrained(place)
         content, eos = loaded.backend_tokenizer.to_str(), loaded.eos_token
     except Exception as error:  # of many kinds
-        raise _unreachable(name, error) from error
+        raise _unreadable(name, error) from error
     if eos is None:
         raise DataError(f"{name} has no token to end a document with. No tokenizer was made.")
-    return BPETokenizer(content, eos=str(eos), source=name)
+    return Tokenizer(content, eos=str(eos), source=name)
 
 
-def _unreachable(name: str, error: Exception) -> DataError:
+def _unreadable(name: str, error: Exception) -> DataError:
     reason = " ".join(str(error).split())
     return DataError(
-        f"data.tokenizer={name!r} cannot be read: {reason} The folder of a model or a tokenizer.json on this machine "
-        "would work (HF_HUB_OFFLINE=1 forbids the way to the hub). No tokenizer was made."
+        f"data.tokenizer={name!r} cannot be read: {reason} Connect to the hub (HF_HUB_OFFLINE=1 forbids that), or give "
+        "the folder of a model or a tokenizer.json on this machine. No tokenizer was made."
     )
-
-
-def vocabulary_size(settings: DataSettings) -> int:
-    """Ids of the tokenizer that ``settings`` name, before any text is read.
-
-    Raises:
-        ConfigurationError, DataError: as `make_tokenizer`.
-    """
-    if settings.tokenizer == "bpe":
-        return settings.bpe_vocab_size
-    return given_tokenizer(settings).vocab_size
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in ``path``: a ``tokenizer.json``, or a folder with one, such as `Tokenizer.save` leaves.
-
-    Which token ends a document is read from ``eos_token`` in the ``tokenizer_config.json`` beside it; without that, it
-    must have exactly one of the usual names (``<|endoftext|>``, ``</s>``, ``<|end_of_text|>`` and a few others).
-
-    Raises:
-        DataError: there is none, it cannot be read, is not byte-level, or does not say which token ends a document.
-    """
-    file = path / "tokenizer.json" if path.is_dir() else path
-    content = _read(file)
-    if content is None:
-        raise DataError(f"{file} does not exist; a tokenizer.json would work. No tokenizer was made.")
-    config_file = file.with_name("tokenizer_config.json")
-    config_content = _read(config_file)
-    eos = None if config_content is None else _json_object(config_content, config_file).get("eos_token")
-    if isinstance(eos, dict):  # the longer of the two ways to write a token there
-        eos = eos.get("content")
-    description = _json_object(content, file)
-    if not isinstance(eos, str):
-        added = description.get("added_tokens")
-        names = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-        candidates = [name for name in _KNOWN_EOS if name in names]
-        if len(candidates) != 1:
-            raise DataError(
-                f"{file} does not say which token ends a document: "
-                + (f"{', '.join(candidates)} all could. " if candidates else "none of its tokens has a usual name. ")
-                + f'{config_file.name} beside it with {{"eos_token": "..."}} would. No tokenizer was made.'
-            )
-        eos = candidates[0]
-    tokenizer = BPETokenizer(content, eos=eos, source=str(file))
-    plain = ByteTokenizer()
-    return plain if tokenizer.to_json() == plain.to_json() else tokenizer
 
 
 def _read(path: Path) -> str | None:

@@ -12,9 +12,8 @@ from torch import Tensor
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.data.batches import Batches
-from diloco.data.corpus import Corpus, StreamedCorpus
+from diloco.data.corpus import Corpus
 from diloco.data.prefetch import Prefetcher
-from diloco.data.sampler import Sampler
 from diloco.events import Event
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
@@ -108,17 +107,9 @@ def make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic:
     """What replica ``number`` trains on, made ahead in a thread where the settings say so."""
     train, replicas, ahead = settings.train, settings.transport.replicas, settings.data.prefetch_batches
     shape = {"sequence_length": train.sequence_length, "batch_size": train.batch_size, "seed": settings.seed}
-    batches: Batches
-    if isinstance(corpus, StreamedCorpus):
-        batches = corpus.batches(**shape, replica=number, num_replicas=replicas)
-    else:
-        batches = Sampler(
-            corpus.train,
-            **shape,
-            replica=number,
-            num_replicas=None if elastic else replicas,
-            sharding=settings.data.sharding,
-        )
+    batches = corpus.batches(
+        **shape, replica=number, num_replicas=None if elastic else replicas, sharding=settings.data.sharding
+    )
     ahead = (AHEAD if corpus.mapped else 0) if ahead is None else ahead
     return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
 

@@ -10,8 +10,6 @@ import torch
 
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.cores import usable_cores
-from diloco.data.corpus import Corpus, StreamedCorpus
-from diloco.data.packed import CYCLE, Mixture
 from diloco.events import Evaluated, SampleGenerated
 from diloco.train.components import make_configured_codec
 from diloco.train.describe import describe
@@ -19,7 +17,7 @@ from diloco.train.handshake import model_fingerprint
 from diloco.train.session import Session
 from diloco.trained.evaluate import evaluate, mean_evaluation
 from diloco.trained.generate import generate
-from diloco.units import format_bytes, format_count
+from diloco.units import format_count
 
 __all__ = ["checkpoint_about", "evaluate_session", "run_facts", "run_summary", "sample_session"]
 
@@ -28,7 +26,7 @@ def run_facts(session: Session, folder: Path) -> dict[str, str]:
     """What is shown when a run begins in ``folder``: name -> words."""
     model = session.replicas[0].model
     return {
-        "data": data_facts(session.corpus),
+        "data": session.corpus.description(),
         "device": _device(session),
         **describe(session.settings, model),
         **session.fleet.facts(),
@@ -49,20 +47,6 @@ def _device(session: Session) -> str:
     threads, cores = torch.get_num_threads(), usable_cores()
     shared = "" if threads == cores else f" on {cores} cores"
     return f"{session.device}, {threads} thread{'' if threads == 1 else 's'}{shared}{of}"
-
-
-def data_facts(corpus: Corpus) -> str:
-    """How much there is to train and to evaluate on, and in which shares."""
-    heldout = f"held out: {corpus.heldout_documents:,} documents, {format_bytes(corpus.heldout_bytes)}"
-    if isinstance(corpus, StreamedCorpus):
-        weights = {about.name: about.weight for about, _ in corpus.sources}
-        shares = ", ".join(f"{name} {weight / sum(weights.values()):.1%}" for name, weight in weights.items() if name)
-        return f"read while training{f' ({shares})' if shares else ''}; {heldout}"
-    count = f"{corpus.train_documents:,} documents, {format_bytes(corpus.train_bytes)}, {len(corpus.train):,} tokens"
-    if isinstance(corpus.train, Mixture):
-        pairs = zip(corpus.train.parts, corpus.train.shares, strict=True)
-        count += f" ({', '.join(f'{part.name} {share / CYCLE:.1%}' for part, share in pairs)})"
-    return f"{count}{', in files' if corpus.mapped else ''}; {heldout}"
 
 
 def evaluate_session(session: Session, *, final: bool) -> Evaluated:

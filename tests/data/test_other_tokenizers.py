@@ -1,4 +1,4 @@
-"""Tokenizers that are not byte-level: bits per byte stay right, or they are refused with the reason."""
+"""Other people's tokenizers: bits per byte stay right, or the tokenizer or the text is refused with the reason."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from diloco.data.settings import DataSettings
-from diloco.data.tokenizer import BPETokenizer
-from diloco.data.tokenizer_choice import given_tokenizer, load_hub_tokenizer, load_tokenizer
+from diloco.data.tokenizer import EOS, Tokenizer, byte_letters
+from diloco.data.tokenizer_choice import given_tokenizer, load_hub_tokenizer, load_tokenizer, train_bpe
 from diloco.errors import ConfigurationError, DataError
 
 
-def llama(*, prepend: bool = True, fallback: bool = True) -> Tokenizer:
+def llama(*, prepend: bool = True, fallback: bool = True) -> LibraryTokenizer:
     """Shaped as Llama 2's: SentencePiece, converted, with bytes for what has no token."""
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "he", "▁the", "ü"]
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
@@ -29,7 +30,7 @@ def llama(*, prepend: bool = True, fallback: bool = True) -> Tokenizer:
         byte_fallback=fallback,
         fuse_unk=True,
     )
-    tokenizer = Tokenizer(model)
+    tokenizer = LibraryTokenizer(model)
     steps = [normalizers.Prepend("▁")] if prepend else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -39,8 +40,8 @@ def llama(*, prepend: bool = True, fallback: bool = True) -> Tokenizer:
     return tokenizer
 
 
-def made(tokenizer: Tokenizer) -> BPETokenizer:
-    return BPETokenizer(tokenizer.to_str(), eos="</s>")
+def made(tokenizer: LibraryTokenizer) -> Tokenizer:
+    return Tokenizer(tokenizer.to_str(), eos="</s>")
 
 
 LLAMA, PLAIN = made(llama()), made(llama(prepend=False))
@@ -56,7 +57,7 @@ def test_the_bytes_of_documents_are_counted_exactly(documents: list[str]) -> Non
 
 
 def test_a_space_goes_before_a_document_as_the_model_knows_it() -> None:
-    assert LLAMA.encode("the") == [LLAMA._tokenizer.token_to_id("▁the")]
+    assert LLAMA.encode("the") == [llama().token_to_id("▁the")]
     assert LLAMA.num_bytes(LLAMA.encode("the")) == 4
     assert LLAMA.num_bytes(LLAMA.encode_documents(["the"])) == 3
     assert LLAMA.encode("</s>") != [LLAMA.eos_id], "text does not end a document"
@@ -69,22 +70,22 @@ def test_a_saved_one_comes_back(tmp_path: Path) -> None:
     assert again.num_bytes(again.encode_documents(["the ü"])) == 6
 
 
-def metaspace() -> Tokenizer:
+def metaspace() -> LibraryTokenizer:
     """Without bytes to fall back on."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), *((letter, -2.0) for letter in "abcdefgh")]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    tokenizer = LibraryTokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
 
 
-def folding() -> Tokenizer:
+def folding() -> LibraryTokenizer:
     tokenizer = llama()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), tokenizer.normalizer])
     return tokenizer
 
 
-def collapsing() -> Tokenizer:
+def collapsing() -> LibraryTokenizer:
     tokenizer = llama()
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Replace(tokenizers.Regex(" +"), " "), tokenizer.normalizer]
@@ -96,14 +97,12 @@ def collapsing() -> Tokenizer:
 def test_one_that_changes_texts_is_refused(make) -> None:  # type: ignore[no-untyped-def]
     tokenizer = make()
     tokenizer.add_special_tokens(["</s>"])
-    with pytest.raises(DataError, match=r"does not tell every text exactly: .* became .*bits per byte"):
+    with pytest.raises(DataError, match=r"does not spell every text exactly: .* became .*bits per byte"):
         made(tokenizer)
 
 
 def test_a_document_that_is_not_told_exactly_is_refused_when_it_comes() -> None:
     tokenizer = llama()
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("Q", "q"), tokenizer.normalizer])
-    sly = made(tokenizer)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("Q", ""), llama().normalizer])
     sly = made(tokenizer)
     with pytest.raises(DataError, match="turns a document of 2 bytes into tokens for 1"):
@@ -119,8 +118,6 @@ def test_by_name_of_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_one_without_a_tokenizer_json_is_converted(tmp_path: Path) -> None:
     """GPT-2's two files, from which transformers makes the third."""
-    from diloco.data.tokenizer import byte_letters
-
     letters = byte_letters()
     vocabulary = {letter: n for n, letter in enumerate([*letters, "th", "<|endoftext|>"])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
@@ -139,3 +136,39 @@ def test_one_that_is_not_there_is_told(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises((DataError, ConfigurationError), match=r"cannot be read: |is neither"):
         given_tokenizer(DataSettings(tokenizer=name))
+
+
+def unigram() -> Tokenizer:
+    """Its model knows the end of a document as a piece like any other, as SentencePiece's do."""
+    letters = [(letter, -5.0) for letter in "▁abcdefghs<>/"]
+    fallback = [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *fallback, *letters]
+    tokenizer = LibraryTokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return Tokenizer(tokenizer.to_str(), eos="</s>", source="the unigram")
+
+
+def letter() -> Tokenizer:
+    """Whose owner says that a letter ends documents."""
+    return Tokenizer(train_bpe(["some text"] * 2, 257).to_json(), eos="s", source="the letters")
+
+
+@pytest.mark.parametrize(("make", "text"), [(unigram, "ab</s>cd"), (letter, "tests")])
+def test_a_text_that_would_end_itself_is_refused(make, text: str) -> None:  # type: ignore[no-untyped-def]
+    tokenizer = make()
+    for attempt in (tokenizer.encode, lambda text: tokenizer.encode_documents(["a", text])):
+        with pytest.raises(DataError, match=f"into the token that ends a document, .* begins with '{text}'"):
+            attempt(text)
+    assert tokenizer.encode_documents(["a", "a"]).tolist().count(tokenizer.eos_id) == 2
+
+
+def test_a_space_that_a_byte_level_tokenizer_puts_before_a_document_is_no_byte_of_it() -> None:
+    library = LibraryTokenizer.from_str(train_bpe(["hello there"] * 4, 262).to_json())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer = Tokenizer(library.to_str(), eos=EOS)
+    documents = ["hello", "\nthere ü", "x"]
+    packed = tokenizer.encode_documents(documents)
+    assert tokenizer.decode(packed) == "".join(f" {document}" for document in documents)
+    assert tokenizer.num_bytes(packed) == sum(len(document.encode()) for document in documents)
