@@ -35,8 +35,8 @@ def picture(text: str, lines: int = 5) -> list[str]:
 
 def test_the_live_display_half_way() -> None:
     head, *readings = picture(live(until=15))
-    # 53 cells of bar, 39 of them done; five steps of 0.5 s to go, and 2.3 s of pause for every 7 s of training
-    assert head == "\u2501" * 39 + "\u2500" * 14 + "  15/20   75 %    3.3s left"
+    # 39 and a half of 53 cells done; five steps of 0.5 s to go, and 2.3 s of pause for every 7 s of training
+    assert head == "15/20   75 %    3.3s left  " + "\u2501" * 39 + "\u2578"
     assert readings == [
         "loss           2.5526 (perplexity 12.84)      speed          4.1K tokens/s",
         "held-out loss  2.5000 (best 2.5000)           learning rate  4.00e-04",
@@ -76,7 +76,7 @@ def test_a_terminal_of_ascii_gets_nothing_else() -> None:
     tell(sink, clock, until=15)
     sink.handle(events.Note(step=15, text="naïve"))
     sink.close()
-    assert b"=" * 39 + b"-" * 14 in raw.getvalue()
+    assert b"15/20   75 %    3.3s left  " + b"-" * 39 + b" \n" in raw.getvalue()
     assert b"na\\xefve" in raw.getvalue()
 
 

@@ -122,7 +122,7 @@ def test_the_sinks_that_settings_ask_for(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"console": "live"}, "no terminal"),
+        ({"console": "live"}, "needs a terminal"),
         ({"console": "quite"}, "did you mean 'quiet'"),
         ({"every_steps": 0}, "at least 1"),
     ],

@@ -18,7 +18,7 @@ from diloco.cli.watching import about_run
 from diloco.config import load_configuration
 from diloco.errors import ConfigurationError
 from diloco.monitor.settings import MonitorSettings, WandbSettings
-from diloco.monitor.sinks import Sinks, make_sinks
+from diloco.monitor.sinks import About, Sinks, make_sinks
 from diloco.monitor.wandb_runs import WandbSink, run_id
 from diloco.train.roles import Role
 from tests.monitor.made_events import evaluated, started, step
@@ -98,7 +98,7 @@ def test_a_run_and_its_continuation_are_one_run_offline(tmp_path: Path) -> None:
     settings = WandbSettings(mode="offline", project="p", tags=("t",))
     config = {"train": {"steps": 9}, "data": {"paths": (Path("a"),)}}
     for first in (0, 3):
-        sink = WandbSink(settings, folder, every_steps=2, name="run-replica-1", group="run", config=config)
+        sink = WandbSink(settings, folder, every_steps=2, about=About(name="run-replica-1", group="run", config=config))
         sink.handle(started(first))
         for number in range(first + 1, first + 4):
             sink.handle(step(number, loss=10.0 - number))
@@ -132,10 +132,10 @@ def test_a_server_that_cannot_be_reached_costs_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run is written as if offline, and one that ends without RunFinished is told to have failed."""
-    monkeypatch.setattr("diloco.monitor.wandb_runs._LONGEST_START_S", 0.5)
+    monkeypatch.setattr("diloco.monitor.wandb_runs.LONGEST_START_S", 0.5)
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1:9\nlogin user\npassword {'k' * 40}\n")
     (tmp_path / "netrc").chmod(0o600)
-    sink = WandbSink(WandbSettings(mode="online"), tmp_path / "run", every_steps=1, name="run")
+    sink = WandbSink(WandbSettings(mode="online"), tmp_path / "run", every_steps=1, about=About(name="run"))
     sink.handle(started())
     sink.handle(step(1, 2.0))
     sink.close()
@@ -149,7 +149,7 @@ def test_a_server_that_cannot_be_reached_costs_a_sentence(
 
 
 def test_online_without_a_key_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"no API key; `wandb login`, WANDB_API_KEY, or mode 'offline'"):
+    with pytest.raises(ConfigurationError, match="needs an API key: use `wandb login`, WANDB_API_KEY, or"):
         make_sinks(MonitorSettings(wandb=WandbSettings(mode="online")), tmp_path / "run", is_terminal=False)
     assert not (tmp_path / "run").exists()
 
@@ -157,7 +157,7 @@ def test_online_without_a_key_is_refused_before_anything_is_written(tmp_path: Pa
 def test_without_wandb_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[wandb\]'"):
-        WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, name="run")
+        WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, about=About(name="run"))
 
 
 @pytest.mark.parametrize("settings", [{"every_steps": 0}, {"finish_timeout_s": 0.0}])
@@ -171,7 +171,7 @@ class Stuck:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
-        monkeypatch.setattr(WandbSink, "_begin", lambda *_: self.go_on.wait() and self)
+        monkeypatch.setattr("wandb.init", lambda **_: self.go_on.wait() and self)
 
     def log(self, values: dict[str, float], step: int) -> None:
         raise OSError("the pipe is broken")
@@ -183,8 +183,8 @@ def test_a_service_that_takes_nothing_is_given_up_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stuck = Stuck(monkeypatch)
-    monkeypatch.setattr("diloco.monitor.wandb_runs._MOST_WAITING", 3)
-    sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, name="run")})
+    monkeypatch.setattr("diloco.monitor.wandb_runs.MOST_WAITING", 3)
+    sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, about=About(name="run"))})
     sinks.handle(started())
     for number in range(1, 6):
         sinks.handle(step(number, 1.0))
@@ -200,7 +200,7 @@ def test_what_wandb_raises_in_its_thread_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stuck = Stuck(monkeypatch)
-    sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, name="run")})
+    sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, about=About(name="run"))})
     sinks.handle(started())
     sinks.handle(step(1, 1.0))
     stuck.go_on.set()

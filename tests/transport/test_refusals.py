@@ -10,7 +10,7 @@ import torch
 
 from diloco.errors import RoundVoidError
 from diloco.events import RoundCommitted
-from diloco.monitor.progress import Progress
+from diloco.monitor.progress import RunProgress
 from diloco.monitor.wording import line
 from diloco.protocol.headers import header_of
 from diloco.transport.peers.transport import PeerTransport
@@ -104,7 +104,7 @@ def test_the_console_says_so_once_for_each_reason() -> None:
             note=note,
         )
 
-    progress, why = Progress(), "the contribution of replica 1 was refused: holds 3 values instead of 4"
+    progress, why = RunProgress(), "the contribution of replica 1 was refused: holds 3 values instead of 4"
     events = [
         committed(0, 1, why),
         committed(1, 1, why),

@@ -46,10 +46,6 @@ class Configuration(RunSettings):
         super().__post_init__()
         # object.__setattr__ is the frozen dataclass's own way to derive a field: an alias becomes the listed name.
         object.__setattr__(self, "preset", get_preset(self.preset).name)
-        if self.monitor.every_steps < 1:
-            raise ConfigurationError(
-                f"monitor.every_steps={self.monitor.every_steps} must be at least 1. Nothing was started."
-            )
 
 
 def load_configuration(arguments: Sequence[str]) -> Configuration:

@@ -10,6 +10,7 @@ from typing import TextIO
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.padding import Padding
+from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from diloco import events
 from diloco.monitor import wording
-from diloco.monitor.progress import Progress
+from diloco.monitor.progress import RunProgress
 from diloco.units import format_bytes, format_count, format_duration, format_perplexity, perplexity
 
 __all__ = ["LiveConsole", "PlainConsole"]
@@ -26,14 +27,14 @@ _HEADER_EVERY = 30
 
 
 class PlainConsole:
-    """Lines for a log: facts, a row every ``every_steps`` steps, and what is worth a line between them.
+    """Lines for a log: facts, a row every ``every_steps`` steps, and events worth a line between them.
 
     No control characters, at most 80 columns unless a path or a message is longer, every line flushed. Characters that
     the stream cannot encode are written as escapes.
 
     Args:
-        stream: written to; default: the standard output at the time of the call.
-        every_steps: steps between two rows, at least 1; the last step has a row in any case.
+        stream: default: the standard output at the time of the call.
+        every_steps: steps between two rows, at least 1; the last step always has a row.
         clock: seconds from any fixed moment.
     """
 
@@ -43,12 +44,12 @@ class PlainConsole:
         self._stream = sys.stdout if stream is None else stream
         self._every_steps = every_steps
         self._clock = clock
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._rows = 0
         self._row_step = -1
 
     def handle(self, event: events.Event) -> None:
-        """Write what ``event`` is worth."""
+        """Write the lines that ``event`` is worth."""
         progress = self._progress
         news = progress.take(event, self._clock())
         match event:
@@ -90,7 +91,7 @@ class PlainConsole:
         self._write(f"{'step':>{_width(self._progress)}}  {heads}")
 
     def _row(self) -> None:
-        """The last step, unless it has its row already."""
+        """The row of the last step, unless it has been written."""
         progress, last = self._progress, self._progress.last
         if last is None or progress.loss is None or last.step == self._row_step:
             return
@@ -115,13 +116,13 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """A display that stays at the bottom of the terminal; what is worth keeping scrolls above it.
+    """A display at the bottom of the terminal; what is worth keeping scrolls above it.
 
     It is drawn when an event arrives, at most every ``refresh_s`` seconds, so it needs no thread. `close` gives the
-    terminal back (its cursor and the standard streams); whoever made a `LiveConsole` must call it, also after errors.
+    terminal back (its cursor and the standard streams) and must be called, also after errors.
 
     Args:
-        console: drawn on; default: the standard output.
+        console: default: the standard output.
         clock: seconds from any fixed moment.
         refresh_s: least time between two drawings.
     """
@@ -136,12 +137,12 @@ class LiveConsole:
         self._console = console or Console(highlight=False)
         self._clock = clock
         self._refresh_s = refresh_s
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._live = Live(_Display(self._progress), console=self._console, auto_refresh=False)
         self._drawn_s = -float("inf")
 
     def handle(self, event: events.Event) -> None:
-        """Take in ``event``, print what stays, and draw the display anew when it is time."""
+        """Take in ``event``, print what stays, and redraw the display when it is time."""
         now_s = self._clock()
         news = self._progress.take(event, now_s)
         match event:
@@ -161,7 +162,7 @@ class LiveConsole:
                 self._print(Text("\n" + wording.ending(self._progress), style="bold"))
                 self._print(self._rows(wording.summary(event.summary)))
             case events.Evaluated(final=True):
-                self._live.stop()  # the steps are over: the last picture stays, and what follows stands below it
+                self._live.stop()  # the steps are over: the last picture stays, and what follows is printed below it
                 self._print(self._line(event))
             case _ if news:
                 self._print(self._line(event))
@@ -205,23 +206,22 @@ class LiveConsole:
 class _Display:
     """The picture of a run: a bar and four lines of two readings, or eight lines on a narrow terminal.
 
-    Columns are fixed, so nothing moves but digits; a table that finds its own widths takes ten times as long to draw.
+    Columns are fixed, so nothing moves but digits. `rich.table` would find their widths anew for every drawing, which
+    takes eight times as long (4 ms in place of 0.5).
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         progress, width = self._progress, options.max_width
         total = max(1, progress.total_steps)
-        done = f"  {_done(progress.step, progress):>{_width(progress)}}"
-        done += f"  {100 * progress.step // total:3d} %  {_time_left(progress):>6} left"
-        heavy, thin = ("=", "-") if options.ascii_only else ("\u2501", "\u2500")
-        cells = max(1, width - len(done))
-        filled = cells * min(progress.step, total) // total
-        yield Segment(heavy * filled, Style(color="green" if filled == cells else "cyan"))
-        yield Segment(thin * (cells - filled), Style(dim=True))
+        done = f"{_done(progress.step, progress):>{_width(progress)}}"
+        done += f"  {100 * progress.step // total:3d} %  {_time_left(progress):>6} left  "
         yield Segment(done[:width])
+        if len(done) < width:
+            bar = ProgressBar(total, progress.step, width - len(done), complete_style="cyan", finished_style="green")
+            yield from console.render(bar, options)
         dim, columns = Style(dim=True), 2 if width >= 80 else 1
         for index, (name, value) in enumerate(_readings(progress)):
             if index % columns == 0:
@@ -233,8 +233,8 @@ class _Display:
         yield Segment.line()
 
 
-def _readings(progress: Progress) -> list[tuple[str, str]]:
-    """Eight (name, value) pairs, in pairs that stand side by side."""
+def _readings(progress: RunProgress) -> list[tuple[str, str]]:
+    """Eight (name, value) pairs; each two of them stand side by side."""
     last, loss, heldout, best = progress.last, progress.loss, progress.heldout_loss, progress.best_heldout_loss
     rounds = progress.rounds
     return [
@@ -254,24 +254,24 @@ def _readings(progress: Progress) -> list[tuple[str, str]]:
     ]
 
 
-def _done(step: int, progress: Progress) -> str:
+def _done(step: int, progress: RunProgress) -> str:
     return f"{step}/{progress.total_steps}"
 
 
-def _width(progress: Progress) -> int:
+def _width(progress: RunProgress) -> int:
     """Characters that `_done` takes at the last step."""
     return 2 * len(str(progress.total_steps)) + 1
 
 
-def _speed(progress: Progress) -> str:
+def _speed(progress: RunProgress) -> str:
     rate = progress.speed.tokens_per_s
     return "-" if rate is None else format_count(rate)
 
 
-def _utilization(progress: Progress) -> str:
+def _utilization(progress: RunProgress) -> str:
     return "-" if progress.utilization is None else f"{100 * progress.utilization:.1f} %"
 
 
-def _time_left(progress: Progress) -> str:
+def _time_left(progress: RunProgress) -> str:
     left = progress.speed.eta_s(progress.total_steps)
     return "-" if left is None else format_duration(left)

@@ -1,4 +1,4 @@
-"""The curves of a run, whoever draws them: events in, points out."""
+"""The curves of a run, for whatever draws them: events in, points out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Point = tuple[int, dict[str, float]]
 class Curves:
     """Thins steps out to points.
 
-    Every ``every_steps`` steps, and at the last one, a point of: ``loss/train(nats)`` and ``time/step(s)``, means over
-    the steps since the point before; ``transport/wait(s)``, the mean over the rounds committed since then of one
-    replica's wait for one round; ``transport/sent(bytes)`` by one replica so far; ``time/compute_utilization(%)``,
-    ``optimizer/learning_rate`` and ``optimizer/gradient_norm`` as they are. ``time/throughput(tokens per s)`` of all
-    replicas, and where the device's peak is known ``time/model_flops_utilization(%)``, over the steps since the point
-    before. ``loss/heldout(nats)`` at each evaluation.
+    A point every ``every_steps`` steps, and at the last one. Over the steps since the point before: the means
+    ``loss/train(nats)`` and ``time/step(s)``; ``time/throughput(tokens per s)`` of all replicas;
+    ``time/model_flops_utilization(%)`` where the device's peak is known; and ``transport/wait(s)``, one replica's mean
+    wait for a committed round. As they are: ``transport/sent(bytes)`` by one replica so far,
+    ``time/compute_utilization(%)``, ``optimizer/learning_rate`` and ``optimizer/gradient_norm``. At each evaluation:
+    ``loss/heldout(nats)``.
 
     Args:
         every_steps: steps between two points, at least 1.
@@ -35,7 +35,7 @@ class Curves:
         self._wait_s: list[float] = []
 
     def take(self, event: events.Event) -> Point | None:
-        """Take in ``event``; the point that it completes, if it does."""
+        """Take in ``event``; returns the point that it completes, if any."""
         match event:
             case events.RunStarted():
                 self._tokens_per_step = event.tokens_per_step
@@ -57,7 +57,7 @@ class Curves:
         return None
 
     def rest(self) -> Point | None:
-        """A point of the steps since the last one; None if there are none."""
+        """A point of the steps since the last point; None if there are none."""
         last = self._last
         if last is None or not self._losses:
             return None

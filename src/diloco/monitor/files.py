@@ -24,14 +24,14 @@ Note                text
 RunFinished         summary
 ==================  ===================================================================================================
 
-Their meanings and units stand in `diloco.events`. Under one schema number fields may be added, never renamed or
-removed. The text is ASCII (others as ``\\u`` escapes), so that no half character and no exotic line end can occur.
+Their meanings and units are in `diloco.events`. Under one schema number fields may be added, never renamed or removed.
+The text is ASCII (other characters as ``\\u`` escapes), so that no half character and no exotic line end can occur.
 
 - JSON has no NaN: a float that is not finite is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, so
   ``float(record["loss"])`` is right in every case.
-- The file is only ever appended to. A run that goes on from step s writes a new ``RunStarted`` with ``step`` = s, and
-  by it every earlier record with a greater step is superseded; `read_metrics` leaves those out.
-- A run killed while it wrote leaves half a line at the end. Readers pass over it, and the next run cuts it off.
+- The file is only ever appended to. A run that goes on from step s writes a new ``RunStarted`` with ``step`` = s, which
+  supersedes every earlier record with a greater step; `read_metrics` leaves those out.
+- A run killed while it wrote leaves half a line at the end. Readers skip it, and the next run cuts it off.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["MetricsFile", "TensorBoardSink", "read_metrics"]
 class MetricsFile:
     """Appends every event to ``path`` as one line of JSON, handed to the system at once.
 
-    A process that dies loses at most the line it was writing; a half line found at the end is cut off.
+    A process that dies loses at most the line that it was writing; half a line found at the end is cut off.
 
     Raises:
         OSError: if the file cannot be opened for writing.
@@ -95,13 +95,13 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
             schema, name, step = record["schema"], record["event"], record["step"]
         except (ValueError, TypeError, LookupError) as error:
             raise DataError(
-                f"{path}, line {number} is no record of an event ({error!r}): {line[:80]!r}. "
-                "Without that line the rest can be read; nothing was read."
+                f"{path}, line {number} is no record of an event ({error!r}): {line[:80]!r}. Remove that line to read "
+                "the rest. Nothing was read."
             ) from error
         if schema != events.SCHEMA_VERSION:
             raise DataError(
-                f"{path}, line {number} has schema {schema}, and this version reads schema {events.SCHEMA_VERSION}; "
-                "the version that wrote it can read it. Nothing was read."
+                f"{path}, line {number} has schema {schema}, and this version reads schema {events.SCHEMA_VERSION}. "
+                "Read the file with the version that wrote it. Nothing was read."
             )
         if name == "RunStarted":
             records = [earlier for earlier in records if earlier["step"] <= step]
@@ -112,8 +112,8 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
 class TensorBoardSink:
     """The `Curves` of a run for TensorBoard, and the generated samples as text.
 
-    `RunStarted` must come first. A resumed run adds a file of its own, which tells TensorBoard to hide what came after
-    the step it resumed from.
+    `RunStarted` must come first. A resumed run adds a file of its own, which makes TensorBoard hide what came after the
+    step that it resumed from.
 
     Args:
         folder: where the files go.
@@ -128,8 +128,8 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigurationError(
-                f"TensorBoard files were asked for and tensorboard cannot be imported ({error}); pip install "
-                "tensorboard, or monitor.tensorboard = false, would work. Nothing was started."
+                f"tensorboard cannot be imported ({error}). Install it with pip, or set monitor.tensorboard = false. "
+                "Nothing was started."
             ) from error
         self._make_writer = SummaryWriter
         self._writer: Any = None
@@ -137,7 +137,7 @@ class TensorBoardSink:
         self._curves = Curves(every_steps)
 
     def handle(self, event: events.Event) -> None:
-        """Note ``event``; the writing is done by TensorBoard's own thread."""
+        """Take in ``event``; TensorBoard's own thread writes."""
         if isinstance(event, events.RunStarted):
             self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
         self._draw(self._curves.take(event))
@@ -147,7 +147,7 @@ class TensorBoardSink:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left and end TensorBoard's thread."""
+        """Write what is left, and end TensorBoard's thread."""
         if self._writer is not None:
             self._draw(self._curves.rest())
             self._writer.close()
@@ -169,7 +169,7 @@ def _literal(text: str) -> str:
 
 
 def _cut_half_line(path: Path) -> None:
-    """Truncate the file behind its last newline; a file that ends in one, or is not there, stays as it is."""
+    """Truncate the file after its last newline, if it exists."""
     if not path.exists():
         return
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""What can be set about watching a run."""
+"""Settings of watching a run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, nearest
 
 __all__ = ["MonitorSettings", "WandbSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbSettings:
-    """Weights & Biases; nothing of it is imported while the mode is off."""
+    """Weights & Biases, which is not imported while the mode is off."""
 
     mode: Annotated[Literal["off", "online", "offline"], arg(aliases=["--wandb"])] = "off"
     """online: send the run to Weights & Biases while it goes on; offline: write it to the run folder, from where
@@ -39,12 +39,11 @@ class WandbSettings:
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
             raise ConfigurationError(
-                f"monitor.wandb.every_steps={self.every_steps} was given; at least 1 is needed. Nothing was started."
+                f"monitor.wandb.every_steps={self.every_steps} must be at least 1. Nothing was started."
             )
         if not self.finish_timeout_s > 0:
             raise ConfigurationError(
-                f"monitor.wandb.finish_timeout_s={self.finish_timeout_s} was given; it must be positive. "
-                "Nothing was started."
+                f"monitor.wandb.finish_timeout_s={self.finish_timeout_s} must be positive. Nothing was started."
             )
 
 
@@ -61,3 +60,10 @@ class MonitorSettings:
     sinks: tuple[str, ...] = ()
     """Listeners of your own, each MODULE:CALLABLE; called with the run's folder, it returns a diloco.events.Sink."""
     wandb: WandbSettings = field(default_factory=WandbSettings)
+
+    def __post_init__(self) -> None:
+        if self.console not in (consoles := ("auto", "live", "plain", "quiet")):
+            hint = nearest(str(self.console), consoles)
+            raise ConfigurationError(f"monitor.console={self.console!r} is unknown; {hint} Nothing was started.")
+        if self.every_steps < 1:
+            raise ConfigurationError(f"monitor.every_steps={self.every_steps} must be at least 1. Nothing was started.")

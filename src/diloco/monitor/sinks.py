@@ -1,4 +1,4 @@
-"""All sinks of a run as one, which nothing that goes wrong in any of them can hurt."""
+"""All sinks of a run as one. Whatever goes wrong in any of them hurts neither the run nor the others."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigurationError, nearest
+from diloco.errors import ConfigurationError
 from diloco.events import Event, Sink
 from diloco.monitor.settings import MonitorSettings
 
-__all__ = ["About", "Sinks", "make_sinks"]
-
-_CONSOLES = ("auto", "live", "plain", "quiet")
+__all__ = ["About", "Sinks", "make_sinks", "say"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a tracker elsewhere tells runs apart by.
+    """What tells runs apart in a tracker such as W&B.
 
     Attributes:
         name: of the run, or of this replica of it; "": that of its folder.
-        group: what the replicas of the run have in common; None where all are in this process.
+        group: shared by the replicas of the run; None where all are in this process.
         config: the settings by section.
     """
 
@@ -36,7 +34,7 @@ class About:
 
 
 class Sinks:
-    """Hands every event to every sink. One that raises is dropped, which is said once; the others go on.
+    """Hands every event to every sink. A sink that raises is dropped, which is said once; the others go on.
 
     Args:
         sinks: by the name to use in that sentence.
@@ -75,13 +73,13 @@ class Sinks:
             try:
                 sink.close()
             except Exception as error:
-                _say(f"{name} could not be closed ({_words(error)}); its last lines may be missing.")
+                say(f"{name} could not be closed ({_words(error)}); its last lines may be missing.")
 
     def _drop(self, name: str, sink: Sink, step: int, error: Exception) -> None:
         del self._sinks[name]
         with contextlib.suppress(Exception):  # it has just failed; what closing says would be an echo
             sink.close()
-        _say(f"{name} failed at step {step} and is no longer written ({_words(error)}); training goes on.")
+        say(f"{name} failed at step {step} and is no longer written ({_words(error)}); training goes on.")
 
 
 def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, about: About | None = None) -> Sinks:
@@ -89,26 +87,18 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, ab
 
     Args:
         settings: what to show and to write.
-        folder: the run's; made if it is not there.
+        folder: of the run; created if it does not exist.
         is_terminal: whether the standard output is a terminal that can move its cursor.
-        about: the run, for trackers elsewhere.
+        about: the run, for trackers.
 
     Raises:
         ConfigurationError: for settings that cannot work, before anything is written.
     """
     kind = settings.console
-    if kind not in _CONSOLES:
-        raise ConfigurationError(
-            f"monitor.console={kind!r} was given; {nearest(str(kind), _CONSOLES)} Nothing was started."
-        )
     if kind == "live" and not is_terminal:
         raise ConfigurationError(
-            'monitor.console="live" was given and the output is no terminal; "plain", or "auto", which chooses by '
-            "itself, would work. Nothing was started."
-        )
-    if settings.every_steps < 1:
-        raise ConfigurationError(
-            f"monitor.every_steps={settings.every_steps} was given; at least 1 is needed. Nothing was started."
+            'monitor.console="live" needs a terminal, which the output is not. Use "plain", or "auto", which chooses '
+            "by itself. Nothing was started."
         )
     from diloco.monitor.console import LiveConsole, PlainConsole
     from diloco.monitor.files import MetricsFile, TensorBoardSink
@@ -118,15 +108,7 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, ab
     if settings.wandb.mode != "off":
         from diloco.monitor.wandb_runs import WandbSink
 
-        of = about or About()
-        sinks["W&B"] = WandbSink(
-            settings.wandb,
-            folder,
-            every_steps=settings.every_steps,
-            name=of.name or folder.resolve().name,
-            group=of.group,
-            config=of.config,
-        )
+        sinks["W&B"] = WandbSink(settings.wandb, folder, every_steps=settings.every_steps, about=about or About())
     for name, make in makers.items():
         sinks[name] = make(folder)
     if settings.tensorboard:
@@ -140,7 +122,7 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, ab
 
 
 def _load(name: str) -> Any:
-    """The callable that MODULE:CALLABLE names; modules in the working directory are found, too."""
+    """The callable that MODULE:CALLABLE names; the module may be in the working directory."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -148,13 +130,13 @@ def _load(name: str) -> Any:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
-            f"monitor.sinks={name!r} was given and can't be used ({error}); MODULE:CALLABLE, of an installed module or "
-            "one in the working directory, would work. Nothing was started."
+            f"monitor.sinks={name!r} cannot be loaded ({error}). Give MODULE:CALLABLE, of a module that is installed "
+            "or in the working directory. Nothing was started."
         ) from error
     if not callable(found):
         raise ConfigurationError(
-            f"monitor.sinks={name!r} was given, which is no function or class; one that makes a sink of a folder would "
-            "work. Nothing was started."
+            f"monitor.sinks={name!r} is no function or class. Give one that makes a sink of a folder. Nothing was "
+            "started."
         )
     return found
 
@@ -163,7 +145,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _say(sentence: str) -> None:
-    # not `warnings`: under -W error that would raise into training
+def say(sentence: str) -> None:
+    """Tell the user; raises nothing, unlike `warnings` under ``-W error``."""
     with contextlib.suppress(Exception):
         print(sentence, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Runs at Weights & Biases.
 
-Everything that wandb does happens in a thread of its own: whether its server is slow, away or refuses, training does
-not wait for it. What could not be sent stays in the run folder, for ``wandb sync``.
+Everything that wandb does happens in a thread of its own: training never waits for its server, slow or gone. What could
+not be sent stays in the run folder, for ``wandb sync``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import netrc
 import os
 import queue
 import secrets
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,12 +21,13 @@ from diloco import events
 from diloco.errors import ConfigurationError
 from diloco.monitor.curves import Curves
 from diloco.monitor.settings import WandbSettings
+from diloco.monitor.sinks import About, say
 
 __all__ = ["WandbSink", "run_id"]
 
-_LONGEST_START_S = 60.0
-_MOST_WAITING = 10_000
-"""Points that may wait for wandb to take them; far more than a server's bad hour, and a few megabytes."""
+LONGEST_START_S = 60.0
+MOST_WAITING = 10_000
+"""Points that may wait for wandb to take them: a few megabytes, far more than a server's bad hour."""
 
 _Write = Callable[[Any], None]
 
@@ -36,16 +36,14 @@ class WandbSink:
     """The `Curves` of a run, evaluations, samples (a table each), summary and settings, at Weights & Biases.
 
     The axis is the inner step. A run that goes on is the same run there, by the identifier in ``folder``/wandb/id;
-    steps that it takes again are there already, and are passed over. Where the server can't be reached at the
-    start, the run is written as in mode offline, and says so.
+    steps that it repeats are there already, and are skipped. If the server can't be reached at the start, the run is
+    written as in mode offline, and says so.
 
     Args:
-        settings: of W&B; its mode is not off.
+        settings: with a mode other than off.
         folder: of the run; wandb's own files go to its subfolder wandb.
-        every_steps: steps between two points, where the settings don't say.
-        name: of the run.
-        group: that it belongs to.
-        config: what decided the run, by section; shown beside it.
+        every_steps: steps between two points, unless the settings have a number.
+        about: name, group and settings of the run.
 
     Raises:
         ConfigurationError: if wandb can't be imported, or has no API key in mode online.
@@ -57,25 +55,23 @@ class WandbSink:
         folder: Path,
         *,
         every_steps: int,
-        name: str,
-        group: str | None = None,
-        config: Mapping[str, Any] | None = None,
+        about: About,
     ) -> None:
         self._wandb = _load_wandb(settings.mode)
         self._settings = settings
         self._folder = folder
         self._curves = Curves(settings.every_steps or every_steps)
-        self._name, self._group, self._config = name, group, config or {}
-        self._writes: queue.Queue[_Write | None] = queue.Queue(_MOST_WAITING)
+        self._about = about
+        self._writes: queue.Queue[_Write | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._exit_code = 1  # until the run says that it is over
 
     def handle(self, event: events.Event) -> None:
-        """Note ``event`` for the thread that writes it.
+        """Queue ``event`` for the thread that writes it.
 
         Raises:
-            Exception: what wandb raised, or that it takes nothing any more; the run is not written further then.
+            Exception: what wandb raised, or that it no longer takes anything; the run is not written further then.
         """
         if self._error is not None:
             raise self._error
@@ -97,7 +93,7 @@ class WandbSink:
             self._put(lambda run: run.summary.update(summary))
 
     def close(self) -> None:
-        """End the run there, waiting for at most the time that the settings allow.
+        """End the run there, waiting no longer than the settings allow.
 
         Raises:
             TimeoutError: if not everything could be sent in that time.
@@ -121,7 +117,7 @@ class WandbSink:
         try:
             self._writes.put_nowait(write)
         except queue.Full:
-            self._error = RuntimeError(f"{_MOST_WAITING:,} points are waiting and wandb takes none")
+            self._error = RuntimeError(f"{MOST_WAITING:,} points are waiting and wandb takes none")
             raise self._error from None
 
     def _work(self, started: events.RunStarted) -> None:
@@ -138,20 +134,20 @@ class WandbSink:
             return self._open("offline", started)
         try:
             run = self._open("online", started)
-            _say(f"W&B shows this run at {run.url}")
+            say(f"W&B shows this run at {run.url}")
             return run
         except Exception as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            _say(
+            say(
                 f"W&B can't be reached ({why}); the run is written to {self._folder / 'wandb'} instead, from where "
                 "`wandb sync` sends it. Training goes on."
             )
-            self._wandb.teardown()  # else its service holds the identifier of the run that could not begin
+            self._wandb.teardown()  # otherwise its service keeps the identifier of the run that could not begin
             return self._open("offline", started)
 
     def _open(self, mode: str, started: events.RunStarted) -> Any:
         settings = self._settings
-        about = {name: getattr(started, name) for name in ("num_replicas", "parameters", "tokens_per_step")}
+        run = {name: getattr(started, name) for name in ("num_replicas", "parameters", "tokens_per_step")}
         return self._wandb.init(
             mode=mode,
             dir=str(self._folder),
@@ -159,23 +155,23 @@ class WandbSink:
             resume="allow",
             project=settings.project,
             entity=settings.entity,
-            name=self._name,
-            group=self._group,
+            name=self._about.name or self._folder.resolve().name,
+            group=self._about.group,
             tags=list(settings.tags),
-            config={**_plain(self._config), "run": about, "facts": dict(started.facts)},
-            allow_val_change=True,  # of what may change when a run goes on
-            reinit="create_new",  # a run of the program around us stays as it is
+            config={**_plain(self._about.config), "run": run, "facts": dict(started.facts)},
+            allow_val_change=True,  # some settings may change when a run goes on
+            reinit="create_new",  # a run of the surrounding program stays as it is
             settings=self._wandb.Settings(
                 console="off",  # the progress display is not for a log
                 silent=True,
-                init_timeout=_LONGEST_START_S,
+                init_timeout=LONGEST_START_S,
                 finish_timeout=settings.finish_timeout_s,
             ),
         )
 
 
 def run_id(folder: Path) -> str:
-    """The identifier of the run in ``folder``, made where there is none yet."""
+    """The identifier of the run in ``folder``, created if there is none yet."""
     path = folder / "wandb" / "id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,19 +184,19 @@ def _load_wandb(mode: str) -> Any:
         import wandb
     except ImportError as error:
         raise ConfigurationError(
-            f"monitor.wandb.mode={mode!r} was given and wandb can't be imported ({error}); "
-            "pip install 'diloco[wandb]' would work. Nothing was started."
+            f"monitor.wandb.mode={mode!r} needs wandb, which can't be imported ({error}): pip install 'diloco[wandb]'. "
+            "Nothing was started."
         ) from error
     if mode == "online" and not _has_key(wandb.setup().settings):
         raise ConfigurationError(
-            "monitor.wandb.mode='online' was given and there is no API key; `wandb login`, WANDB_API_KEY, or mode "
-            "'offline' would work. Nothing was started."
+            "monitor.wandb.mode='online' needs an API key: use `wandb login`, WANDB_API_KEY, or mode 'offline'. "
+            "Nothing was started."
         )
     return wandb
 
 
 def _has_key(settings: Any) -> bool:
-    """Whether wandb may find credentials, without asking its server or the user."""
+    """Whether wandb can find credentials, without asking its server or the user."""
     if settings.api_key or getattr(settings, "identity_token_file", None):
         return True
     hosts = (urlsplit(str(settings.base_url)).netloc, "api.wandb.ai")  # the second also for its newer names
@@ -220,8 +216,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _say(sentence: str) -> None:
-    with contextlib.suppress(Exception):
-        print(sentence, file=sys.stderr, flush=True)

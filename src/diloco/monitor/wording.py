@@ -1,4 +1,4 @@
-"""What a console says about events, as plain text: the same words on a terminal and in a log. Pure."""
+"""What consoles say about events, as plain text: the same words on a terminal and in a log. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco import events
-from diloco.monitor.progress import Progress
+from diloco.monitor.progress import RunProgress
 from diloco.units import format_bytes, format_count, format_duration, format_perplexity, format_ratio
 
 __all__ = ["Rows", "ending", "facts", "fragments_in_flight", "line", "summary", "table", "title", "visible"]
@@ -17,7 +17,7 @@ Rows = Sequence[tuple[str, str]]
 
 
 def visible(text: str) -> str:
-    r"""``text`` with every character that a terminal would obey, not show, written out; newlines and tabs stay.
+    r"""``text`` with every character that a terminal would obey rather than show escaped; newlines and tabs stay.
 
     >>> visible("a\tb\n\x1b[2Jc\r\u202ed")
     'a\tb\n\\x1b[2Jc\\r\\u202ed'
@@ -29,7 +29,7 @@ def visible(text: str) -> str:
 
 
 def table(rows: Rows, *, width: int = 80, indent: str = "  ") -> str:
-    """Two aligned columns within ``width`` characters; long values go on under their own column.
+    """Two aligned columns within ``width`` characters; long values continue under their own column.
 
     >>> print(table([("codec", "fp4"), ("schedule", "every fragment each 100 steps")], width=32))
       codec     fp4
@@ -40,7 +40,7 @@ def table(rows: Rows, *, width: int = 80, indent: str = "  ") -> str:
     lines = []
     for name, value in rows:
         lead = f"{indent}{name:<{names}}  "
-        # a path or a digest is not cut: it is there to be copied
+        # paths and digests are not cut: they are there to be copied
         wrap = textwrap.TextWrapper(width, lead, " " * len(lead), break_long_words=False, break_on_hyphens=False)
         lines.append(wrap.fill(visible(value)) or lead.rstrip())
     return "\n".join(lines)
@@ -59,13 +59,13 @@ def title(event: events.RunStarted) -> str:
 
 
 def facts(event: events.RunStarted) -> Rows:
-    """What the run derived from its settings, and what it goes on from."""
+    """What the run goes on from, and what it derived from its settings."""
     resumed = [("resumed from", event.resumed_from)] if event.resumed_from else []
     return [*resumed, *event.facts.items()]
 
 
-def line(event: events.Event, progress: Progress) -> str:
-    """One event in one line; for those that `Progress.take` found worth it."""
+def line(event: events.Event, progress: RunProgress) -> str:
+    """An event that `RunProgress.take` found worth a line."""
     match event:
         case events.Evaluated():
             words = (
@@ -98,7 +98,7 @@ def _counted(replicas: int) -> str:
     return "1 replica" if replicas == 1 else f"{replicas} replicas"
 
 
-def ending(progress: Progress) -> str:
+def ending(progress: RunProgress) -> str:
     """The line above the summary."""
     if progress.step >= progress.total_steps:
         return "finished"
@@ -106,7 +106,7 @@ def ending(progress: Progress) -> str:
 
 
 def fragments_in_flight(rounds: Sequence[tuple[int, int]]) -> str:
-    """Rounds under way, as (fragment, outer step), in at most about thirty characters.
+    """Rounds in flight, given as (fragment, outer step), in about thirty characters at most.
 
     >>> fragments_in_flight([]), fragments_in_flight([(2, 14)]), fragments_in_flight([(0, 15), (2, 14), (3, 14)])
     ('none', 'fragment 2 (outer step 14)', 'fragments 0, 2, 3')
@@ -123,9 +123,9 @@ def fragments_in_flight(rounds: Sequence[tuple[int, int]]) -> str:
 
 
 def summary(values: Mapping[str, Any]) -> Rows:
-    """The rows of a finished run's ``summary``; what is missing or None is left out.
+    """The rows of a finished run's ``summary``, without values that are missing or None.
 
-    ``data_parallel_bytes_per_replica`` is what one replica would have sent, so it is compared with what was sent.
+    ``data_parallel_bytes_per_replica``, which one replica would have sent, is compared with what it did send.
 
     >>> for row in summary({"heldout_loss": 2.5, "perplexity": None, "sent_bytes_per_replica": 2_000_000,
     ...                     "data_parallel_bytes_per_replica": 824_000_000, "rounds_committed": 12, "rounds_void": 0}):
@@ -171,7 +171,7 @@ def summary(values: Mapping[str, Any]) -> Rows:
 
 
 def _against_data_parallel(sent: float, baseline: float) -> str:
-    """Says so as plainly when nothing was saved.
+    """What one replica sent, compared with data-parallel training, whichever sent more.
 
     >>> _against_data_parallel(0, 1000), _against_data_parallel(1000, 0)
     ('nothing (data-parallel: 1.0 kB)', '1.0 kB per replica')
