@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
+from diloco.cli import main
 from diloco.config import load_configuration
 from diloco.data.corpus import build_corpus
 from diloco.data.sampler import Sampler
@@ -23,6 +24,8 @@ from diloco.train.fleet.base import InProcessFleet
 from diloco.train.resolve import resolve
 from diloco.train.session import Session
 from diloco.train.session_state import load_session
+from tests.data.streams import numbered as numbered_texts
+from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, train, write_text
 
 DOCUMENTS = 97
@@ -178,3 +181,34 @@ def test_who_joins_later_is_told_how_the_data_is_shared_out(tmp_path: Path) -> N
     asker.data_order = ""
     asker.take_over([0])
     assert donor.data_order == asker.data_order == "[3, [0, 1, 2], 12, []]"
+
+
+STREAMING = "--data.streaming --data.streaming-block 3 --data.heldout-fraction 0.2 --data-parallel-steps 3"
+
+
+def rank(replica: int, arguments: str, port: int) -> int:
+    place = f"--transport torch --replica {replica} --rendezvous 127.0.0.1:{port}" if port else ""
+    return main(["train", *arguments.split(), *place.split(), "--monitor.console", "quiet", "--train.threads", "1"])
+
+
+def test_processes_go_on_as_more_and_as_fewer(tmp_path: Path) -> None:
+    """Replica 2 is new and begins from replica 0's checkpoint; then it and replica 1 go, and others read the documents
+    that they had begun: what each has read of a stream stands in its own checkpoint alone."""
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in numbered_texts(120)))
+    digests = []
+    for name, in_processes in (("many", True), ("one", False)):
+        out = tmp_path / name
+        for replicas, stop in ((2, 5), (3, 9), (1, 12)):
+            begin = f"{SMALL} {data} {STREAMING} --out {out}" if replicas == 2 else f"--resume {out}"
+            arguments = f"{begin} --replicas {replicas} --stop-after {stop}"
+            if in_processes:
+                with Processes() as processes:
+                    processes.start(replicas, rank, arguments, free_port())
+                    assert set(processes.results(timeout_s=300).values()) == {0}
+            else:
+                assert rank(0, arguments, 0) == 0
+        digests.append(json.loads((out / "summary.json").read_text())["global_params_digest"])
+    assert digests[0] == digests[1]
+    left = [list_checkpoints(tmp_path / "many" / f"replica-{m}" / "checkpoints")[-1].path.name for m in (1, 2)]
+    assert left == ["step-00000009"] * 2

@@ -92,7 +92,7 @@ class ReplicaState:
         Raises:
             CheckpointError: if it was taken of another model, optimizer or algorithm.
         """
-        slots = self._make_slots(saved, common["inner"]["rest"])
+        slots = self._make_slots(saved)
         values = self.values()
         values |= {name: value for name, (_, _, value) in slots.items()}
         if odd := sorted(values.keys() ^ saved.sizes.keys()):
@@ -137,7 +137,7 @@ class ReplicaState:
         kept["rounds_in_flight"] = [[round_id.fragment, round_id.outer_step] for round_id in diloco.in_flight]
         return kept
 
-    def _make_slots(self, saved: SavedValues, rest: Mapping[str, Any]) -> dict[str, tuple[str, str, Tensor]]:
+    def _make_slots(self, saved: SavedValues) -> dict[str, tuple[str, str, Tensor]]:
         """Name of a saved value -> parameter, slot, and room for it."""
         slots = {}
         for name in saved.sizes:
