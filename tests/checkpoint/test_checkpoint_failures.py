@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from diloco.checkpoint.folder import hidden_name
+from diloco.checkpoint.disk import hidden_name
 from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
 from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError

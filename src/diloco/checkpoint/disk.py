@@ -1,9 +1,15 @@
-"""Files that are on the disk when the call returns, and what a checkpoint remembers of them to find damage."""
+"""Files that are on the disk when the call returns, what is remembered of them to find damage, and moves of folders.
+
+The moves never leave a checkpoints folder without what was complete before: see `diloco.checkpoint`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import secrets
+import shutil
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +19,25 @@ import xxhash
 
 from diloco.errors import CheckpointError, DiLoCoError
 
-__all__ = ["FileFacts", "check_content", "check_size", "sync_folder", "write_file", "write_whole"]
+__all__ = [
+    "HIDDEN_NAME",
+    "LATEST",
+    "STEP_NAME",
+    "FileFacts",
+    "check_content",
+    "check_size",
+    "delete",
+    "hidden_name",
+    "move_in",
+    "point_latest_at",
+    "sync_folder",
+    "write_file",
+    "write_whole",
+]
+
+LATEST = "latest"
+STEP_NAME = re.compile(r"step-\d{8,}\Z")
+HIDDEN_NAME = re.compile(r"\.(?P<name>step-\d{8,}|latest)\.[0-9a-f]{8}\.(?P<fate>partial|replaced|deleted)\Z")
 
 _PIECE_BYTES = 1 << 20  # hashed and written while it is still in the processor's cache
 
@@ -108,3 +132,47 @@ def check_content(path: Path, facts: FileFacts) -> None:
         raise CheckpointError(f"{path} can't be read: {error}.") from error
     if digest != facts.digest:
         raise CheckpointError(f"{path} is damaged: its digest differs from the manifest's.")
+
+
+def hidden_name(place: Path, fate: str) -> Path:
+    """A new name beside ``place`` for something on its way: being written, replaced or deleted."""
+    return place.with_name(f".{place.name}.{secrets.token_hex(4)}.{fate}")
+
+
+def move_in(partial: Path, place: Path) -> None:
+    """Give a finished checkpoint its name; one that has that name stays loadable until then."""
+    aside = hidden_name(place, "replaced") if place.exists() else None
+    if aside:
+        os.replace(place, aside)
+    try:
+        os.replace(partial, place)
+    except BaseException:
+        if aside:
+            os.replace(aside, place)
+        raise
+    sync_folder(place.parent)
+    if aside:
+        delete(aside)
+
+
+def point_latest_at(place: Path) -> None:
+    """Make ``latest`` name this checkpoint."""
+    latest = place.with_name(LATEST)
+    partial = hidden_name(latest, "partial")
+    try:
+        write_file(partial, [f"{place.name}\n".encode()])
+        os.replace(partial, latest)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(place.parent)
+
+
+def delete(path: Path) -> None:
+    """Delete a folder, under another name, so that a half-deleted one never looks complete.
+
+    Files that are still open elsewhere may stay (on network file systems, on Windows); the next save tries them again.
+    """
+    hidden = HIDDEN_NAME.match(path.name)
+    doomed = hidden_name(path.with_name(hidden["name"] if hidden else path.name), "deleted")
+    os.replace(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from diloco.checkpoint.disk import check_size
-from diloco.checkpoint.folder import HIDDEN_NAME, LATEST, STEP_NAME
+from diloco.checkpoint.disk import HIDDEN_NAME, LATEST, STEP_NAME, check_size
 from diloco.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from diloco.checkpoint.parts import read_part
 from diloco.errors import CheckpointError, nearest

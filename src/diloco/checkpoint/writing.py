@@ -1,4 +1,4 @@
-"""Saving a checkpoint: from one process, or from all ranks of a replica together, as `diloco.checkpoint.folder` has it.
+"""Saving a checkpoint: from one process, or from all ranks of a replica together, as `diloco.checkpoint` has it.
 
 What the rank at position 0 has of a sharded part NAME is saved as::
 
@@ -20,8 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.checkpoint.disk import FileFacts, sync_folder
-from diloco.checkpoint.folder import HIDDEN_NAME, delete, hidden_name, move_in, point_latest_at
+from diloco.checkpoint.disk import HIDDEN_NAME, FileFacts, delete, hidden_name, move_in, point_latest_at, sync_folder
 from diloco.checkpoint.manifest import Manifest, running_versions, write_manifest
 from diloco.checkpoint.parts import in_file_order, tensor_chunks, whole, write_files, write_part
 from diloco.checkpoint.reading import find_checkpoint, list_checkpoints

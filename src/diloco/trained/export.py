@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from diloco.checkpoint.disk import sync_folder, write_file
-from diloco.checkpoint.folder import delete, hidden_name, move_in
+from diloco.checkpoint.disk import delete, hidden_name, move_in, sync_folder, write_file
 from diloco.checkpoint.parts import tensor_chunks
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
