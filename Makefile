@@ -5,7 +5,7 @@ TESTERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test check bench docs clean
+.PHONY: setup train test check bench docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,9 @@ bench: $(STAMP) ## the benchmarks that take minutes (parity takes longer: see be
 
 docs: $(STAMP) ## run every example in the documentation
 	$(BIN)/python -m pytest README.md docs
+
+site: $(STAMP) ## the documentation as a site, in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean: ## remove what setup made
 	rm -rf $(VENV) build src/*.egg-info

@@ -20,6 +20,13 @@ def test_every_public_name_loads_and_is_documented() -> None:
     assert set(diloco._HOMES) | {"__version__"} == set(diloco.__all__)
 
 
+def test_the_reference_has_every_public_name_where_it_lives() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for name in set(diloco.__all__) - {"__version__"}:
+        value = getattr(diloco, name)
+        assert f"::: {value.__module__}.{name}\n" in reference or name == "DiLoCoError", name
+
+
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, diloco; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

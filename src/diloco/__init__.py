@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from diloco.algorithm.codec import Codec, make_codec
     from diloco.algorithm.fragments import Fragment, partition
     from diloco.algorithm.merge import AlphaMerge, RebaseMerge
+    from diloco.algorithm.muon import Muon, muon
     from diloco.algorithm.outer_optimizer import Adam, Nesterov, Sgd
     from diloco.algorithm.schedule import Merge, Send, SyncSchedule
     from diloco.algorithm.value_schedule import ValueSchedule
@@ -37,6 +38,7 @@ _HOMES = {
     "InProcessTransport": "diloco.transport.in_process",
     "Link": "diloco.transport.links",
     "Merge": "diloco.algorithm.schedule",
+    "Muon": "diloco.algorithm.muon",
     "Nesterov": "diloco.algorithm.outer_optimizer",
     "RebaseMerge": "diloco.algorithm.merge",
     "Send": "diloco.algorithm.schedule",
@@ -47,6 +49,7 @@ _HOMES = {
     "connect_peer": "diloco.transport.hivemind.library",
     "connect_replica": "diloco.transport.torch_distributed.library",
     "make_codec": "diloco.algorithm.codec",
+    "muon": "diloco.algorithm.muon",
     "partition": "diloco.algorithm.fragments",
     "replica_share": "diloco.integrations.host",
 }
@@ -62,6 +65,7 @@ __all__ = [
     "InProcessTransport",
     "Link",
     "Merge",
+    "Muon",
     "Nesterov",
     "RebaseMerge",
     "Send",
@@ -73,6 +77,7 @@ __all__ = [
     "connect_peer",
     "connect_replica",
     "make_codec",
+    "muon",
     "partition",
     "replica_share",
 ]

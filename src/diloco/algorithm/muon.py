@@ -39,7 +39,9 @@ class Muon(torch.optim.Optimizer):
         momentum: of the matrices that are orthogonalised.
         nesterov: whether their momentum looks ahead.
         newton_schulz_steps: see `orthogonalised`.
-        betas, eps, fused: of AdamW.
+        betas: of AdamW.
+        eps: of AdamW.
+        fused: whether AdamW runs its fused kernel; None: as torch chooses.
 
     Raises:
         ConfigurationError: if a parameter that is to be orthogonalised is no whole matrix, or a value is out of range.
