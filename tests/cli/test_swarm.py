@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from diloco.cli import main
-from diloco.transport.hivemind import lookout
+from diloco.transport.hivemind import library
 from tests.commands import Command
 from tests.processes import Processes
 from tests.runs import SMALL, train
@@ -161,12 +161,15 @@ def test_ctrl_c_ends_a_round_that_nobody_else_would(new_peer: MakePeer) -> None:
 def test_why_a_peer_does_not_answer_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [lookout.Seen("QmHere", 0, {"step": 7}), lookout.Seen("QmAway", 1, problem="no answer within 10 s")]
+    found = [
+        library.PeerReport("QmHere", 0, {"step": 7}),
+        library.PeerReport("QmAway", 1, problem="no answer within 10 s"),
+    ]
 
-    async def look(*_: Any) -> list[lookout.Seen]:
+    async def look(*_: Any) -> list[library.PeerReport]:
         return found
 
-    monkeypatch.setattr(lookout, "look", look)
+    monkeypatch.setattr(library, "list_peers", look)
     arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
     assert main(arguments) == 0
     shown = capsys.readouterr()
@@ -177,11 +180,11 @@ def test_why_a_peer_does_not_answer_is_told(
     assert shown.err == "diloco: QmAway: no answer within 10 s\n"
     here = {"step": 7, "members": [0, 2], "digest": "ab"}
     found[:] = [
-        lookout.Seen("QmHere", 0, here),
-        lookout.Seen("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
-        lookout.Seen("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
-        lookout.Seen("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
-        lookout.Seen("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
+        library.PeerReport("QmHere", 0, here),
+        library.PeerReport("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
+        library.PeerReport("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
+        library.PeerReport("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
+        library.PeerReport("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
     ]
     assert main(arguments) == 0
     shown = capsys.readouterr()
@@ -193,7 +196,7 @@ def test_why_a_peer_does_not_answer_is_told(
         "diloco: QmLeft: replica 3 takes part no more: it has left, or was lost, and the others went on",
     ]
     assert "the digests differ because the peers were asked at different steps" in shown.err
-    found[-1] = lookout.Seen("QmAhead", 4, here | {"digest": "cd"})
+    found[-1] = library.PeerReport("QmAhead", 4, here | {"digest": "cd"})
     main(arguments)
     assert "peers at the same step show different digests" in capsys.readouterr().err
     found.clear()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.transport.hivemind.connect import connect_swarm
-from diloco.transport.hivemind.lookout import Seen, look
+from diloco.transport.hivemind.library import PeerReport, list_peers
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.connected import Connected, join
@@ -102,11 +102,11 @@ class Swarms:
         assert isinstance(streams, PeerStreams)
         return transport.connections.call(streams.node.addresses())
 
-    def look(self, number: int, known: Sequence[PeerTransport], run: str = "run") -> list[Seen]:
+    def look(self, number: int, known: Sequence[PeerTransport], run: str = "run") -> list[PeerReport]:
         """What somebody who does not take part sees."""
         at = tuple(address for each in known for address in self.addresses_of(each))
         place = NodePlace(join=at, listen=LOOPBACK, map_ports=False)
-        return asyncio.run(look(self._keys / f"{number}.key", place, Admission(run, "", frozenset())))
+        return asyncio.run(list_peers(self._keys / f"{number}.key", place, Admission(run, "", frozenset())))
 
     def meet(self, num_replicas: int, **options: Any) -> list[PeerTransport]:
         """So many peers in one view."""

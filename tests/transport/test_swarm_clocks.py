@@ -37,7 +37,7 @@ def member(rank: int, keys: Path, number: int, at: Sequence[str], off_s: float, 
 
 def moved(rank: int, keys: Path, number: int, at: Sequence[str], by_s: float) -> None:
     """In a process: a member that comes to another time of the network, as one does that has met others."""
-    node._KEEP_UP_EVERY_S = 0.2
+    node.KEEP_UP_EVERY_S = 0.2
     swarms, clock = Swarms(keys), load_engine().clock
     report(swarms.addresses_of(swarms.peer(number, at=at).transport))
     clock.enter([told(LIMIT_S)])

@@ -7,7 +7,6 @@ import select
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,11 +21,11 @@ ENDS_S = 20.0
 """More than the limits of all that the end waits for."""
 
 
-def daemon_of(transport: PeerTransport) -> Any:
-    """The process of its libp2p daemon, as asyncio knows it."""
+def daemon_of(transport: PeerTransport) -> int:
+    """The process of its libp2p daemon."""
     streams = transport.connections.streams
     assert isinstance(streams, PeerStreams)
-    return streams.node._daemon.p2p._child
+    return streams.node.daemon_pid
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -34,8 +33,8 @@ def test_a_peer_ends_in_time_whatever_has_become_of_its_daemon(swarms: Swarms, n
     """One that was killed or stands still answers nothing, and much of Hivemind would wait for it for ever."""
     transport = swarms.peer(0).transport
     daemon = daemon_of(transport)
-    exited = os.pidfd_open(daemon.pid)
-    daemon.send_signal(number)
+    exited = os.pidfd_open(daemon)
+    os.kill(daemon, number)
     began_s = time.monotonic()
     transport.leave()
     transport.close()
@@ -48,7 +47,7 @@ def test_a_peer_ends_in_time_whatever_has_become_of_its_daemon(swarms: Swarms, n
 def peer(rank: int, folder: Path) -> None:
     """In a process: a peer that stands until the test ends it."""
     transport = Swarms(folder).peer(0).transport
-    report(daemon_of(transport).pid)
+    report(daemon_of(transport))
     told()
 
 

@@ -42,7 +42,7 @@ def test_a_key_that_others_can_read_is_refused(keys: Path, tmp_path: Path) -> No
     path = tmp_path / "identity.key"
     path.write_bytes(load_identity(keys / "0.key").path.read_bytes())
     path.chmod(0o640)
-    with pytest.raises(ConfigurationError, match=r"can be read by others \(mode 640\); chmod 600 would work"):
+    with pytest.raises(ConfigurationError, match=r"can be read by others \(mode 640\); Run chmod 600 on it"):
         load_identity(path)
 
 
@@ -50,7 +50,7 @@ def test_a_file_that_is_no_key_is_named(tmp_path: Path) -> None:
     path = tmp_path / "identity.key"
     path.write_bytes(b"no key")
     path.chmod(0o600)
-    with pytest.raises(ConfigurationError, match="holds no private key"):
+    with pytest.raises(ConfigurationError, match="holds no usable private key"):
         load_identity(path)
 
 

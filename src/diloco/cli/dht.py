@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _stand(options: DhtOptions) -> None:
-    from diloco.transport.hivemind.lookout import stand
+    from diloco.transport.hivemind.library import run_peer
     from diloco.transport.hivemind.place import NodePlace
 
     def ready(addresses: tuple[str, ...]) -> None:
@@ -66,7 +66,7 @@ async def _stand(options: DhtOptions) -> None:
         relay=options.relay,
     )
     identity = options.identity or own_folder() / "dht.key"
-    standing = asyncio.ensure_future(stand(identity, place, ready))
+    standing = asyncio.ensure_future(run_peer(identity, place, ready))
     for ending in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(ending, standing.cancel)
     try:

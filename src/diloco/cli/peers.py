@@ -20,7 +20,7 @@ from diloco.errors import ConfigurationError
 from diloco.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.lookout import Seen
+    from diloco.transport.hivemind.library import PeerReport
 
 __all__ = ["about_digests", "absence", "run"]
 
@@ -47,7 +47,7 @@ class PeersOptions:
 def run(arguments: Sequence[str]) -> int:
     """Ask every peer; returns 0 if at least one answers, 1 if none does."""
     from diloco.train.fleet.connecting import read_secret
-    from diloco.transport.hivemind.lookout import look
+    from diloco.transport.hivemind.library import list_peers
     from diloco.transport.hivemind.place import Admission, NodePlace
 
     options = parse_options(PeersOptions, "peers", DESCRIPTION, arguments)
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     admission = Admission(options.run, read_secret(options.secret_file))
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
         place = NodePlace(join=options.join, listen=(), map_ports=False)
-        found = asyncio.run(look(Path(folder) / "identity.key", place, admission))
+        found = asyncio.run(list_peers(Path(folder) / "identity.key", place, admission))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
@@ -86,7 +86,7 @@ _WORDS = {
 }
 
 
-def absence(peer: Seen, found: Sequence[Seen]) -> str:
+def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
     """What a peer that does not answer is: "finished", "gone" where those who answer are members without it, or "no
     answer".
     """
@@ -96,11 +96,11 @@ def absence(peer: Seen, found: Sequence[Seen]) -> str:
     return "gone" if views and not any(peer.number in members for members in views) else "no answer"
 
 
-def about_digests(found: Sequence[Seen]) -> str:
+def about_digests(found: Sequence[PeerReport]) -> str:
     """Why peers show different digests; "" where they don't.
 
-    >>> from diloco.transport.hivemind.lookout import Seen
-    >>> about_digests([Seen("Qm1", 0, {"step": 8, "digest": "aa"}), Seen("Qm2", 1, {"step": 8, "digest": "aa"})])
+    >>> from diloco.transport.hivemind.library import PeerReport
+    >>> about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
     ''
     """
     shown = {each.number: (each.status.get("step"), each.status.get("digest", "-")) for each in found}
@@ -121,7 +121,7 @@ def about_digests(found: Sequence[Seen]) -> str:
     return ""
 
 
-def _row(peer: Seen, absent: str) -> list[str]:
+def _row(peer: PeerReport, absent: str) -> list[str]:
     peer_id, number, status = peer.peer_id, peer.number, dict(peer.status)
     if not status:
         return [peer_id, str(number), absent, *["-"] * 7]

@@ -1,7 +1,7 @@
 """The libp2p daemon of a peer: streams to others and from them.
 
-Hivemind starts and ends it. What it is asked goes over connections of our own, since those of Hivemind's client stay
-open where something goes wrong.
+Hivemind starts and ends it. Requests go over connections of this module, because those of Hivemind's client stay open
+when something goes wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco.transport.peers.streams import stop_listening, within
 __all__ = ["Daemon", "Handler", "plainly"]
 
 _ENDING_S = 2.0
-_ANSWER_S = 60.0  # more than libp2p takes to find that nobody answers
+_ANSWER_S = 60.0  # more than libp2p takes to find out that nobody answers
 _MOST_CHARACTERS = 160
 _DAEMON_SAYS = re.compile(r"^Daemon failed to start: ([\d/]+ [\d:]+ )?")
 _PLAIN_WORDS = {
@@ -40,10 +40,10 @@ _PLAIN_WORDS = {
     "dial to self": "it has the identity of this peer",
     "bytes read on a total of": "the libp2p daemon of this peer has ended",
 }
-"""What is meant by what libp2p writes."""
+"""What libp2p's messages mean."""
 
 Handler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Takes over a stream that the peer named first has opened."""
+"""Takes over a stream that a peer, the first argument, has opened."""
 
 
 class Daemon:
@@ -61,6 +61,12 @@ class Daemon:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Future[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        pid: int = self.p2p._child.pid
+        return pid
 
     async def addresses(self) -> tuple[str, ...]:
         """Multiaddresses at which this peer can be reached, its identity included; maybe none."""
@@ -154,7 +160,7 @@ class Daemon:
         engine = load_engine()
         try:
             reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
-        except OSError as error:  # it says nothing of whoever was to be reached
+        except OSError as error:  # which says nothing about the peer that was to be reached
             raise OSError("the libp2p daemon of this peer has ended") from error
         try:
             await engine.write_pbmsg(writer, request)
@@ -171,7 +177,7 @@ class Daemon:
 
 
 def plainly(error: BaseException) -> str:
-    """What libp2p or Hivemind says went wrong, in a few words: its own may fill a page, with every address it tried.
+    """An error of libp2p or Hivemind in a few words; its own may fill a page with all addresses that it tried.
 
     >>> plainly(OSError("Connect failed. msg=failed to dial: all dials failed * [/ip4/10.0.0.1/tcp/1] dial backoff * "
     ...     "[/ip4/10.0.0.2/tcp/1] dial tcp4 10.0.0.2:1: connect: no route to host"))
@@ -188,5 +194,5 @@ def _bytes_of(peer_id: str) -> bytes:
     try:
         data: bytes = load_engine().PeerID.from_base58(peer_id).to_bytes()
     except ValueError as error:
-        raise OSError(f"{peer_id} is no peer's identity ({error})") from error
+        raise OSError(f"{peer_id} is not the identity of a peer ({error})") from error
     return data

@@ -24,7 +24,7 @@ from diloco.errors import ConfigurationError
 __all__ = ["NetworkClock", "load_engine"]
 
 _IN_A_SESSION = "import os, sys; os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
-_NOISE_S = 1.0  # what a slow answer may look like
+_NOISE_S = 1.0  # that a slow answer may cause
 
 
 @cache
@@ -60,23 +60,23 @@ def load_engine() -> Any:
             from hivemind.utils.multiaddr import Multiaddr
     except ImportError as error:
         raise ConfigurationError(
-            f"transport.name='hivemind' was given, and Hivemind can't be imported ({error}); "
-            "pip install 'diloco[hivemind]' would work. Nothing was started."
+            f"transport.name='hivemind' needs Hivemind, which can't be imported ({error}). Install it with "
+            "pip install 'diloco[hivemind]'. Nothing was started."
         ) from error
     finally:
-        # importing Hivemind changes it for the whole process
+        # which importing Hivemind changes for the whole process
         multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]  # as above
 
-    if "HIVEMIND_LOGLEVEL" not in os.environ:  # what matters of what libp2p says is in the errors of this package
+    if "HIVEMIND_LOGLEVEL" not in os.environ:  # the errors of this package say what matters
         for name in ("hivemind.p2p", "hivemind.dht"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     clock = NetworkClock()
     for module in (hivemind.utils, hivemind.utils.timed_storage, hivemind.utils.auth, node, protocol, routing):
         module.get_dht_time = clock.now_s
-    protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # what is far off is moved, not refused
+    protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # a record that is far off is moved, not refused
 
     class P2PInASession(P2P):  # type: ignore[misc]  # its base has no types
-        """Its daemon has a session of its own: a signal to this process's group, such as Ctrl-C, is not for it."""
+        """Its daemon has a session of its own: signals to this process's group, such as Ctrl-C, don't reach it."""
 
         @staticmethod
         def _make_process_args(*words: Any, **options: Any) -> list[str]:
@@ -106,10 +106,7 @@ def load_engine() -> Any:
 
 
 class NetworkClock:
-    """Seconds since 1970, as the peers of a network count them.
-
-    Begins with the clock of this machine, which is looked at once.
-    """
+    """Seconds since 1970, as the peers of a network count them. Reads the clock of this machine once, at its start."""
 
     def __init__(self) -> None:
         self._ahead_s = time.time() - time.monotonic()
@@ -119,14 +116,14 @@ class NetworkClock:
         return time.monotonic() + self._ahead_s
 
     def off_s(self) -> float:
-        """How far the clock of this machine is ahead of the network's now; negative: behind."""
+        """Seconds by which the clock of this machine is ahead of the network's; negative: behind."""
         return time.time() - self.now_s()
 
     def enter(self, ahead_s: Sequence[float]) -> None:
         """Take over the time of a network.
 
         Args:
-            ahead_s: by how much the clocks of some of its peers are ahead of this one; empty: it is not known.
+            ahead_s: seconds by which the clocks of some of its peers are ahead of this one; empty: unknown.
 
         >>> clock = NetworkClock()
         >>> clock.enter([3600.0, 3600.5, -50.0])
@@ -137,7 +134,7 @@ class NetworkClock:
             self._ahead_s += statistics.median_high(ahead_s)
 
     def keep_up(self, ahead_s: Sequence[float]) -> None:
-        """Stay with the time that most have; of two, with the later one.
+        """Follow the time that most peers have; of two times, the later one.
 
         Args:
             ahead_s: as in `enter`.

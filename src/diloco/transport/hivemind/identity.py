@@ -1,17 +1,38 @@
-"""Who a peer is: a key pair of this machine, and what follows from it."""
+"""Who a peer is, and what peers say of themselves in the DHT.
+
+A peer is a key pair of its machine. It signs its record in the DHT, which only says where to ask: whether a peer is
+there, and what it does, it says itself when asked. No clock of one machine is compared with another's.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigurationError
+from diloco.membership.founding import Looker
+from diloco.membership.view import View
 from diloco.transport.hivemind.engine import load_engine
 
-__all__ = ["Identity", "load_identity", "number_of"]
+__all__ = [
+    "MAX_RECORD_BYTES",
+    "Identity",
+    "PeerRecord",
+    "load_identity",
+    "make_subkey",
+    "make_validator",
+    "number_of",
+    "owner_of",
+    "run_key",
+]
+
+MAX_RECORD_BYTES = 4096
+_MAX_ADDRESSES = 16
+_SHA2_256 = bytes((0x12, 32))  # what a multihash of that kind begins with: its code and its size
 
 
 @dataclass(frozen=True)
@@ -19,9 +40,9 @@ class Identity:
     """A key pair.
 
     Attributes:
-        path: where the private key lies.
-        peer_id: what others know this peer by: a hash of the public key, in base 58.
-        private_key: signs what this peer says of itself.
+        path: file of the private key.
+        peer_id: by which others know this peer: a hash of the public key, in base 58.
+        private_key: signs the records of this peer.
     """
 
     path: Path
@@ -30,10 +51,10 @@ class Identity:
 
 
 def load_identity(path: Path) -> Identity:
-    """The key at ``path``; made, readable for its owner alone, where there is none yet.
+    """The key at ``path``; made, readable by its owner alone, if there is none yet.
 
     Raises:
-        ConfigurationError: if others can read it, or it is no key.
+        ConfigurationError: if others can read it, or it is not a key.
     """
     engine = load_engine()
     if not path.exists():
@@ -47,8 +68,8 @@ def load_identity(path: Path) -> Identity:
         os.replace(half, path)
     if path.stat().st_mode & 0o077:
         raise ConfigurationError(
-            f"the private key {path} can be read by others (mode {path.stat().st_mode & 0o777:o}); chmod 600 would "
-            "work, or another swarm.identity. Nothing was started."
+            f"the private key {path} can be read by others (mode {path.stat().st_mode & 0o777:o}). Run chmod 600 on it "
+            "or choose another swarm.identity. Nothing was started."
         )
     data = path.read_bytes()
     try:
@@ -57,16 +78,120 @@ def load_identity(path: Path) -> Identity:
         key.__setstate__({"_private_key": engine.crypto_pb2.PrivateKey.FromString(data).data})
     except Exception as error:  # whatever its parsers raise
         raise ConfigurationError(
-            f"{path} holds no private key that can be used ({error}); another swarm.identity, or none there, so "
-            "that one is made, would work. Nothing was started."
+            f"{path} holds no usable private key ({error}). Choose another swarm.identity, or remove the file, so that "
+            "a key is made. Nothing was started."
         ) from error
     return Identity(path, peer_id, key)
 
 
 def number_of(peer_id: str) -> int:
-    """The replica number of a peer that was given none: from its identity, so that it has it whenever it comes.
+    """The replica number of a peer that was given none: from its identity, so that it stays the same.
 
     >>> number_of("12D3KooWJrhzcn17yUmoHusNY4jT2mWtmrD7UtawBVTF1L1kTfMa")
     178120399
     """
     return int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:4], "big") >> 4
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    """One peer of a run.
+
+    Attributes:
+        peer_id: who.
+        number: its replica number; -1 for one that does not train.
+        swarm: of which it is a member; "" while it looks for one.
+        held_step: the newest step that it could resume from; -1 for none.
+        addresses: multiaddresses, ``/p2p/`` and its identity left out.
+        finished: whether it has done all steps of the run, and is leaving.
+        beat: grows each time that the record is stored.
+        was: of a peer that looks, the swarm that it was a member of.
+        last: the newest view of that swarm that it was a member of, or had agreed to be.
+    """
+
+    peer_id: str
+    number: int
+    swarm: str = ""
+    held_step: int = -1
+    addresses: tuple[str, ...] = field(default=())
+    finished: bool = False
+    beat: int = 0
+    was: str = ""
+    last: View | None = None
+
+    def looker(self, swarm: str) -> Looker:
+        """What it says, as a peer that looks, to those who were members of ``swarm``."""
+        return Looker(self.number, self.held_step, self.last if swarm and swarm == self.was else None)
+
+    def to_bytes(self) -> bytes:
+        """As it is stored."""
+        addresses = list(self.addresses)[:_MAX_ADDRESSES]
+        fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
+        last = [] if self.last is None else [self.last.id, *self.last.members]
+        return json.dumps(
+            fields | {"finished": self.finished, "beat": self.beat, "was": self.was, "last": last}
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, peer_id: str, data: bytes) -> PeerRecord:
+        """From what was stored; `ValueError`, `TypeError` or `KeyError` for anything else."""
+        fields = json.loads(data)
+        addresses = tuple(str(each) for each in list(fields["addresses"])[:_MAX_ADDRESSES])
+        number, held_step = int(fields["number"]), int(fields["held_step"])
+        finished, beat = fields["finished"] is True, int(fields.get("beat", 0))
+        last = [int(each) for each in fields.get("last", ())]
+        try:
+            view = View(last[0], tuple(last[1:])) if last else None
+        except ConfigurationError as error:
+            raise ValueError("its view is invalid") from error
+        swarm, was = (str(fields.get(name, ""))[:64] for name in ("swarm", "was"))
+        return cls(peer_id, number, swarm, held_step, addresses, finished, beat, was, view)
+
+
+def run_key(run: str) -> str:
+    """The DHT's key of a run."""
+    return f"diloco/1/{run}"
+
+
+def owner_of(subkey: bytes) -> str:
+    """The peer whose public key a record's subkey holds; only it can sign the record.
+
+    Raises:
+        ValueError: if there is no key in it.
+    """
+    from cryptography.hazmat.primitives import serialization
+
+    engine = load_engine()
+    prefix, suffix = engine.RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
+    if not subkey.startswith(prefix) or not subkey.endswith(suffix):
+        raise ValueError("the subkey of a record names no owner")
+    key = serialization.load_ssh_public_key(subkey[len(prefix) : -len(suffix)])
+    data = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    packed = engine.crypto_pb2.PublicKey(key_type=engine.crypto_pb2.RSA, data=data).SerializeToString()
+    return str(engine.PeerID(_SHA2_256 + hashlib.sha256(packed).digest()))
+
+
+def make_validator(private_key: Any) -> Any:
+    """Signs what this peer stores, and accepts from others only what is small and signed by its owner."""
+    engine = load_engine()
+
+    class SmallAndOwned(engine.RecordValidatorBase):  # type: ignore[misc, name-defined]  # its base has no types
+        """Runs before the signature is looked at."""
+
+        priority = 20
+
+        def validate(self, record: Any) -> bool:
+            if len(record.value) > MAX_RECORD_BYTES or not record.subkey or len(record.subkey) > MAX_RECORD_BYTES:
+                return False
+            return engine.RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")[0] in record.subkey
+
+        def merge_with(self, other: Any) -> bool:
+            return isinstance(other, type(self))
+
+    return engine.CompositeValidator([engine.RSASignatureValidator(private_key), SmallAndOwned()])
+
+
+def make_subkey(identity: Identity) -> bytes:
+    """The subkey under which only this identity can store."""
+    key: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
+    return key

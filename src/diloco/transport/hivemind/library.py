@@ -1,26 +1,33 @@
-"""For a training loop of one's own: this process as one replica among others that find each other by a name."""
+"""Ways into a swarm: as a replica with a training loop of one's own, as a peer that trains nothing, as a visitor."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import RendezvousError
+from diloco.errors import RendezvousError, TransportError
 from diloco.transport.hivemind.connect import connect_swarm
+from diloco.transport.hivemind.identity import PeerRecord, load_identity
+from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
+from diloco.transport.hivemind.swarm import ask_peer
 from diloco.transport.peers.connected import Connected, join
+from diloco.transport.peers.streams import within
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.peers.wire import Wire
 from diloco.waiting import waiting_for
 
-__all__ = ["connect_peer"]
+__all__ = ["PeerReport", "connect_peer", "list_peers", "run_peer"]
 
-_LOOK_AGAIN_S = 0.1
+_CHECK_S = 0.1
+_ANSWER_S = 10.0
 
 
 @contextmanager
@@ -39,24 +46,24 @@ def connect_peer(
 ) -> Iterator[PeerTransport]:
     """A transport to the other replicas of ``run``, wherever they are; libp2p finds and connects them.
 
-    All begin together, once there are ``num_replicas``; nobody can come later, since a loop of one's own can't be moved
-    to the step of the others. (``diloco train --transport hivemind`` can.) Whoever is lost later is gone: the others go
-    on without it. Leaving the ``with`` parts; the others, if any are left, go on.
+    All begin together, once there are ``num_replicas``. Nobody can join later, since your training loop can't be moved
+    to the step of the others (``diloco train --transport hivemind`` can). A replica that is lost later stays lost, and
+    the others go on without it. At the end of the ``with`` this replica leaves, and the others go on.
 
     Args:
         run: a name, the same for all.
         num_replicas: M, with which training begins.
-        identity: file of this peer's private key, made where there is none.
-        join_at: addresses of any peers of the run, as they tell them to ``on_address``; empty for the first one.
-        replica: m; None: a number that follows from the identity, and is no index into shares of the data.
-        secret: the same words for all peers; who does not have them is turned away. "": nobody is.
+        identity: file of this peer's private key; made if it does not exist.
+        join_at: addresses of any peers of the run, as ``on_address`` got them; empty for the first one.
+        replica: m; None: a number that follows from the identity, which is no index into shares of the data.
+        secret: the same words for all peers; a peer without them is turned away. "": none is.
         allow: identities of the peers that may take part; empty: all.
-        on_address: called with each address that others can join at, before they are waited for.
+        on_address: called with each address at which others can join, before they are waited for.
         node: where to listen, instead of every address of this machine.
         wire: any field of `Wire`, such as ``round_timeout_s=60`` or ``facts=...``.
 
     Raises:
-        RendezvousError: if the others don't come in time or don't fit together, or the run is going on already.
+        RendezvousError: if the others don't come in time or don't fit together, or the run has begun already.
         ConfigurationError: if hivemind is not installed, or the key can't be used.
     """
     place = SwarmPlace(
@@ -98,4 +105,86 @@ def _wait_for(connected: Connected, num_replicas: int, timeout_s: float) -> None
                     f"{len(transport.view.members)} of {num_replicas} replicas had come within {timeout_s:g} s. "
                     "Nothing was started."
                 )
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_CHECK_S)
+
+
+@dataclass(frozen=True)
+class PeerReport:
+    """One peer of a run.
+
+    Attributes:
+        peer_id: its identity.
+        number: the replica number that it announced.
+        status: what it says of itself when asked; empty if it does not answer.
+        problem: why it does not answer; "" if it does.
+        finished: whether it has announced that it did all steps of the run.
+    """
+
+    peer_id: str
+    number: int
+    status: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    finished: bool = False
+
+
+async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
+    """Run a peer that trains nothing and that others find each other through, until cancelled.
+
+    Args:
+        identity: file of its private key.
+        place: where it is.
+        ready: called with its addresses, once it can be reached.
+
+    Raises:
+        RendezvousError, TransportError: if it can't be started.
+    """
+    node = await Node.start(load_identity(identity), place)
+    try:
+        ready(await node.addresses())
+        await asyncio.Event().wait()
+    finally:
+        await node.close()
+
+
+async def list_peers(identity: Path, place: NodePlace, admission: Admission) -> list[PeerReport]:
+    """Every peer of a run that was there within the last half hour, and its answer.
+
+    Raises:
+        RendezvousError: if no peer of ``place.join`` answers.
+    """
+    streams = PeerStreams(load_identity(identity), place, admission)
+
+    async def nobody_comes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    await streams.listen(nobody_comes)
+    try:
+        records = await streams.node.find(admission.run)
+        for record in records:
+            streams.know(record.peer_id, record.addresses)
+        seen = await asyncio.gather(*(_asked(streams, each) for each in records))
+        there = [each.peer_id for each in seen if each.status]
+        return list(await asyncio.gather(*(_asked_through(streams, there, each) for each in seen)))
+    finally:
+        await streams.refuse()
+        await streams.close()
+
+
+async def _asked(streams: PeerStreams, record: PeerRecord) -> PeerReport:
+    try:
+        answer = await within(_ANSWER_S, ask_peer(streams, record.peer_id, {"kind": "status"}))
+    except (OSError, TimeoutError, RendezvousError, TransportError) as error:
+        problem = str(error) or f"no answer within {_ANSWER_S:g} s"
+        return PeerReport(record.peer_id, record.number, problem=problem, finished=record.finished)
+    return PeerReport(record.peer_id, record.number, answer, finished=record.finished)
+
+
+async def _asked_through(streams: PeerStreams, others: Sequence[str], seen: PeerReport) -> PeerReport:
+    """What a peer that did not answer says to another member: it may listen nowhere and be connected to that one."""
+    for other in others if seen.problem else ():
+        try:
+            answer = await within(_ANSWER_S, ask_peer(streams, other, {"kind": "status", "of": seen.peer_id}))
+        except (OSError, TimeoutError, RendezvousError, TransportError):
+            continue
+        return PeerReport(seen.peer_id, seen.number, answer, finished=seen.finished)
+    return seen

@@ -1,4 +1,4 @@
-"""One peer of the network: its libp2p daemon, its place in the DHT, and streams to others. Runs in one event loop."""
+"""One peer of the network: its libp2p daemon, its part of the DHT, and streams to others. Runs in one event loop."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from typing import Any
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.hivemind.daemon import Daemon, Handler, plainly
 from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.hivemind.identity import Identity
+from diloco.transport.hivemind.identity import (
+    Identity,
+    PeerRecord,
+    make_subkey,
+    make_validator,
+    owner_of,
+    run_key,
+)
 from diloco.transport.hivemind.place import NodePlace
-from diloco.transport.hivemind.records import PeerRecord, make_validator, owner_of, run_key
 from diloco.transport.peers.streams import within
 
 __all__ = ["Node"]
 
 _PROTOCOL = "diloco/1"
 _RECORD_S = 1800.0
-"""How long a record stays; who has ended is forgotten then."""
+"""How long a record stays: a peer that has ended is forgotten then."""
 _PING_S = 3.0
-_KEEP_UP_EVERY_S = 30.0
-_ASKED = 8  # peers, for their time
-_GONE_S = 0.2  # for a daemon that did not start to be gone
-_ENDING_S = 2.0  # for one that is to end to say that it has heard
-_DAEMON_IDLE_S = 3.0  # a daemon whose process is gone goes too
+KEEP_UP_EVERY_S = 30.0
+"""How often a peer compares its time with that of others."""
+_MOST_CLOCKS = 8  # peers that are asked for their time
+_GONE_S = 0.2  # until a daemon that did not start is gone
+_ENDING_S = 2.0  # for a DHT that is told to end to answer
+_DAEMON_IDLE_S = 3.0  # a daemon without its process ends after that
 
 
 class Node:
@@ -67,12 +74,12 @@ class Node:
             why = plainly(error)
             if entrance:
                 raise RendezvousError(
-                    f"the network can't be entered through {', '.join(place.join)}: {why}. A peer of the run that can "
-                    "be reached, as it printed its address, would work. Nothing was started."
+                    f"the network can't be entered through {', '.join(place.join)}: {why}. Give the address of a peer "
+                    "that can be reached, as it printed it. Nothing was started."
                 ) from error
             raise TransportError(
-                f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Another transport.listen "
-                "would work. Nothing was started."
+                f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Choose another "
+                "swarm.listen. Nothing was started."
             ) from error
         daemon = Daemon(p2p, _PROTOCOL)
         try:
@@ -87,13 +94,13 @@ class Node:
         except Exception as error:  # it raises plain RuntimeErrors, and those of libp2p
             await daemon.close()
             raise RendezvousError(
-                f"nobody at {', '.join(place.join)} answers as a peer: {plainly(error)}. A peer of the run "
-                "that can be reached, as it printed its address, would work. Nothing was started."
+                f"nobody at {', '.join(place.join)} answers as a peer: {plainly(error)}. Give the address of a peer "
+                "that can be reached, as it printed it. Nothing was started."
             ) from error
         return cls(identity, daemon, dht, place)
 
     async def enter(self) -> None:
-        """Try to reach those of `NodePlace.join` that the DHT does not know, for a network that was gone to be back."""
+        """Try to reach those of `NodePlace.join` that the DHT does not know: the network may be back."""
         protocol = self._dht.protocol
         known = {str(peer) for peer in protocol.routing_table.uid_to_peer_id.values()}
 
@@ -111,8 +118,13 @@ class Node:
         return await self._daemon.addresses()
 
     @property
+    def daemon_pid(self) -> int:
+        """Process id of the libp2p daemon."""
+        return self._daemon.pid
+
+    @property
     def clock_off_s(self) -> float:
-        """How far the clock of this machine is ahead of the time of the network; negative: behind."""
+        """Seconds by which the clock of this machine is ahead of the network's; negative: behind."""
         ahead_s: float = load_engine().clock.off_s()
         return ahead_s
 
@@ -137,12 +149,12 @@ class Node:
         return await self._daemon.open(peer_id)
 
     async def announce(self, run: str, record: PeerRecord) -> None:
-        """Say in the DHT what is true of this peer."""
+        """Store the record of this peer in the DHT."""
         expires_s = load_engine().clock.now_s() + _RECORD_S
         await self._dht.store(run_key(run), record.to_bytes(), expires_s, subkey=self._subkey)
 
     async def find(self, run: str) -> list[PeerRecord]:
-        """What the others of a run said; anything odd is left out."""
+        """The records of the other peers of a run; invalid ones are left out."""
         found = await self._dht.get(run_key(run), latest=True)
         records: list[PeerRecord] = []
         for subkey, entry in found.value.items() if found and hasattr(found.value, "items") else ():
@@ -153,22 +165,22 @@ class Node:
         return sorted(records, key=lambda record: record.peer_id)
 
     async def close(self) -> None:
-        """Leave the network and end the daemon, also where it answers nothing any more."""
+        """Leave the network and end the daemon, even if it does not answer any more."""
         self._keeping_up.cancel()
         with contextlib.suppress(TimeoutError, load_engine().P2PDaemonError, OSError):
             await within(_ENDING_S, self._dht.shutdown())
         await self._daemon.close()
 
     async def _keep_up(self) -> None:
-        """A network may come together from parts that had two times, and a machine may have slept."""
+        """Two networks with different times may have become one, and this machine may have slept."""
         while True:
-            await asyncio.sleep(_KEEP_UP_EVERY_S)
+            await asyncio.sleep(KEEP_UP_EVERY_S)
             known = [str(peer) for peer in self._dht.protocol.routing_table.uid_to_peer_id.values()]
-            load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_ASKED]))
+            load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_MOST_CLOCKS]))
 
 
 async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
-    """By how much the clocks of those peers that answer are ahead of this one's, to half a round trip."""
+    """Seconds by which the clocks of the peers that answer are ahead of this one's, to half a round trip."""
     engine = load_engine()
     mere_asker = await engine.DHTProtocol.create(
         p2p,
@@ -191,17 +203,11 @@ async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
     return [each for each in found if isinstance(each, float)]
 
 
-def make_subkey(identity: Identity) -> bytes:
-    """The subkey under which only this identity can store."""
-    key: bytes = load_engine().RSASignatureValidator(identity.private_key).local_public_key
-    return key
-
-
 def _peer_of(address: str) -> str:
     return address.rpartition("/p2p/")[2]
 
 
 def _bare(address: str) -> str:
-    """Without the identity at its end, which the daemon is told apart."""
+    """Without the identity at its end, which the daemon is told separately."""
     head, marker, tail = address.rpartition("/p2p/")
     return head if marker and "/" not in tail else address

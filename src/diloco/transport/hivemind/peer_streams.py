@@ -18,12 +18,12 @@ __all__ = ["PeerAddress", "PeerStreams"]
 
 _PROOF_S = 10.0
 _MOST_UNPROVEN = 64
-"""More streams than this are not looked at at once before they have proved anything."""
+"""Of more streams than this at a time that have proved nothing yet, the newest are refused."""
 
 
 @dataclass(frozen=True)
 class PeerAddress(Address):
-    """A peer's identity, which is all that others need to know of it.
+    """A peer's identity, which is all that others need to reach it.
 
     >>> str(PeerAddress("12D3KooW"))
     '12D3KooW'
@@ -41,7 +41,7 @@ class PeerStreams:
     Args:
         identity: its own.
         place: where it is.
-        admission: who may come.
+        admission: who may open streams.
     """
 
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
@@ -61,7 +61,7 @@ class PeerStreams:
         return self._node
 
     def know(self, peer_id: str, addresses: tuple[str, ...]) -> None:
-        """Where a peer may be reached that the network does not find by itself."""
+        """Addresses of a peer that the network may not find by itself."""
         if addresses:
             self._known[peer_id] = addresses
 
@@ -75,17 +75,17 @@ class PeerStreams:
     async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         peer_id, me = address.host, self.node.peer_id
         if not self._admission.admits(peer_id):
-            raise OSError(f"{peer_id} is not on the list of peers that may take part (transport.allow)")
+            raise OSError(f"{peer_id} is not on the list of peers that may take part (swarm.allow)")
         reader, writer = await self.node.open(peer_id, self._known.get(peer_id, ()))
         try:
             writer.write(self._admission.proof(me, peer_id))
             proof = await within(_PROOF_S, reader.readexactly(PROOF_BYTES))
             if not self._admission.accepts(proof, peer_id, me):
-                raise OSError(f"{peer_id} is of another run, or has another secret")
+                raise OSError(f"{peer_id} belongs to another run, or has another secret")
         except (asyncio.IncompleteReadError, TimeoutError, ConnectionError) as error:
             writer.close()
             raise OSError(
-                f"{peer_id} turned this peer away: it is of another run, has another secret or a list of peers "
+                f"{peer_id} turned this peer away: it belongs to another run, has another secret or a list of peers "
                 "without this one, or has just ended"
             ) from error
         except BaseException:
@@ -98,11 +98,11 @@ class PeerStreams:
         return PeerAddress(text)
 
     def identity(self, writer: asyncio.StreamWriter) -> str:
-        """libp2p has proved it."""
+        """As libp2p has proved it."""
         return self._others.get(writer, "nobody")
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """The daemon's connections are its own business."""
+        """The daemon tunes its connections itself."""
 
     async def refuse(self) -> None:
         self._accept = None

@@ -15,9 +15,9 @@ from diloco.membership.founding import Founding, Looker, Lookers
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry, Registry
+from diloco.transport.hivemind.identity import PeerRecord
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import SwarmPlace
-from diloco.transport.hivemind.records import PeerRecord
 from diloco.transport.hivemind.swarm import MemberDialer, NotNowError, SwarmTable
 from diloco.transport.peers.wire import Wire
 
