@@ -42,7 +42,7 @@ def test_a_key_that_others_can_read_is_refused(keys: Path, tmp_path: Path) -> No
     path = tmp_path / "identity.key"
     path.write_bytes(load_identity(keys / "0.key").path.read_bytes())
     path.chmod(0o640)
-    with pytest.raises(ConfigurationError, match=r"can be read by others \(mode 640\); Run chmod 600 on it"):
+    with pytest.raises(ConfigurationError, match=r"can be read by others \(mode 640\)\. Run chmod 600 on it"):
         load_identity(path)
 
 
