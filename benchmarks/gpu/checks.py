@@ -25,7 +25,7 @@ from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.inner import InnerLoop
 from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import Strategy, parallelise
+from diloco.train.parallel import ParallelModel, Strategy, parallelise
 from diloco.train.prepare import prepare_blocks
 from diloco.train.resolve import CODEC_NAMES
 from diloco.train.settings import InnerSettings
@@ -90,7 +90,7 @@ def _below(error: float, limit: float) -> str:
 
 def _loop(model: Transformer, precision: Any, strategy: Strategy = "none", group: Any = None) -> InnerLoop:
     device = model.embedding.weight.device
-    parallel = parallelise(model, strategy, group, device) if group is not None else model
+    parallel = parallelise(model, strategy, group, device) if group is not None else ParallelModel(model)
     optimizer = make_inner_optimizer(InnerSettings(), model)
     return InnerLoop(parallel, optimizer, learning_rate=ValueSchedule(peak=1e-3), precision=precision)
 

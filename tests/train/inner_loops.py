@@ -12,6 +12,7 @@ from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
 from diloco.train.inner import InnerLoop
 from diloco.train.inner_optimizer import make_inner_optimizer
+from diloco.train.parallel import ParallelModel
 from diloco.train.settings import InnerSettings
 
 MODEL = ModelSettings(layers=1, width=16, ffn_width=32, heads=2, vocab_size=17, max_sequence_length=16)
@@ -39,7 +40,12 @@ def make_loop(
     given = {"weight_decay": 0.1} if arguments is None else arguments
     optimizer = make_inner_optimizer(InnerSettings(name=name, arguments=given, learning_rate=rate.peak), model)
     return InnerLoop(
-        model, optimizer, learning_rate=rate, clip_norm=clip_norm, precision=precision, accumulation=accumulation
+        ParallelModel(model),
+        optimizer,
+        learning_rate=rate,
+        clip_norm=clip_norm,
+        precision=precision,
+        accumulation=accumulation,
     )
 
 

@@ -18,6 +18,7 @@ from diloco.model.transformer import Transformer, build_model
 from diloco.train.data_parallel import GradientAverager
 from diloco.train.inner import InnerLoop
 from diloco.train.inner_optimizer import make_inner_optimizer
+from diloco.train.parallel import ParallelModel
 from diloco.train.settings import InnerSettings
 from diloco.transport.faults import Fault
 from diloco.transport.in_process import InProcessTransport
@@ -49,7 +50,8 @@ class Replicas:
             for name in frozen:
                 model.get_parameter(name).requires_grad_(False)
             optimizer = make_inner_optimizer(InnerSettings(), model)
-            loop = InnerLoop(model, optimizer, learning_rate=ValueSchedule(peak=1e-2), precision=precision)
+            rate = ValueSchedule(peak=1e-2)
+            loop = InnerLoop(ParallelModel(model), optimizer, learning_rate=rate, precision=precision)
             self.loops.append(loop)
             self.averagers.append(GradientAverager(model, self.hub.endpoint(m), make_codec(codec)))
 

@@ -111,7 +111,7 @@ class TestMaskedSteps:
         arguments = {"momentum": 0.9} if name == "SGD" else {"weight_decay": 0.1}
         masked, plain = (make_loop(precision, name=name, arguments=arguments) for _ in range(2))
         assert not plain.masked, "on the CPU nothing is gained by it"
-        masked.masked = masked._can_mask()
+        masked.masked = masked.can_mask
         assert masked.masked
         assert train(masked, 5) == train(plain, 5)
         assert torch.equal(weights(masked.model), weights(plain.model))
@@ -132,8 +132,8 @@ class TestMaskedSteps:
             loop.end(2, float(norm))
 
     def test_kernels_that_are_not_fused_and_scaled_gradients_are_not_masked(self) -> None:
-        assert not make_loop(arguments={"fused": False})._can_mask()
-        assert not make_loop("float16")._can_mask()
+        assert not make_loop(arguments={"fused": False}).can_mask
+        assert not make_loop("float16").can_mask
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

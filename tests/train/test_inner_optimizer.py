@@ -16,6 +16,7 @@ from diloco.errors import ConfigurationError
 from diloco.model.transformer import build_model
 from diloco.train.inner import InnerLoop, inner_learning_rate
 from diloco.train.inner_optimizer import inner_optimizer_in_words, make_inner_optimizer
+from diloco.train.parallel import ParallelModel
 from diloco.train.settings import InnerSettings
 from tests.train.inner_loops import CONSTANT, MODEL, batch, make_loop, train
 
@@ -95,7 +96,7 @@ class TestOptimizer:
         model = build_model(MODEL, seed=0)
         settings = InnerSettings(name="Muon", arguments={"matrix_lr_ratio": 4.0, "momentum": 0.9}, learning_rate=1e-2)
         optimizer = make_inner_optimizer(settings, model)
-        losses = train(InnerLoop(model, optimizer, learning_rate=CONSTANT), 15)
+        losses = train(InnerLoop(ParallelModel(model), optimizer, learning_rate=CONSTANT), 15)
         assert losses[-1] < 0.95 * losses[0]
         rates = [(group["orthogonalise"], group["lr"]) for group in optimizer.param_groups]
         assert rates == [(True, 4 * CONSTANT(0)), (False, CONSTANT(0)), (False, CONSTANT(0))]

@@ -17,6 +17,7 @@ from diloco.model.build import build_language_model
 from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import InnerLoop, inner_learning_rate
 from diloco.train.inner_optimizer import make_inner_optimizer
+from diloco.train.parallel import ParallelModel
 from diloco.train.prepare import prepare_model
 from diloco.train.settings import RunSettings
 from diloco.transport.address import parse_address
@@ -73,7 +74,7 @@ def measure_step(
         prepare_model(model, train)
         tokens = torch.randint(model.vocab_size, (rows, train.sequence_length + 1), device=device)
         inner = InnerLoop(
-            model,
+            ParallelModel(model),
             make_inner_optimizer(settings.inner, model),
             learning_rate=inner_learning_rate(settings.inner, train.steps),
             clip_norm=settings.inner.clip_norm,

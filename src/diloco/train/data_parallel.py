@@ -74,7 +74,7 @@ class GradientAverager:
             if may_skip:
                 return False
             raise NonFiniteError(
-                f"{error} Data-parallel training can't do without them. Nothing was applied, and what was saved stands."
+                f"{error} Data-parallel training can't go on without it. Nothing was applied; checkpoints stand."
             ) from error
         finally:
             self._pending = self._contribution = None

@@ -19,8 +19,8 @@ from diloco.algorithm.fragments import local_shard
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
-from diloco.model.language_model import LanguageModel, document_numbers
-from diloco.train.parallel import ParallelModel, WholeModel
+from diloco.model.language_model import document_numbers
+from diloco.train.parallel import ParallelModel
 from diloco.train.settings import InnerSettings
 
 __all__ = ["InnerLoop", "InnerStep", "inner_learning_rate"]
@@ -63,23 +63,22 @@ class InnerLoop:
     """Forward, backward and step of one replica, or of one of its ranks.
 
     Args:
-        model: its ``loss(tokens, targets)`` gives training loss and cross-entropy. Made by `parallelise` where the
-            replica has several ranks.
+        model: made by `parallelise`, or a `ParallelModel` where the replica has one rank.
         optimizer: over its trainable parameters.
         learning_rate: of the global step.
         clip_norm: largest global gradient norm, or None.
         precision: autocast type of the forward pass; float16 scales the loss, for the inner optimizer only.
         accumulation: pieces a batch is computed in, as even as its size allows; fewer where a rank has fewer sequences.
-        end_of_document: the token that ends a document, where those of a sequence are not to see each other.
+        end_of_document: the token that ends a document, where documents in a sequence must not see each other.
 
     Attributes:
-        masked: whether the device itself leaves out a step whose gradients are not finite, so that the step need not
-            wait until the host has seen them: on CUDA, where the optimizer's kernel is fused.
+        can_mask: whether the optimizer's kernel can skip a step by itself, where the gradients are not finite.
+        masked: whether it does, so that the host need not look at them first: on CUDA, where it can.
     """
 
     def __init__(
         self,
-        model: LanguageModel | ParallelModel,
+        model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         *,
         learning_rate: ValueSchedule,
@@ -88,8 +87,8 @@ class InnerLoop:
         accumulation: int = 1,
         end_of_document: int | None = None,
     ) -> None:
-        self.parallel = model if isinstance(model, ParallelModel) else WholeModel(model)
-        self.model = self.parallel.model
+        self.parallel = model
+        self.model = model.model
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.clip_norm = clip_norm
@@ -99,7 +98,10 @@ class InnerLoop:
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
         self._norm = torch.zeros((), device=self.device)
-        self.masked = self.device.type == "cuda" and self._can_mask()
+        fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        # a scaler skips in its own way, and a shard does not see the others' gradients
+        self.can_mask = fused and not self.scaler.is_enabled() and model.num_shards == 1
+        self.masked = self.can_mask and self.device.type == "cuda"
 
     def accumulate_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Add the gradients of the replica's batch, ``(batch, sequence)`` int64 each, to ``.grad``.
@@ -132,18 +134,18 @@ class InnerLoop:
         return group.gather(total).mean()
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale; nothing to do but in float16. Once a step, before `apply`."""
+        """Divide the gradients by the loss scale, once a step, before `apply`; does nothing but in float16."""
         with self.parallel.group.watched():
             self.scaler.unscale_(self.optimizer)
 
     def apply(self, step: int, *, skip: bool = False) -> InnerStep:
         """Clip, step the optimizer with the learning rate of ``step`` (counted from 0), and clear the gradients.
 
-        `begin` and `end` in one, for who has one replica: it waits for the device once.
+        `begin` and `end` in one, for a single replica; it waits for the device once.
 
         Args:
             step: inner steps finished before this one.
-            skip: skip the step on this replica because another one had to, lowering the loss scale alike.
+            skip: skip the step because another replica had to, and lower the loss scale as it does.
 
         Raises:
             NonFiniteError: if the gradients are not finite and no scaler is there to skip the step.
@@ -163,7 +165,7 @@ class InnerLoop:
         self._norm = self.parallel.total_norm(get_total_norm(gradients))
         if self.masked and not skip:
             self._clip()
-            # As `GradScaler.step` tells a fused kernel that it is to leave everything as it is.
+            # how `GradScaler.step` tells a fused kernel to leave everything as it is
             self.optimizer.found_inf = (~torch.isfinite(self._norm)).float()  # type: ignore[attr-defined]  # torch's own way
             try:
                 self.optimizer.step()
@@ -176,15 +178,14 @@ class InnerLoop:
         finite = math.isfinite(norm)
         if not finite and not self.scaler.is_enabled():
             raise NonFiniteError(
-                f"the gradient norm of inner step {step + 1} is {norm}. Nothing was applied or sent. A lower learning "
-                "rate, inner.clip_norm or a wider train.precision would work, from the last checkpoint on, or from the "
-                "beginning where none was saved."
+                f"the gradient norm of inner step {step + 1} is {norm}. Nothing was applied or sent. Go on from the "
+                "last checkpoint, or begin anew, with a lower learning rate, inner.clip_norm, or a wider precision."
             )
         if finite and not skip:
             if not self.masked:
                 self._clip()
-                # Not `scaler.step`, which would skip on its own where the replicas' mean is finite and only this
-                # replica's gradients were not: the others would move and this one stay.
+                # not `scaler.step`: where only this replica's gradients were not finite but the replicas' mean is,
+                # it would skip while the others move
                 self.optimizer.step()
             self.scaler.update()
         else:
@@ -195,11 +196,6 @@ class InnerLoop:
     def _clip(self) -> None:
         if self.clip_norm is not None:
             clip_grads_with_norm_(self.model.parameters(), self.clip_norm, self._norm)
-
-    def _can_mask(self) -> bool:
-        """Whether the optimizer's kernel takes the word of the device; a scaler has its own way, and shards none."""
-        fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
-        return fused and not self.scaler.is_enabled() and self.parallel.num_shards == 1
 
     def _lower_scale(self) -> None:
         """As `GradScaler.update` after an infinite gradient, whether or not it was this replica's."""

@@ -10,7 +10,6 @@ S ranks do what one would do, but for the order of float32 sums.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
@@ -24,13 +23,13 @@ from diloco.model.language_model import LanguageModel, LossParts
 from diloco.train.prepare import blocks_of
 from diloco.transport.replica_group import ReplicaGroup
 
-__all__ = ["ParallelModel", "ShardedModel", "Strategy", "WholeModel", "parallelise"]
+__all__ = ["ParallelModel", "Strategy", "parallelise"]
 
 Strategy = Literal["none", "ddp", "fsdp"]
 
 
-class ParallelModel(abc.ABC):
-    """What the inner loop needs of a model that the ranks of a replica train together.
+class ParallelModel:
+    """A model as one rank of its replica trains it; this class: where there is one rank.
 
     Attributes:
         model: its parameters and gradients are this rank's: whole ones, or DTensors.
@@ -40,13 +39,13 @@ class ParallelModel(abc.ABC):
 
     num_shards = 1
 
-    def __init__(self, model: LanguageModel, group: ReplicaGroup) -> None:
+    def __init__(self, model: LanguageModel, group: ReplicaGroup | None = None) -> None:
         self.model = model
-        self.group = group
+        self.group = group or ReplicaGroup()
 
-    @abc.abstractmethod
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
         """`LanguageModel.loss` of this rank's rows; its backward pass adds to ``.grad`` the mean over ranks."""
+        return self.model.loss(tokens, targets, documents)
 
     @contextmanager
     def piece(self, *, last: bool) -> Iterator[None]:
@@ -58,26 +57,11 @@ class ParallelModel(abc.ABC):
         return norm
 
     def pieces(self, batch_size: int, accumulation: int) -> int:
-        """In how many pieces every rank computes its rows: ``accumulation``, or as many as each has rows for."""
+        """How many pieces every rank computes its rows in: ``accumulation``, or as many as each has rows for."""
         return min(accumulation, batch_size // self.group.size)
 
 
-class WholeModel(ParallelModel):
-    """A replica of one rank."""
-
-    def __init__(self, model: LanguageModel, group: ReplicaGroup | None = None) -> None:
-        super().__init__(model, group or ReplicaGroup())
-        if self.group.size != 1:
-            raise ConfigurationError(
-                f"strategy 'none' was given to a replica of {self.group.size} ranks, which would each train a model of "
-                "their own; ddp or fsdp, or one rank, would work. Nothing was started."
-            )
-
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        return self.model.loss(tokens, targets, documents)
-
-
-class ReplicatedModel(ParallelModel):
+class _ReplicatedModel(ParallelModel):
     """Every rank holds everything, and the same bits of it."""
 
     def __init__(self, model: LanguageModel, group: ReplicaGroup) -> None:
@@ -100,7 +84,7 @@ class ReplicatedModel(ParallelModel):
             yield
 
 
-class ShardedModel(ParallelModel):
+class _ShardedModel(ParallelModel):
     """Every rank holds a shard of each parameter; dimension 0 is divided as by ``torch.chunk``, so some may be empty.
 
     A layer's parameters are gathered before its forward and before its backward pass, and dropped after each; what is
@@ -109,7 +93,7 @@ class ShardedModel(ParallelModel):
     """
 
     def __init__(self, model: LanguageModel, group: ReplicaGroup, device: torch.device) -> None:
-        # most of a second, for those who need it
+        # importing it takes most of a second
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         super().__init__(model, group)
@@ -122,9 +106,6 @@ class ShardedModel(ParallelModel):
         if not model.loss_calls_model:
             register_fsdp_forward_method(model, "loss")
 
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
-        return self.model.loss(tokens, targets, documents)  # hooks of the model, or of this method, gather and drop
-
     @contextmanager
     def piece(self, *, last: bool) -> Iterator[None]:
         self._sharded.set_requires_gradient_sync(last)
@@ -133,26 +114,6 @@ class ShardedModel(ParallelModel):
     def total_norm(self, norm: Tensor) -> Tensor:
         # every value is in one shard; in float64, where the square of no float32 overflows
         return self.group.gather(norm.double().square()).sum().sqrt().to(norm.dtype)
-
-
-def parallelise(model: LanguageModel, strategy: Strategy, group: ReplicaGroup, device: torch.device) -> ParallelModel:
-    """Bring ``model`` to ``device`` and to the ranks of its replica; before its optimizer is made, which must hold
-    what becomes of its parameters.
-
-    Args:
-        model: with its initial weights, the same on all ranks. With ``fsdp`` it may be larger than the device's memory:
-            it is taken from the host layer by layer.
-        strategy: how.
-        group: the replica's ranks.
-        device: to train on.
-
-    Raises:
-        ConfigurationError: if ``strategy`` does not fit the group.
-    """
-    if strategy == "fsdp":
-        return ShardedModel(model, group, device)
-    model.to(device)
-    return ReplicatedModel(model, group) if strategy == "ddp" else WholeModel(model, group)
 
 
 class _Loss(nn.Module):
@@ -164,3 +125,28 @@ class _Loss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
         return self.model.loss(tokens, targets, documents)
+
+
+def parallelise(model: LanguageModel, strategy: Strategy, group: ReplicaGroup, device: torch.device) -> ParallelModel:
+    """Bring ``model`` to ``device`` and to the ranks of its replica; its optimizer is made afterwards, from what its
+    parameters have become.
+
+    Args:
+        model: with its initial weights, the same on all ranks. With ``fsdp`` it may be larger than the device's memory:
+            it is taken from the host layer by layer.
+        strategy: how.
+        group: the replica's ranks.
+        device: to train on.
+
+    Raises:
+        ConfigurationError: if ``strategy`` does not fit the group.
+    """
+    if strategy == "none" and group.size != 1:
+        raise ConfigurationError(
+            f"strategy 'none' was given to a replica of {group.size} ranks, each of which would train a model of its "
+            "own. Use ddp or fsdp, or one rank. Nothing was started."
+        )
+    if strategy == "fsdp":
+        return _ShardedModel(model, group, device)
+    model.to(device)
+    return _ReplicatedModel(model, group) if strategy == "ddp" else ParallelModel(model, group)
