@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,22 +27,20 @@ class Command:
         processes: it becomes one of these, and ends with them.
         arguments: of `diloco`.
         said: file for what it says on its standard output and error output.
+        module: another one to run in place of `diloco`.
     """
 
-    def __init__(self, processes: Processes, arguments: Sequence[object], said: Path) -> None:
+    def __init__(self, processes: Processes, arguments: Sequence[object], said: Path, module: str = "diloco") -> None:
         said.touch()
         self.processes, self.said = processes, said
-        (self.rank,) = processes.start(1, diloco, [str(argument) for argument in arguments], said)
+        (self.rank,) = processes.start(1, run_module, module, [str(argument) for argument in arguments], said)
+        self.pid = processes.pid(self.rank)
+        """Of the process and of its group."""
 
     @property
     def words(self) -> str:
         """All that it has said so far."""
         return self.said.read_text()
-
-    @property
-    def pid(self) -> int:
-        """Of the process and of its group."""
-        return self.processes.pid(self.rank)
 
     def until(self, look: Callable[[], T], what: str) -> T:
         """What ``look`` finds, as soon as that is anything; the command must still run then, or have said it."""
@@ -56,15 +55,22 @@ class Command:
 
     def end(self, code: int = 0, limit_s: float = LIMIT_S) -> None:
         """Wait for it to end with ``code``."""
-        assert self.processes.exit_code(self.rank, limit_s) == code, self.words
+        assert self.wait(limit_s) == code, self.words
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """Its exit code, when it has ended."""
+        return self.processes.exit_code(self.rank, limit_s)
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return None if self.processes.is_running(self.rank) else self.wait()
 
 
-def diloco(rank: int, arguments: list[str], said: Path) -> None:
-    """In the process."""
+def run_module(rank: int, module: str, arguments: list[str], said: Path) -> None:
+    """In the process: ``python -m module``."""
     os.setsid()
     with said.open("ab") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    from diloco.cli import main
-
-    sys.exit(main(arguments))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

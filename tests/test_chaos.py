@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from diloco import events as facts
 from diloco.config.configuration import parse_arguments
 from diloco.config.run_plan import plan_run
 from diloco.monitor import files
+from tests.commands import Command
+from tests.processes import Processes
 
 OF_LINKS = {"cut", "mute", "accused", "pair", "flap"}
 OF_A_SWARM = {"leave", "group SIGINT", "group SIGTERM", "kill bootstrap", "start bootstrap", "join"}
@@ -434,7 +437,17 @@ def test_the_table_of_the_cases_has_a_row_for_each_version() -> None:
     assert "| 2.5 |" in second
 
 
-def test_real_peers_survive(tmp_path: Path) -> None:
+class Forked(Running):
+    """A process that imports nothing anew."""
+
+    processes: Processes
+
+    def __init__(self, command: Sequence[str], life: Life, said: Path) -> None:
+        self.life, self.said, self.tail = life, said, Tail(Path(life.folder) / "metrics.jsonl")
+        self.process = Command(self.processes, command[3:], said, module=command[2])  # type: ignore[assignment]
+
+
+def test_real_peers_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three is killed and comes back, one is frozen, the standing peer is another one for a while.
 
     What is said of the run is said of a case, too: its figures are those of the same checks.
@@ -449,7 +462,10 @@ def test_real_peers_survive(tmp_path: Path) -> None:
         Event(3.0, "start bootstrap", BOOTSTRAP),
     )
     said: list[str] = []
-    Conductor(set_up, tmp_path, Loopback(), said.append).run(events)
+    with Processes() as processes:
+        monkeypatch.setattr(Forked, "processes", processes, raising=False)
+        monkeypatch.setattr("benchmarks.chaos.peers.Running", Forked)
+        Conductor(set_up, tmp_path, Loopback(), said.append).run(events)
     left_behind = Left(tmp_path)
     run = judge(left_behind, events, ())
     told = tables([{"command": "in a test", **run}])
