@@ -3,51 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, TransportError
-from diloco.membership.change import NextView
 from diloco.membership.view import View
-from diloco.protocol import actions, events
+from diloco.protocol import events
 from diloco.protocol.actions import Answered
 from diloco.protocol.failure_detector import Timing
-from diloco.protocol.headers import header_of
-from diloco.protocol.machine import Machine
 from diloco.protocol.messages import next_view, speed_message
 from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
 from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
-from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import OpenLink
-from diloco.transport.peers.executor import Executor
 from diloco.transport.peers.host_copies import HostCopies
-from diloco.transport.peers.pending import Contributed, PeerPending
+from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state_transfer import StateTransfer
 from diloco.transport.peers.streams import Streams
-from diloco.transport.peers.threads import Mailbox, in_thread
-from diloco.transport.shaping import Pacer
+from diloco.transport.peers.threads import in_thread
 from diloco.waiting import waiting_for
 
 __all__ = ["PeerTransport"]
 
 _LEAVING_S = 3.0
 _ENDING_S = 2.0  # of what waits for links that have ended; one still being made may take longer, and does no harm
-_MOST_ANSWERS = 1000
 
 
-class PeerTransport(Transport):
+class PeerTransport(ProtocolRunner, Transport):
     """Replicas in processes of their own.
 
     Contributions leave in the background as soon as they are handed in; `Pending.wait` waits for what is left. All
-    methods are for the training thread. What happens is told to the protocol's machine in the control thread, under a
-    lock; the training thread reads what the machine knows under the same lock.
+    methods are for the training thread.
 
     Args:
         rules: who I am, and how rounds go.
@@ -59,9 +50,6 @@ class PeerTransport(Transport):
         state_bytes_per_s: what those who take over this rank's state get together; None: as much as the way carries.
 
     Attributes:
-        on_change: called with every next view, in the control thread; what it gives is told to those who join with it.
-        on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
-        reason: why the present view is not the one before.
         last_transfer: bytes of a contribution, and seconds until its round was decided; None: none yet.
         run_is_over: whether others have said that they have finished the run, while this rank was no member.
         welcome_note: what the others' `on_change` gave when this rank joined.
@@ -78,27 +66,13 @@ class PeerTransport(Transport):
         together: bool = True,
         state_bytes_per_s: float | None = None,
     ) -> None:
-        self.rules = rules
-        self.policies = policies
+        super().__init__(rules, replace(policies, together=together), timing, streams, link)
         self.replica = rules.replica
-        self.reason = ""
-        self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
-        self.on_introduction: Callable[[Entry], None] = lambda entry: None
         self.run_is_over = False
         self.welcome_note: Mapping[str, Any] = {}
         self.last_transfer: tuple[int, float] | None = None
-        self.mailbox = Mailbox()
-        self._machine = Machine(rules, replace(policies, together=together))
-        self._changed = threading.Condition()  # whose lock guards the machine; notified after each event
-        self._answers: list[Answered] = []
         self._copies = HostCopies()
-        self._contributed = Contributed(rules.replica)
-        self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
-        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._hear)
-        pacer = Pacer(link) if link else None
-        self._executor = Executor(rules, policies, self.connections, self.mailbox, pacer, self._handle)
         self._state = StateTransfer(rules, self.connections, state_bytes_per_s)
-        self._closed = False
 
     @property
     def address(self) -> Address:
@@ -131,7 +105,7 @@ class PeerTransport(Transport):
 
     def known_entries(self) -> tuple[Entry, ...]:
         """Of all others that are members, or have been or wanted to be."""
-        return tuple(entry for rank, entry in self._registry.entries.items() if rank != self.rules.rank)
+        return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
 
     # Rounds.
 
@@ -188,7 +162,7 @@ class PeerTransport(Transport):
     ) -> Callable[[], Mapping[str, Any]]:
         """What fetches, from those who are members now; for any thread."""
         after = self._contributed.decided_rounds(fragment)
-        members, entries = self.view.members, dict(self._registry.entries)
+        members, entries = self.view.members, dict(self.registry.entries)
         return lambda: self._state.fetch(
             fragment, donors, after, members=members, entries=entries, expected_bytes=expected_bytes
         )
@@ -276,14 +250,11 @@ class PeerTransport(Transport):
             return
         others = {*self.rules.ranks(each for each in self.view.members if each != self.replica)}
         with contextlib.suppress(TimeoutError):  # the others find out, then
-            self.connections.call(_called(self._handle, events.Leave()), _LEAVING_S)
+            self._call(events.Leave(), _LEAVING_S)
         self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
 
     def leave_at_once(self) -> None:
-        """Tell the others that this replica leaves, and wait for nothing; rounds in flight are over for it.
-
-        From any thread.
-        """
+        """As `leave`, from any thread and without waiting; rounds in flight are over for this replica."""
         self._post(events.Leave())
 
     def close(self) -> None:
@@ -293,10 +264,11 @@ class PeerTransport(Transport):
         self._closed = True
         left = TransportError(f"replica {self.replica} has closed its transport")
         with contextlib.suppress(TimeoutError):
-            self.connections.call(_called(self._handle, events.Close(left)), _ENDING_S)
+            self._call(events.Close(left), _ENDING_S)
         self.mailbox.close("the transport was closed")
         self.connections.close()
-        self._executor.close(_ENDING_S)
+        self._queue.close(_ENDING_S)
+        self._threads.join(_ENDING_S)
         self._copies.close()
 
     # Becoming a member; called by `connect` and `join`.
@@ -311,8 +283,8 @@ class PeerTransport(Transport):
             member: whether this rank is in the view.
             closed: why nobody can join at first; "": all can.
         """
-        self.view, self._registry, self._executor.open_link = view, registry, open_link
-        self.connections.call(_called(self._handle, events.Begin(view, member, closed)))
+        self.view, self.registry, self.open_link = view, registry, open_link
+        self._call(events.Begin(view, member, closed))
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answered | None:
         """Ask all that this rank is connected to for admission; a welcome if there is one, else the last answer."""
@@ -327,76 +299,9 @@ class PeerTransport(Transport):
         following = next_view(welcome.message, self.view)
         assert following.view is not None
         self.view, self.welcome_note = following.view, welcome.message.get("note") or {}
-        self.connections.call(_called(self._handle, events.Enter(following, welcome.connections)))
-
-    # In the control thread.
-
-    def _hand_in(self, contribution: Contribution, step: int, sent_s: float) -> None:
-        self._handle(events.HandedIn(contribution, header_of(contribution), step, sent_s))
-
-    def _hear(self, event: events.Event) -> None:
-        """What happens to control connections."""
-        match event:
-            case events.Received(_, message, blob) if message["kind"] == "store":
-                self.mailbox.put(str(message["key"]), blob)
-            case _:
-                self._handle(event)
-
-    def _handle(self, event: events.Event) -> None:
-        """Tell the machine what happened, and do what it wants done."""
-        with self._changed:
-            wanted = self._machine.handle(event, time.monotonic())
-            self._changed.notify_all()
-        for action in wanted:
-            self._do(action)
-
-    def _do(self, action: actions.Action) -> None:
-        match action:
-            case actions.Commit(round_id, mean, view, plan):
-                me = view.members.index(self.replica)
-                average = Average(
-                    round=round_id,
-                    values=mean.values,
-                    view=view,
-                    contributors=mean.contributors,
-                    weight=mean.weight,
-                    sent_bytes=plan.sent_bytes(me),
-                    received_bytes=plan.received_bytes(me),
-                    wait_s=0.0,
-                    buffers=mean.buffers,
-                    integers=mean.integers,
-                    note=action.note,
-                    clipped=mean.clipped,
-                    donor=action.donor,
-                )
-                self._contributed.resolve(round_id, average)
-            case actions.Void(round_id, failure):
-                self._contributed.resolve(round_id, failure)
-            case actions.Adopt(following, reason, joined, welcome):
-                self.view, self.reason = following.view or self.view, reason
-                note = self.on_change(following)
-                for rank in joined:
-                    self.connections.send(rank, {**welcome, "note": note})
-            case actions.Answered():
-                with self._changed:
-                    self._answers = [*self._answers[-_MOST_ANSWERS:], action]
-                    self._changed.notify_all()
-            case actions.Register(entry):
-                self._registry.entries[entry.rank] = entry
-            case actions.Introduce(entry):
-                self.on_introduction(entry)
-            case _:
-                self._executor.do(action)
+        self._call(events.Enter(following, welcome.connections))
 
     # Waiting.
-
-    def _post(self, event: events.Event) -> None:
-        self.connections.post(self._handle, event)
-
-    def _wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
-        """Until ``predicate`` holds, which is asked after each event, or the transport is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: predicate() or self._closed, min(timeout_s, threading.TIMEOUT_MAX))
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """What the ranks have said at a barrier, once all that can be reached have, or ``unless`` holds."""
@@ -411,11 +316,6 @@ class PeerTransport(Transport):
     def _guard_s(self) -> float:
         """A round is decided sooner than this, or something is wrong that nothing here foresees."""
         return 3 * self.rules.round_timeout_s + 3 * self.timing.silence_s
-
-
-async def _called(function: Callable[[events.Event], None], event: events.Event) -> None:
-    """To have a function done in the control thread by `ConnectionManager.call`, which waits for it."""
-    function(event)
 
 
 def _named(replicas: Sequence[int]) -> str:

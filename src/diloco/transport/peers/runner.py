@@ -1,0 +1,207 @@
+"""Running a rank's protocol: what happens is told to its machine, and what the machine wants done is done."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.membership.change import NextView
+from diloco.membership.view import View
+from diloco.protocol import actions, events
+from diloco.protocol.failure_detector import Timing
+from diloco.protocol.headers import header_of
+from diloco.protocol.machine import Machine
+from diloco.protocol.registry import Entry, Registry
+from diloco.protocol.rules import Policies, Rules
+from diloco.transport.base import Average
+from diloco.transport.links import Link
+from diloco.transport.peers.connection_manager import ConnectionManager
+from diloco.transport.peers.data_link import OpenLink
+from diloco.transport.peers.payload_exchange import PayloadExchange
+from diloco.transport.peers.payload_links import Links, PayloadLinks, UnlinkedError
+from diloco.transport.peers.pending import Contributed
+from diloco.transport.peers.send_queue import SendQueue
+from diloco.transport.peers.streams import Streams
+from diloco.transport.peers.threads import Mailbox, Threads
+from diloco.transport.shaping import Pacer
+
+__all__ = ["ProtocolRunner"]
+
+_MOST_ANSWERS = 1000
+
+
+class ProtocolRunner:
+    """One rank's machine, and the connections, timers, payload links and threads that it needs.
+
+    The machine handles one event after the other, in the control thread and under a lock; other threads read under the
+    same lock what it knows.
+
+    Args:
+        rules: who I am, and how rounds go.
+        policies: what happens when replicas are lost.
+        timing: of heartbeats.
+        streams: of control connections.
+        link: emulated, at this end; None: none.
+
+    Attributes:
+        view: the present one.
+        reason: why it is not the one before.
+        on_change: called with every next view, in the control thread; what it gives is told to those who join with it.
+        on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
+        mailbox: gets what payload links are made with.
+    """
+
+    view: View
+    registry: Registry
+    open_link: OpenLink
+
+    def __init__(self, rules: Rules, policies: Policies, timing: Timing, streams: Streams, link: Link | None) -> None:
+        self.rules = rules
+        self.policies = policies
+        self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
+        self.reason = ""
+        self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
+        self.on_introduction: Callable[[Entry], None] = lambda entry: None
+        self.mailbox = Mailbox()
+        self._machine = Machine(rules, policies)
+        self._changed = threading.Condition()  # whose lock guards the machine; notified after each event
+        self._contributed = Contributed(rules.replica)
+        self._answers: list[actions.Answered] = []
+        self._closed = False
+        self._threads = Threads()
+        self._queue = SendQueue(Pacer(link) if link else None)
+        self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
+        self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
+        self._linked: Future[Links] = Future()
+        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._hear)
+        self._links = PayloadLinks(rules, policies, self.connections, self._threads)
+
+    # For any thread.
+
+    def _post(self, event: events.Event) -> None:
+        """Let the machine handle an event soon."""
+        self.connections.post(self._handle, event)
+
+    def _call(self, event: events.Event, timeout_s: float | None = None) -> None:
+        """Let the machine handle an event, and wait until what it wants is done.
+
+        Raises:
+            TransportError: the connections are closed.
+            TimeoutError: it takes longer.
+        """
+
+        async def handle() -> None:
+            self._handle(event)
+
+        self.connections.call(handle(), timeout_s)
+
+    def _wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
+        """Until ``predicate`` holds, which is asked after each event, or this is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: predicate() or self._closed, min(timeout_s, threading.TIMEOUT_MAX))
+
+    # In the control thread.
+
+    def _hear(self, event: events.Event) -> None:
+        """What happens to control connections."""
+        match event:
+            case events.Received(_, message, blob) if message["kind"] == "store":
+                self.mailbox.put(str(message["key"]), blob)
+            case _:
+                self._handle(event)
+
+    def _hand_in(self, contribution: Contribution, step: int, sent_s: float) -> None:
+        self._handle(events.HandedIn(contribution, header_of(contribution), step, sent_s))
+
+    def _handle(self, event: events.Event) -> None:
+        with self._changed:
+            wanted = self._machine.handle(event, time.monotonic())
+            self._changed.notify_all()
+        for action in wanted:
+            self._do(action)
+
+    def _do(self, action: actions.Action) -> None:
+        match action:
+            case actions.Send(rank, message):
+                self.connections.send(rank, message)
+            case actions.HangUp(rank):
+                self.connections.hang_up(rank)
+            case actions.SetTimer(timer, delay_s):
+                self._timers[timer] = self.connections.loop.call_later(delay_s, self._fire, timer)
+            case actions.CancelTimer(timer):
+                if handle := self._timers.pop(timer, None):
+                    handle.cancel()
+            case actions.OpenLinks(view):
+                self._linked = self._links.open(view, self.open_link)
+                self._linked.add_done_callback(lambda links: self._opened(view, links))
+            case actions.CloseLinks(view):
+                self._links.close()
+                self.mailbox.forget(f"{view.id}/")
+            case actions.StartExchange(view, contribution):
+                exchange = PayloadExchange(action, self._queue, self.rules.piece_bytes)
+                self._exchanges[view.id, contribution.round] = exchange
+                name = f"diloco-{contribution.round.fragment}"
+                self._threads.start(self._exchange, exchange, self._linked, name=name)
+            case actions.GiveVerdict(view_id, round_id):
+                if (view_id, round_id) in self._exchanges:  # else it has failed
+                    self._exchanges[view_id, round_id].verdict.set_result(action)
+            case actions.Commit(round_id):
+                self._contributed.resolve(round_id, self._average(action))
+            case actions.Void(round_id, failure):
+                self._contributed.resolve(round_id, failure)
+            case actions.Adopt(following, reason, joined, welcome):
+                self.view, self.reason = following.view or self.view, reason
+                note = self.on_change(following)
+                for rank in joined:
+                    self.connections.send(rank, {**welcome, "note": note})
+            case actions.Answered():
+                with self._changed:
+                    self._answers = [*self._answers[-_MOST_ANSWERS:], action]
+                    self._changed.notify_all()
+            case actions.Register(entry):
+                self.registry.entries[entry.rank] = entry
+            case actions.Introduce(entry):
+                self.on_introduction(entry)
+
+    def _fire(self, timer: actions.Timer) -> None:
+        self._timers.pop(timer, None)
+        self._handle(events.TimerFired(timer))
+
+    def _opened(self, view: View, links: Future[Links]) -> None:
+        error = links.exception()
+        if isinstance(error, UnlinkedError):
+            self._handle(events.LinksFailed(view.id, error.failed))
+
+    def _exchange(self, exchange: PayloadExchange, links: Future[Links]) -> None:
+        """In a thread of its own."""
+        for event in exchange.run(links):
+            self.connections.post(self._exchanged, event)
+
+    def _exchanged(self, event: events.Event) -> None:
+        if isinstance(event, events.ExchangeEnded):
+            self._exchanges.pop((event.view_id, event.round), None)
+        self._handle(event)
+
+    def _average(self, commit: actions.Commit) -> Average:
+        mean, plan, me = commit.mean, commit.plan, commit.view.members.index(self.rules.replica)
+        return Average(
+            round=commit.round,
+            values=mean.values,
+            view=commit.view,
+            contributors=mean.contributors,
+            weight=mean.weight,
+            sent_bytes=plan.sent_bytes(me),
+            received_bytes=plan.received_bytes(me),
+            wait_s=0.0,
+            buffers=mean.buffers,
+            integers=mean.integers,
+            note=commit.note,
+            clipped=mean.clipped,
+            donor=commit.donor,
+        )
