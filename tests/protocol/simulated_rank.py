@@ -87,7 +87,6 @@ class Rank:
         self._todo: deque[events.Event] = deque()
         self._given: dict[int, Contribution] = {}
         self._exchanges: dict[tuple[int, RoundId], actions.GiveVerdict | None] = {}
-        self._answers: list[actions.Answered] = []
         self.machine = Machine(Rules(rank, self.replica, size, None, TIMEOUT_S, 1 << 19, late_s=LATE_S), policies)
         view = founded or View.of(replicas)
         self.step, self.first_step = step, step + 1
@@ -97,7 +96,7 @@ class Rank:
             self._joins = Entry(rank, f"simulated:{rank}")
             reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
             view = View(-1, tuple(reached) or (self.replica,))
-            self._todo.append(events.AskToJoin(self._joins))
+            self._todo.append(events.Say({"kind": "join", **self._joins.to_message()}))
         self.handle(events.Begin(view, member=not joining))
 
     @property
@@ -174,8 +173,7 @@ class Rank:
         elif what == "breaks":
             view_id, round_id = list(self._exchanges)[number % len(self._exchanges)]
             del self._exchanges[view_id, round_id]
-            self.handle(events.ExchangeFailed(view_id, round_id, "a payload connection broke", link_broken=True))
-            self.handle(events.ExchangeEnded(view_id, round_id))
+            self.handle(events.ExchangeEnded(view_id, round_id, "a payload connection broke", link_broken=True))
         elif what == "leaves":
             self.handle(events.Leave())
         else:
@@ -240,8 +238,6 @@ class Rank:
                     self.changes.append(following)
                     for rank in joined:
                         self._send(rank, {**welcome, "note": {"from": self.rank}})
-                case actions.Answered():
-                    self._answers.append(action)
 
     def _send(self, rank: int, message: Mapping[str, Any]) -> None:
         self.sent.append(message)
@@ -251,9 +247,9 @@ class Rank:
         """Payload connections work where control connections stand."""
         rules = self.machine.rules
         peers = [peer for peer in view.members if peer != self.replica]
-        failed = {peer: "no connection" for peer in peers if not self._known.keys() >= {*rules.ranks((peer,))}}
+        failed = tuple(peer for peer in peers if not self._known.keys() >= {*rules.ranks((peer,))})
         if failed:
-            self._todo.append(events.LinksFailed(view.id, failed))
+            self._todo.append(events.LinksFailed(view.id, failed, "no connection"))
 
     def _finish(self, view_id: int, round_id: RoundId) -> None:
         """What an exchange comes to: the mean over this view's contributions."""
@@ -271,22 +267,22 @@ class Rank:
 
     def _join(self, entry: Entry) -> bool:
         """As `connected.join` does, without waiting."""
-        answers, self._answers = ([] if self.left else self._answers), []
-        if not answers:
+        answer = None if self.left else self.machine.take_answer()
+        if answer is None:
             if not self.left and not self.machine.roster.connections:
                 self._leave("nobody answers")
             return False
-        answer = next((each for each in answers if each.message["kind"] == "welcome"), answers[-1])
-        if answer.message["kind"] == "welcome":
-            assert answer.message["note"]["from"] in self.network.ranks, "whoever was told of the view adds a note"
+        message, connections = answer
+        if message["kind"] == "welcome":
+            assert message["note"]["from"] in self.network.ranks, "whoever was told of the view adds a note"
             self._joins = None
-            self.handle(events.Enter(next_view(answer.message, self.view), answer.connections))
+            self.handle(events.Enter(next_view(message, self.view), connections))
             self.first_step = self.step + 1
-        elif answer.message["for_good"] or self._asked == 20:
-            self._leave(f"refused: {answer.message['reason']}")
+        elif message["for_good"] or self._asked == 20:
+            self._leave(f"refused: {message['reason']}")
         else:
             self._asked += 1
-            self.handle(events.AskToJoin(entry))
+            self.handle(events.Say({"kind": "join", **entry.to_message()}))
         return True
 
     def _may_step(self) -> bool:

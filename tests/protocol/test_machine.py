@@ -8,10 +8,10 @@ import pytest
 
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
-from diloco.protocol.actions import Action, Answered, HangUp, Introduce, OpenLinks, Register, Send
-from diloco.protocol.events import AskToJoin, Begin, Connected, Disconnected, Meet, Received, Stop, Tell, TellFacts
+from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, Send
+from diloco.protocol.events import Begin, Connected, Disconnected, Received, Say
 from diloco.protocol.machine import Machine
-from diloco.protocol.messages import speed_message
+from diloco.protocol.messages import facts_message, speed_message
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
 
@@ -118,19 +118,26 @@ def test_nobody_joins_in_the_name_of_another_one(member: Rank, entry: Entry) -> 
 
 def test_an_answer_says_who_was_connected_when_it_came(rank: Rank) -> None:
     rank.handle(Disconnected(3))
-    asked = rank.handle(AskToJoin(ENTRY))
+    asked = rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
     assert [action.rank for action in asked if isinstance(action, Send)] == [1, 2, 4, 5]
     welcome = {"kind": "welcome", "view": 4}
-    assert rank.hear(2, welcome) == [Answered(welcome, {1: 11, 2: 12, 4: 14, 5: 15})]
+    assert not rank.hear(2, welcome)
+    for reason in ("late", "later"):
+        rank.hear(1, {"kind": "refused", "reason": reason})
+    assert rank.machine.take_answer() == (welcome, {1: 11, 2: 12, 4: 14, 5: 15}), "which counts more than a refusal"
+    assert rank.machine.take_answer() is None, "an answer is taken once"
+    for reason in ("late", "later"):
+        rank.hear(1, {"kind": "refused", "reason": reason})
+    assert rank.machine.take_answer() == ({"kind": "refused", "reason": "later"}, {1: 11, 2: 12, 4: 14, 5: 15})
 
 
 def test_facts_are_told_to_all_and_answered_once(rank: Rank) -> None:
     mine, theirs = Entry(0, "host:0", {"codec": "fp4"}), Entry(2, "host:2", {"codec": "int8"})
-    told = {"kind": "facts", "answer": False, **theirs.to_message()}
+    told = facts_message(theirs)
     assert not rank.hear(2, told), "it has nothing to say yet"
-    assert len(rank.handle(TellFacts(mine))) == 5
+    assert len(rank.handle(Say(facts_message(mine)))) == 5
     (answer,) = rank.hear(2, told)
-    assert answer == Send(2, {"kind": "facts", "answer": True, **mine.to_message()})
+    assert answer == Send(2, facts_message(mine, answer=True))
     assert not rank.hear(2, {**told, "answer": True})
     assert rank.machine.agreement.awaited({0, 1, 2}) == {1}
     words = "replica 0 (host:0) has codec = fp4 and replica 1 (host:2) has codec = int8"
@@ -142,10 +149,11 @@ def test_facts_are_told_to_all_and_answered_once(rank: Rank) -> None:
 def test_all_are_told_of_a_stop_and_of_a_barrier_once_there_is_a_view(member: Rank) -> None:
     member.machine.views.contributions.step = 6
     to_all = [1, 2, 3]
-    for event in (Meet("end", 3), Tell({"kind": "speed"}), Stop()):
-        told = member.handle(event)
+    stop = {"kind": "meet", "name": "stop"}
+    for message in ({"kind": "meet", "name": "end", "value": 3}, speed_message(2.0), stop):
+        told = member.handle(Say(message))
         assert [action.rank for action in told if isinstance(action, Send)] == to_all
     assert member.machine.barriers.said("stop") == {0: 6}
-    assert not member.handle(Stop()), "once"
+    assert not member.handle(Say(stop)), "once"
     member.hear(2, {"kind": "meet", "name": "stop", "value": 7})
     assert member.machine.barriers.awaited("stop", member.machine.present()) == {1, 3}

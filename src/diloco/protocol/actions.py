@@ -16,7 +16,6 @@ from diloco.protocol.registry import Entry
 __all__ = [
     "Action",
     "Adopt",
-    "Answered",
     "CancelTimer",
     "CloseLinks",
     "Commit",
@@ -150,14 +149,6 @@ class Adopt:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A member answers this rank's request to join; ``connections``: rank -> connection, as they are now."""
-
-    message: Mapping[str, Any]
-    connections: Mapping[int, int]
-
-
-@dataclass(frozen=True)
 class Register:
     """A rank that asks to join says where it listens."""
 
@@ -183,7 +174,6 @@ Action: TypeAlias = (
     | Commit
     | Void
     | Adopt
-    | Answered
     | Register
     | Introduce
 )

@@ -17,10 +17,8 @@ from diloco.membership.view import View
 from diloco.protocol.actions import Action, Send, Timer
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.headers import Header
-from diloco.protocol.registry import Entry
 
 __all__ = [
-    "AskToJoin",
     "Begin",
     "Close",
     "Computed",
@@ -29,17 +27,13 @@ __all__ = [
     "Enter",
     "Event",
     "ExchangeEnded",
-    "ExchangeFailed",
     "HandedIn",
     "Leave",
     "LinksFailed",
     "Lost",
-    "Meet",
     "Outbox",
     "Received",
-    "Stop",
-    "Tell",
-    "TellFacts",
+    "Say",
     "TimerFired",
     "ViewBegan",
 ]
@@ -90,10 +84,11 @@ class TimerFired:
 
 @dataclass(frozen=True)
 class LinksFailed:
-    """Payload connections of a view could not be made: replica -> why."""
+    """Payload connections of a view to some replicas could not be made."""
 
     view_id: int
-    failed: Mapping[int, str]
+    replicas: tuple[int, ...]
+    reason: str
 
 
 # Events: from the exchange of a round's payloads.
@@ -110,21 +105,18 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class ExchangeFailed:
-    """An exchange came to no mean; ``link_broken``: because a payload connection ended."""
-
-    view_id: int
-    round: RoundId
-    reason: str
-    link_broken: bool
-
-
-@dataclass(frozen=True)
 class ExchangeEnded:
-    """An exchange needs nothing of its contribution any more."""
+    """The payloads of a round move no more.
+
+    Attributes:
+        failure: why the exchange came to no mean; "" where it did, or where the round is void.
+        link_broken: whether it failed because a payload connection ended.
+    """
 
     view_id: int
     round: RoundId
+    failure: str = ""
+    link_broken: bool = False
 
 
 # Events: from this rank's owner.
@@ -143,13 +135,6 @@ class Begin:
     view: View
     member: bool
     closed: str = ""
-
-
-@dataclass(frozen=True)
-class AskToJoin:
-    """Ask all that this rank is connected to for admission."""
-
-    entry: Entry
 
 
 @dataclass(frozen=True)
@@ -178,30 +163,10 @@ class HandedIn:
 
 
 @dataclass(frozen=True)
-class TellFacts:
-    """Tell the others what this rank's loop was given."""
-
-    entry: Entry
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Send a message to all other ranks of the view."""
+class Say:
+    """Say to the others what they would hear as this message: ``meet``, ``facts``, ``speed`` or ``join``."""
 
     message: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Meet:
-    """Say ``value`` at the barrier ``name``."""
-
-    name: str
-    value: int
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Let all ranks agree on a step after which they stop."""
 
 
 @dataclass(frozen=True)
@@ -237,16 +202,11 @@ Event: TypeAlias = (
     | TimerFired
     | LinksFailed
     | Computed
-    | ExchangeFailed
     | ExchangeEnded
     | Begin
-    | AskToJoin
     | Enter
     | HandedIn
-    | TellFacts
-    | Tell
-    | Meet
-    | Stop
+    | Say
     | Leave
     | Close
     | ViewBegan

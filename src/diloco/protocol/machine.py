@@ -10,34 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.protocol.actions import Action, Answered, Introduce, Register
+from diloco.protocol import events
+from diloco.protocol.actions import Action, Introduce, Register
 from diloco.protocol.barriers import Agreement, Barriers
-from diloco.protocol.events import (
-    AskToJoin,
-    Begin,
-    Close,
-    Computed,
-    Connected,
-    Disconnected,
-    Enter,
-    Event,
-    ExchangeEnded,
-    ExchangeFailed,
-    HandedIn,
-    Leave,
-    LinksFailed,
-    Lost,
-    Meet,
-    Outbox,
-    Received,
-    Stop,
-    Tell,
-    TellFacts,
-    TimerFired,
-    ViewBegan,
-)
+from diloco.protocol.events import Event, Outbox
 from diloco.protocol.headers import Header
-from diloco.protocol.messages import Adopted, ChangeReport, Leaving, RoundVote, read, speed_of
+from diloco.protocol.messages import Adopted, ChangeReport, Leaving, RoundVote, facts_message, read, speed_of
 from diloco.protocol.registry import Entry
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules
@@ -47,6 +25,11 @@ __all__ = ["Machine"]
 
 _MOST_EARLY = 1000
 """Messages that are kept of one sender: many times what it says in a view before all have adopted it."""
+
+_MOST_ANSWERS = 1000
+
+Answer = tuple[Mapping[str, Any], Mapping[int, int]]
+"""A message, and rank -> connection as it was when the message came."""
 
 _FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced", "speed")
 
@@ -72,6 +55,7 @@ class Machine:
         views: the present view and its rounds.
         barriers: numbers that ranks say to each other.
         agreement: what the loops of all ranks were given.
+        answers: of members to this rank's request to join.
         speeds: replica -> inner steps per second, of those other members that have told.
     """
 
@@ -84,6 +68,7 @@ class Machine:
         self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
         self.views = ViewManager(rules, policies, self.roster, self._outbox)
+        self.answers: list[Answer] = []
         self._began = False
         self._held_back: list[_Letter] = []
 
@@ -108,6 +93,11 @@ class Machine:
         actions, outbox.actions = outbox.actions, []
         return actions
 
+    def take_answer(self) -> Answer | None:
+        """What members have answered to this rank's request to join: a welcome, if there is one, else the last."""
+        answers, self.answers = self.answers, []
+        return next((each for each in answers if each[0]["kind"] == "welcome"), answers[-1] if answers else None)
+
     def present(self) -> set[int]:
         """Ranks of the view that can be reached, and this one."""
         ranks = self.rules.ranks(self.views.view.members)
@@ -116,68 +106,68 @@ class Machine:
     def _handle(self, event: Event) -> None:
         views, rounds = self.views, self.views.contributions.rounds
         match event:
-            case Received(sender, message):
+            case events.Received(sender, message):
                 self._receive(sender, message)
-            case Connected(rank, connection, address):
+            case events.Connected(rank, connection, address):
                 self.roster.connect(rank, connection, address)
-            case Disconnected(rank):
+            case events.Disconnected(rank):
                 self.roster.disconnect(rank)
-            case Lost(rank, loss):
+            case events.Lost(rank, loss):
                 if self._began:
                     views.lose(rank, loss)
-            case LinksFailed(view_id, failed):
+            case events.LinksFailed(view_id, replicas, reason):
                 if view_id == views.view.id:
-                    views.give_up_unlinked(failed)
-            case HandedIn():
+                    views.give_up_unlinked(replicas, reason)
+            case events.HandedIn():
                 views.contributions.hand_in(event)
-            case Computed() if rounds is not None:
+            case events.Computed() if rounds is not None:
                 rounds.compute(event)
-            case ExchangeFailed() if rounds is not None:
-                views.renew_soon(rounds.fail(event))
-            case ExchangeEnded(view_id, round_id) if rounds is not None:
-                rounds.end_exchange(view_id, round_id)
-            case TimerFired(timer):
+            case events.ExchangeEnded() if rounds is not None:
+                views.renew_soon(rounds.end_exchange(event))
+            case events.TimerFired(timer):
                 if timer.kind == "renew":
                     views.renew(timer.view_id)
                 elif rounds is not None and timer.kind == "expire":
                     views.renew_soon(rounds.expire(timer))
                 elif rounds is not None and (late := rounds.look(timer)):
                     views.give_up_late(*late)
-            case Begin(view, member, closed):
+            case events.Begin(view, member, closed):
                 self._began = True
                 views.begin(view, member=member, closed=closed)
-            case ViewBegan():
+            case events.ViewBegan():
                 self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
                 self._release()
                 views.go_on(event)
-            case Enter(following, connections):
+            case events.Enter(following, connections):
                 views.enter(following, connections)
-            case Leave():
+            case events.Leave():
                 views.leave(views.contributions.step)
-            case Close(failure):
+            case events.Close(failure):
                 views.close(failure)
-            case AskToJoin(entry):
-                connected = sorted(self.roster.connections)
-                self._outbox.send(connected, {"kind": "join", **entry.to_message(), "connected": connected})
-            case TellFacts(entry):
-                self.agreement.mine = entry
-                self._outbox.send(self.roster.connections, _facts(entry, answer=False))
-            case Meet(name, value):
-                self._meet(name, value)
-            case Stop():
-                self._stop()
-            case Tell(message):
-                self._tell(message)
+            case events.Say(message):
+                self._say(message)
 
     # What this rank says.
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        if self._began:
+    def _say(self, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "join":
+            connected = sorted(self.roster.connections)
+            self._outbox.send(connected, {**message, "connected": connected})
+        elif kind == "facts":
+            self.agreement.mine = Entry.from_message(message)
+            self._outbox.send(self.roster.connections, message)
+        elif kind == "meet" and message["name"] == "stop":
+            self._stop()
+        elif kind == "meet":
+            self._meet(message["name"], message["value"])
+        elif self._began:
             self._outbox.send(self.views.others(), message)
 
     def _meet(self, name: str, value: int) -> None:
         self.barriers.say(self.rules.rank, name, value)
-        self._tell({"kind": "meet", "name": name, "value": value})
+        if self._began:
+            self._outbox.send(self.views.others(), {"kind": "meet", "name": name, "value": value})
 
     def _stop(self) -> None:
         """Say after which step this rank could stop, once.
@@ -205,11 +195,11 @@ class Machine:
             if name == "stop":
                 self._stop()
         elif kind in ("welcome", "refused"):
-            self._outbox.actions.append(Answered(message, dict(self.roster.connections)))
+            self.answers = [*self.answers[-_MOST_ANSWERS:], (message, dict(self.roster.connections))]
         elif kind == "facts":
             mine = self.agreement.hear(sender, message, is_member=self._is_member(sender))
             if mine is not None:
-                self._outbox.send([sender], _facts(mine, answer=True))
+                self._outbox.send([sender], facts_message(mine, answer=True))
         elif self._began:
             self._read(_Letter(sender, message, self.roster.connections.get(sender)))
         elif not self._hold_back(_Letter(sender, message, self.roster.connections.get(sender))):
@@ -294,7 +284,3 @@ class Machine:
     def _is_member(self, sender: int) -> bool:
         """As far as is known: before there are views, anybody may be one."""
         return not self._began or self.rules.replica_of(sender) in self.views.view.members
-
-
-def _facts(entry: Entry, *, answer: bool) -> dict[str, Any]:
-    return {"kind": "facts", "answer": answer, **entry.to_message()}

@@ -13,6 +13,7 @@ from diloco.membership.change import Agreed, Commits, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.protocol.headers import Header
+from diloco.protocol.registry import Entry
 
 __all__ = [
     "Adopted",
@@ -241,3 +242,8 @@ def speed_of(message: Mapping[str, Any]) -> float:
     if not (steps_per_s > 0 and math.isfinite(steps_per_s)):
         raise ValueError(f"its 'steps_per_s' is {steps_per_s}, and should be a finite number above 0")
     return steps_per_s
+
+
+def facts_message(entry: Entry, *, answer: bool = False) -> dict[str, Any]:
+    """What a rank's loop was given; ``answer``: to one that has told its own."""
+    return {"kind": "facts", "answer": answer, **entry.to_message()}

@@ -14,7 +14,7 @@ from diloco.membership.change import Commits, NextView, Rounds
 from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, StartExchange, Timer, Void
-from diloco.protocol.events import Computed, ExchangeFailed, HandedIn, Outbox
+from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
 from diloco.protocol.headers import Header
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import Decided, RoundState
@@ -178,22 +178,18 @@ class RoundTable:
             state.mean = event.mean
             self._cast(RoundVote(state.id, Vote(True, event.digest)), state)
 
-    def fail(self, event: ExchangeFailed) -> str:
-        """An exchange has failed; which payload connection broke, in words, or ""."""
-        state = self._present(event.view_id, event.round)
-        if state is None or self.frozen:
+    def end_exchange(self, event: ExchangeEnded) -> str:
+        """The payloads of a round move no more; which payload connection broke, in words, or ""."""
+        state, broken = self._present(event.view_id, event.round), ""
+        if state is None:
             return ""
-        if event.link_broken:
-            return f"replica {self._rules.replica} says: {event.reason}"
-        if state.committed is None:
-            self._cast(RoundVote(state.id, Vote(False, reason=event.reason)), state)
-        return ""
-
-    def end_exchange(self, view_id: int, round_id: RoundId) -> None:
-        """The payloads of a round move no more."""
-        if state := self._present(view_id, round_id):
-            state.exchanging = False
-            state.free()
+        if event.link_broken and not self.frozen:
+            broken = f"replica {self._rules.replica} says: {event.failure}"
+        elif event.failure and state.committed is None:
+            self._cast(RoundVote(state.id, Vote(False, reason=event.failure)), state)
+        state.exchanging = False
+        state.free()
+        return broken
 
     def expire(self, timer: Timer) -> str:
         """A round has taken too long: vote against it; which payload connection stands still, in words, or ""."""

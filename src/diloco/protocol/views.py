@@ -200,11 +200,10 @@ class ViewManager:
         if unheard or enough_without(self.view, behind, self._policies.quorum):
             self._follow(self._ending.extend(words, behind=behind, unheard=unheard))
 
-    def give_up_unlinked(self, failed: Mapping[int, str]) -> None:
-        """No payload connection came to be to replicas: replica -> why."""
-        peer, why = next(iter(failed.items()))
-        words = f"replica {peer} has no payload connection to replica {self._rules.replica}: {why}"
-        self._follow(self._ending.extend(words, unheard=frozenset(failed)))
+    def give_up_unlinked(self, replicas: Sequence[int], reason: str) -> None:
+        """No payload connection came to be to some replicas."""
+        words = f"replica {replicas[0]} has no payload connection to replica {self._rules.replica}: {reason}"
+        self._follow(self._ending.extend(words, unheard=frozenset(replicas)))
 
     def renew_soon(self, words: str) -> None:
         """A payload connection ended while the control connections stand: the same members connect anew."""

@@ -76,11 +76,10 @@ def join(connected: Connected, timeout_s: float) -> int:
     why = f"no answer within {timeout_s:g} s"
     while True:
         answer = transport.ask_to_join(entry, min(_ANSWER_S, deadline_s - time.monotonic()))
-        if answer is not None and answer.message["kind"] == "welcome":
+        if answer is not None and answer[0]["kind"] == "welcome":
             break
-        why = f"they refuse: {answer.message['reason']}" if answer else why
-        # in a swarm, another member may let it in
-        final = answer is not None and answer.message["for_good"] and not connected.swarm
+        why = f"they refuse: {answer[0]['reason']}" if answer else why
+        final = answer is not None and answer[0]["for_good"] and not connected.swarm  # another member may let it in
         if time.monotonic() > deadline_s or final:
             raise RendezvousError(f"replica {transport.replica} can't join the others: {why}. It stops here.")
         time.sleep(_AGAIN_S)  # they are not ready for it yet

@@ -19,9 +19,9 @@ from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.algorithm.clipping import scale_factors, vector_norm
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.digest import digest_tensors
-from diloco.errors import CodecError, DiLoCoError, TransportError
+from diloco.errors import CodecError, TransportError
 from diloco.protocol.actions import GiveVerdict, StartExchange
-from diloco.protocol.events import Computed, Event, ExchangeEnded, ExchangeFailed
+from diloco.protocol.events import Computed, Event, ExchangeEnded
 from diloco.transport.peers.data_link import DataLink, Work
 from diloco.transport.peers.send_queue import SendQueue
 
@@ -83,12 +83,11 @@ class PayloadExchange:
                 mean = self.reduce(given.weights, given.verdict.contributors)
                 yield Computed(self._view_id, round_id, mean, digest_of(mean))
             self.finish()
-        except TransportError as error:
-            yield ExchangeFailed(self._view_id, round_id, str(error), link_broken=True)
-        except (DiLoCoError, RuntimeError) as error:
-            yield ExchangeFailed(self._view_id, round_id, str(error).splitlines()[0], link_broken=False)
-        finally:
             yield ExchangeEnded(self._view_id, round_id)
+        except TransportError as error:
+            yield ExchangeEnded(self._view_id, round_id, str(error), link_broken=True)
+        except Exception as error:  # whatever it is, the others are not to wait for this rank's vote
+            yield ExchangeEnded(self._view_id, round_id, (str(error) or type(error).__name__).splitlines()[0])
 
     def start(self, links: Mapping[int, DataLink]) -> None:
         """Make room for what is to come, and send what is mine.

@@ -13,18 +13,10 @@ from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import DataLink, LinkRequest, OpenLink
 from diloco.transport.peers.threads import Threads
 
-__all__ = ["Links", "PayloadLinks", "UnlinkedError"]
+__all__ = ["Links", "PayloadLinks"]
 
 Links = Mapping[int, DataLink]
 """Replica -> the way to it."""
-
-
-class UnlinkedError(TransportError):
-    """Links of a view could not be made; ``failed``: replica -> why."""
-
-    def __init__(self, failed: Mapping[int, str]) -> None:
-        super().__init__("; ".join(failed.values()))
-        self.failed = failed
 
 
 class PayloadLinks:
@@ -46,7 +38,7 @@ class PayloadLinks:
         self._made: Links = {}
 
     def open(self, view: View, open_link: OpenLink) -> Future[Links]:
-        """Begin to make the links of ``view``; the future gets them, or an `UnlinkedError`, or the end of the view."""
+        """Begin to make the links of ``view``; the future gets them, or a `TransportError` that names the replicas."""
         self.close()
         links: Future[Links] = Future()
         self._wanted = links
@@ -106,6 +98,6 @@ class PayloadLinks:
             return
         self._made = made
         if failed:
-            links.set_exception(UnlinkedError(failed))
+            links.set_exception(TransportError("; ".join(failed.values()), replicas=failed))
         else:
             links.set_result(made)

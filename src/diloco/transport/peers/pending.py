@@ -5,23 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
 from diloco.transport.base import Average
 
+if TYPE_CHECKING:
+    from diloco.transport.peers.transport import PeerTransport
+
 __all__ = ["Contributed", "PeerPending"]
-
-
-class Owner(Protocol):
-    """Who knows of the others."""
-
-    def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        """Replicas that were not heard of in a round."""
-
-    def count(self, pending: PeerPending, outcome: Average | TransportError) -> None:
-        """Count what a round has moved, when its outcome is taken."""
 
 
 class PeerPending:
@@ -31,21 +24,21 @@ class PeerPending:
         round_id: which round.
         payload_bytes: of the contribution.
         guard_s: longer than any round can take to be decided.
-        owner: asked who is missing, and told when the outcome is taken.
+        transport: asked who is missing, and told when the outcome is taken.
 
     Attributes:
         decided_s: when it was decided, by the clock of `time.monotonic`; None: not yet.
         void: whether it was decided that nobody applies the round.
     """
 
-    def __init__(self, round_id: RoundId, payload_bytes: int, guard_s: float, owner: Owner) -> None:
+    def __init__(self, round_id: RoundId, payload_bytes: int, guard_s: float, transport: PeerTransport) -> None:
         self.round = round_id
         self.payload_bytes = payload_bytes
         self.sent_s = time.monotonic()
         self.decided_s: float | None = None
         self.void = False
         self._guard_s = guard_s
-        self._owner = owner
+        self._transport = transport
         self._done = threading.Event()
         self._outcome: Average | TransportError | None = None
         self._was_taken = False
@@ -65,7 +58,7 @@ class PeerPending:
         started_s = time.monotonic()
         allowed_s = self._guard_s if timeout_s is None else timeout_s
         if not self._done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
-            missing = self._owner.missing(self.round)
+            missing = self._transport.missing(self.round)
             names = f"replica {', '.join(map(str, missing))}" if missing else "the votes of the others"
             raise RoundTimeoutError(
                 f"{self.round} was not decided within {allowed_s:g} s: nothing was heard of {names}. "
@@ -76,7 +69,7 @@ class PeerPending:
         self._was_taken = True
         outcome, self._outcome = self._outcome, None  # whoever waited has it now; I may be kept for longer
         assert outcome is not None
-        self._owner.count(self, outcome)
+        self._transport.count(self, outcome)
         if isinstance(outcome, TransportError):
             try:
                 raise outcome
@@ -101,7 +94,7 @@ class Contributed:
         self._sent: dict[int, PeerPending] = {}
         self._undecided: dict[RoundId, PeerPending] = {}
 
-    def add(self, contribution: Contribution, guard_s: float, owner: Owner) -> PeerPending:
+    def add(self, contribution: Contribution, guard_s: float, transport: PeerTransport) -> PeerPending:
         """Take in a contribution to a round that this replica has not contributed to, or that became void.
 
         Raises:
@@ -121,7 +114,7 @@ class Contributed:
                 round=str(round_id),
                 replicas=[replica],
             )
-        pending = PeerPending(round_id, contribution.payload.numel(), guard_s, owner)
+        pending = PeerPending(round_id, contribution.payload.numel(), guard_s, transport)
         self._sent[round_id.fragment] = self._undecided[round_id] = pending
         self.digests[round_id.fragment] = contribution.digest
         return pending

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.errors import TransportError
 from diloco.membership.change import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
@@ -24,7 +25,7 @@ from diloco.transport.links import Link
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.payload_exchange import PayloadExchange
-from diloco.transport.peers.payload_links import Links, PayloadLinks, UnlinkedError
+from diloco.transport.peers.payload_links import Links, PayloadLinks
 from diloco.transport.peers.pending import Contributed
 from diloco.transport.peers.send_queue import SendQueue
 from diloco.transport.peers.streams import Streams
@@ -32,8 +33,6 @@ from diloco.transport.peers.threads import Mailbox, Threads
 from diloco.transport.shaping import Pacer
 
 __all__ = ["ProtocolRunner"]
-
-_MOST_ANSWERS = 1000
 
 
 class ProtocolRunner:
@@ -72,7 +71,6 @@ class ProtocolRunner:
         self._machine = Machine(rules, policies)
         self._changed = threading.Condition()  # whose lock guards the machine; notified after each event
         self._contributed = Contributed(rules.replica)
-        self._answers: list[actions.Answered] = []
         self._closed = False
         self._threads = Threads()
         self._queue = SendQueue(Pacer(link) if link else None)
@@ -160,10 +158,6 @@ class ProtocolRunner:
                 note = self.on_change(following)
                 for rank in joined:
                     self.connections.send(rank, {**welcome, "note": note})
-            case actions.Answered():
-                with self._changed:
-                    self._answers = [*self._answers[-_MOST_ANSWERS:], action]
-                    self._changed.notify_all()
             case actions.Register(entry):
                 self.registry.entries[entry.rank] = entry
             case actions.Introduce(entry):
@@ -175,8 +169,8 @@ class ProtocolRunner:
 
     def _opened(self, view: View, links: Future[Links]) -> None:
         error = links.exception()
-        if isinstance(error, UnlinkedError):
-            self._handle(events.LinksFailed(view.id, error.failed))
+        if isinstance(error, TransportError) and error.replicas:  # else the view has ended
+            self._handle(events.LinksFailed(view.id, error.replicas, str(error)))
 
     def _exchange(self, exchange: PayloadExchange, links: Future[Links]) -> None:
         """In a thread of its own."""

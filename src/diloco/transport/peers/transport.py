@@ -11,9 +11,9 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, TransportError
 from diloco.membership.view import View
 from diloco.protocol import events
-from diloco.protocol.actions import Answered
 from diloco.protocol.failure_detector import Timing
-from diloco.protocol.messages import next_view, speed_message
+from diloco.protocol.machine import Answer
+from diloco.protocol.messages import facts_message, next_view, speed_message
 from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
@@ -189,23 +189,23 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def tell_speed(self, steps_per_s: float) -> None:
         """Tell the other members that this replica takes so many inner steps a second."""
-        self._post(events.Tell(speed_message(steps_per_s)))
+        self._post(events.Say(speed_message(steps_per_s)))
 
     def speeds(self) -> Mapping[int, float]:
         """Replica -> inner steps per second, of those other members that have told."""
         return self._machine.speeds
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        entry, timeout_s = Entry(self.rules.rank, str(self.address), facts), self.rules.round_timeout_s
+        entry, timeout_s = Entry(self.rules.rank, str(self.address), dict(facts)), self.rules.round_timeout_s
         agreement, present = self._machine.agreement, self._machine.present
 
         def unready() -> list[int]:
             return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
 
-        self._post(events.TellFacts(entry))
+        self._post(events.Say(facts_message(entry)))
         with waiting_for(lambda: f"{_named(unready())} to make its DiLoCo", timeout_s), self._changed:
             self._wait_for(
-                lambda: agreement.mine is entry and (agreement.refusal(present()) or not unready()), timeout_s
+                lambda: agreement.mine == entry and (agreement.refusal(present()) or not unready()), timeout_s
             )
             refusal, missing = agreement.refusal(present()), unready()
         if refusal:
@@ -220,7 +220,7 @@ class PeerTransport(ProtocolRunner, Transport):
 
     def ask_to_stop(self) -> None:
         """Let `stop_step` of every rank agree on a step soon."""
-        self._post(events.Stop())
+        self._post(events.Say({"kind": "meet", "name": "stop"}))
         self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
 
     def stop_step(self) -> int | None:
@@ -234,12 +234,12 @@ class PeerTransport(ProtocolRunner, Transport):
 
         A rank that is lost meanwhile is not waited for.
         """
-        self._post(events.Meet(name, value))
+        self._post(events.Say({"kind": "meet", "name": name, "value": value}))
         return self._met(name)
 
     def finish(self) -> None:
         """All steps are done here: wait until the others are as far. Those that take more steps are told of the end."""
-        self._post(events.Meet("finished", self.step))
+        self._post(events.Say({"kind": "meet", "name": "finished", "value": self.step}))
         self._met("finished", unless=self._others_go_on)
         if self._others_go_on():
             self.leave()
@@ -286,20 +286,20 @@ class PeerTransport(ProtocolRunner, Transport):
         self.view, self.registry, self.open_link = view, registry, open_link
         self._call(events.Begin(view, member, closed))
 
-    def ask_to_join(self, entry: Entry, timeout_s: float) -> Answered | None:
-        """Ask all that this rank is connected to for admission; a welcome if there is one, else the last answer."""
-        self._post(events.AskToJoin(entry))
-        self._wait_for(lambda: self._answers, timeout_s)
+    def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
+        """Ask all that this rank is connected to for admission, and wait for what one of them answers."""
+        self._post(events.Say({"kind": "join", **entry.to_message()}))
+        self._wait_for(lambda: self._machine.answers, timeout_s)
         with self._changed:
-            answers, self._answers = self._answers, []
-        return next((each for each in answers if each.message["kind"] == "welcome"), answers[-1] if answers else None)
+            return self._machine.take_answer()
 
-    def enter(self, welcome: Answered) -> None:
+    def enter(self, welcome: Answer) -> None:
         """Take part in the view that a welcome names."""
-        following = next_view(welcome.message, self.view)
+        message, connections = welcome
+        following = next_view(message, self.view)
         assert following.view is not None
-        self.view, self.welcome_note = following.view, welcome.message.get("note") or {}
-        self._call(events.Enter(following, welcome.connections))
+        self.view, self.welcome_note = following.view, message.get("note") or {}
+        self._call(events.Enter(following, connections))
 
     # Waiting.
 
