@@ -11,9 +11,8 @@ from diloco.membership.change import NextView
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
-from diloco.transport.peers.connected import Connected, join
+from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.wire import Wire
 
 __all__ = ["addresses_of", "become_member", "key_file", "make_peer", "wait_for_members"]
 

@@ -20,7 +20,7 @@ from diloco.train.session import Session
 from diloco.train.stopping import StopRequest
 from diloco.train.threads import PeerThreads, Seats
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
-from diloco.transport.peers.wire import Wire
+from diloco.transport.peers.connected import Wire
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, LOOPBACK, QUICK
 from tests.transport.wires import at_once
 

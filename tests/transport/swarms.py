@@ -14,9 +14,8 @@ from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.library import PeerReport, list_peers
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
-from diloco.transport.peers.connected import Connected, join
+from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.wire import Wire
 from tests.transport.wires import at_once
 
 __all__ = ["HIVEMIND_LEAVES_CONNECTIONS", "LOOPBACK", "QUICK", "Swarms", "wait_for_members"]

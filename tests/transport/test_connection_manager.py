@@ -15,8 +15,7 @@ from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.address import Address
 from diloco.transport.peers import connection_manager
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.frames import MAX_BLOB_BYTES, pack
-from diloco.transport.peers.streams import TcpStreams
+from diloco.transport.peers.streams import MAX_BLOB_BYTES, TcpStreams, pack
 from tests.processes import Processes, report, told
 from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair
 

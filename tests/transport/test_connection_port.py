@@ -15,7 +15,7 @@ import pytest
 
 from diloco.errors import TransportError
 from diloco.transport.peers import connection_manager
-from diloco.transport.peers.frames import pack, read_frame
+from diloco.transport.peers.streams import pack, read_frame
 from tests.transport.connection_managers import LIMIT_S, MakeRank, pair
 
 STRANGERS = {

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import TransportError
-from diloco.transport.peers.frames import (
+from diloco.transport.peers.streams import (
     MAX_BLOB_BYTES,
     MAX_JSON_BYTES,
     PROTOCOL,

@@ -18,9 +18,8 @@ from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
-from diloco.transport.peers.frames import pack
 from diloco.transport.peers.link_manager import LinkManager, ReliableLink
-from diloco.transport.peers.streams import TcpStreams
+from diloco.transport.peers.streams import TcpStreams, pack
 from tests.transport.wires import at_once
 
 LIMIT_S = 20.0

@@ -20,8 +20,7 @@ from diloco.train.settings import RunSettings
 from diloco.train.threads import PeerThreads, choose_threads
 from diloco.transport.address import parse_address
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
-from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.wire import Wire
+from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect

@@ -21,8 +21,7 @@ from diloco.train.threads import PeerThreads
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import SwarmPlace, same_port
-from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.wire import Wire
+from diloco.transport.peers.connected import Connected, Wire
 from diloco.waiting import waiting_for
 
 __all__ = ["SwarmFleet"]

@@ -15,10 +15,9 @@ from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import SwarmPlace
 from diloco.transport.hivemind.search import Announcer, Search
 from diloco.transport.hivemind.swarm import MemberDialer, SwarmService
-from diloco.transport.peers.connected import Connected, Table
+from diloco.transport.peers.connected import Connected, Table, Wire
 from diloco.transport.peers.link_manager import LinkManager
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.wire import Wire
 from diloco.waiting import waiting_for
 
 __all__ = ["connect_swarm"]

@@ -18,10 +18,9 @@ from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
 from diloco.transport.hivemind.swarm import ask_peer
-from diloco.transport.peers.connected import Connected, join
+from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.streams import within
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.wire import Wire
 from diloco.waiting import waiting_for
 
 __all__ = ["PeerReport", "connect_peer", "list_peers", "run_peer"]

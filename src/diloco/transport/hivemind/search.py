@@ -19,7 +19,7 @@ from diloco.transport.hivemind.identity import PeerRecord
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import SwarmPlace
 from diloco.transport.hivemind.swarm import MemberDialer, NotNowError, SwarmTable
-from diloco.transport.peers.wire import Wire
+from diloco.transport.peers.connected import Wire
 
 __all__ = ["Announcer", "Search"]
 

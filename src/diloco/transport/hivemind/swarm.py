@@ -12,8 +12,7 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.registry import Entry, Registry, difference
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.streams import within
+from diloco.transport.peers.streams import pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
 
 __all__ = ["MemberDialer", "NotNowError", "SwarmService", "SwarmTable", "ask_peer"]

@@ -21,8 +21,7 @@ from diloco.protocol.events import Connected, Disconnected, Event, Lost, Receive
 from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.transport.address import Address
 from diloco.transport.peers.control_connection import ControlConnection, inquire
-from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.streams import Streams, hear_out, within
+from diloco.transport.peers.streams import Streams, hear_out, pack, read_frame, within
 
 __all__ = ["ConnectionManager", "Service"]
 

@@ -10,8 +10,7 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.failure_detector import Loss
 from diloco.transport.address import Address
-from diloco.transport.peers.frames import read_frame
-from diloco.transport.peers.streams import within
+from diloco.transport.peers.streams import read_frame, within
 
 __all__ = ["ControlConnection", "Ending", "inquire"]
 

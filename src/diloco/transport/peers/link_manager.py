@@ -15,9 +15,8 @@ from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
-from diloco.transport.peers.frames import pack, read_frame
 from diloco.transport.peers.reliable_stream import ReliableStream, StreamWork
-from diloco.transport.peers.streams import within
+from diloco.transport.peers.streams import pack, read_frame, within
 
 __all__ = ["LinkManager", "ReliableLink"]
 

@@ -23,7 +23,7 @@ from diloco.errors import CodecError, TransportError
 from diloco.protocol.actions import GiveVerdict, StartExchange
 from diloco.protocol.events import Computed, Event, ExchangeEnded
 from diloco.transport.peers.data_link import DataLink, Work
-from diloco.transport.peers.send_queue import SendQueue
+from diloco.transport.peers.payload_links import SendQueue
 
 __all__ = ["PayloadExchange", "message_tag"]
 

@@ -25,9 +25,8 @@ from diloco.transport.links import Link
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.payload_exchange import PayloadExchange
-from diloco.transport.peers.payload_links import Links, PayloadLinks
+from diloco.transport.peers.payload_links import Links, PayloadLinks, SendQueue
 from diloco.transport.peers.pending import Contributed
-from diloco.transport.peers.send_queue import SendQueue
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.threads import Mailbox, Threads
 from diloco.transport.shaping import Pacer

@@ -14,11 +14,10 @@ from diloco.membership.view import View
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
-from diloco.transport.peers.connected import Connected, Table
+from diloco.transport.peers.connected import Connected, Table, Wire
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import TcpStreams, within
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.peers.wire import Wire
 from diloco.transport.torch_distributed.doctor import serve_probes
 from diloco.transport.torch_distributed.gloo_link import link_opener, make_device
 from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_lookers

@@ -14,8 +14,7 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.streams import within
+from diloco.transport.peers.streams import pack, read_frame, within
 
 __all__ = ["Finding", "examine", "serve_probes"]
 

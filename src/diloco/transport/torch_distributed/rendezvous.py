@@ -19,8 +19,7 @@ from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
 from diloco.transport.peers.connected import Table
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.frames import pack, read_frame
-from diloco.transport.peers.streams import within
+from diloco.transport.peers.streams import pack, read_frame, within
 from diloco.waiting import waiting_for
 
 __all__ = ["ask", "exchange_word", "greet", "question", "said", "serve"]
