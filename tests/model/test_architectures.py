@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.architectures import is_huggingface_folder, native_settings, native_weights
+from diloco.model.architectures import native_settings, native_weights
+from diloco.model.huggingface_folder import is_huggingface_folder
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 
@@ -160,7 +161,7 @@ def test_weights_too_many_or_too_few_are_named(stock: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lack model\.layers\.2\.input_layernorm\.weight, .* and others"):
         native_weights(stock, deeper)
     shallower = ModelSettings(**{**vars(chosen), "layers": 1})
-    with pytest.raises(CheckpointError, match=r"does not have, model\.layers\.1\.input_layernorm\.weight"):
+    with pytest.raises(CheckpointError, match=r"too much for .* decoder: model\.layers\.1\.input_layernorm"):
         native_weights(stock, shallower)
 
 
@@ -168,7 +169,7 @@ def test_without_transformers_it_says_what_to_install(stock: Path, monkeypatch: 
     native = build_model(ModelSettings(vocab_size=8), seed=0)
     monkeypatch.setitem(sys.modules, "transformers", None)
     for call in (native.to_huggingface, lambda: native_settings(stock)):
-        with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[hf\]' would work"):
+        with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[hf\]'"):
             call()
 
 

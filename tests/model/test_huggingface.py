@@ -257,12 +257,12 @@ def test_a_name_on_the_hub_is_fetched_without_code_or_pickles(tmp_path: Path, mo
 def test_the_vocabulary_must_hold_the_tokens(tmp_path: Path) -> None:
     model = built(write_config(tmp_path, "Llama"), device="meta")
     check_vocabulary(model, 272)
-    with pytest.raises(ConfigurationError, match="tokeniser has 273 tokens and the model a vocabulary of 272"):
+    with pytest.raises(ConfigurationError, match="tokeniser has 273 tokens, and the model a vocabulary of 272"):
         check_vocabulary(model, 273)
     assert with_vocabulary(ModelSettings(source="hf:x"), 300).vocab_size is None
     assert with_vocabulary(ModelSettings(source="a:b"), 300).vocab_size == 300
     assert with_vocabulary(ModelSettings(vocab_size=400), 300).vocab_size == 400
-    with pytest.raises(ConfigurationError, match=r"a sequence of 49 tokens was given.*max_position_embeddings=48"):
+    with pytest.raises(ConfigurationError, match=r"A sequence of 49 tokens is longer than max_position_embeddings=48"):
         model(torch.zeros(1, 49, dtype=torch.int64, device="meta"))
 
 

@@ -86,7 +86,7 @@ def test_a_function_of_ones_own(data: Path, tmp_path: Path) -> None:
     assert float(again.wrapped.seen) == float(state["wrapped.seen"]) > 0  # type: ignore[arg-type]
     straight = trained(tmp_path / "run-2", plan_of(f"{file}:build", data, model__arguments={"width": 12}))
     assert summary["global_params_digest"] == straight["global_params_digest"]
-    with pytest.raises(ConfigurationError, match="takes no documents"):
+    with pytest.raises(ConfigurationError, match="has no argument `documents`"):
         again(torch.zeros(1, 4, dtype=torch.int64), documents=torch.zeros(1, 4, dtype=torch.int64))
     counted = 2 * 257 * 12 + 4 * 12 * 12
     assert again.flops_per_token(16) == 6 * (counted - 257 * 12)
@@ -115,12 +115,12 @@ def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
     for function, settings, words in (
         ("bild", {}, "has no function 'bild'; did you mean 'build'"),
         ("broken", {}, "raised KeyError: 'width'"),
-        ("none", {}, "gave a int; a torch.nn.Module"),
+        ("none", {}, "gave a int, not a torch.nn.Module"),
         ("build", {"arguments": {"widht": 3}}, r"widht is no argument.*did you mean 'width'"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             built(function, **settings)
-    with pytest.raises(ConfigurationError, match=r"gave logits of shape \(1, 3, 19\).*\(1, 3, 20\) would work"):
+    with pytest.raises(ConfigurationError, match=r"gave logits of shape \(1, 3, 19\), not .*\(1, 3, 20\)"):
         built("few")(torch.zeros(1, 3, dtype=torch.int64))
-    with pytest.raises(ConfigurationError, match="nowhere_to_be_found can't be imported"):
+    with pytest.raises(ConfigurationError, match=r"nowhere_to_be_found .* can't be imported"):
         build_language_model(ModelSettings(source="nowhere_to_be_found:build"), seed=0)

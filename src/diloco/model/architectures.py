@@ -14,17 +14,16 @@ round-off that grows with the position.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.huggingface_folder import CONFIG_NAME, read_json, stored_tensors
 from diloco.model.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -35,10 +34,8 @@ if TYPE_CHECKING:
 __all__ = [
     "SIZES",
     "as_huggingface",
-    "is_huggingface_folder",
     "native_settings",
     "native_weights",
-    "stored_tensors",
     "why_not_native",
 ]
 
@@ -48,14 +45,24 @@ SIZES = (
 )
 """The settings of a native decoder that decide what its weights mean."""
 
-CONFIG_NAME = "config.json"
-WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+
+_THEIR_SETTINGS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "ffn_width": "intermediate_size",
+    "heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_sequence_length": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+"""The settings that mean the same there, by their names here."""
 
 
 @dataclass(frozen=True)
 class _Architecture:
     """A decoder of ``transformers`` that the native one equals, under the right configuration."""
 
+    model_type: str
     ffn: Literal["swiglu", "gelu"]
     qk_norm: bool
     activations: tuple[str, ...]
@@ -65,13 +72,12 @@ class _Architecture:
 
 
 _SILU, _TANH_GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
-_ARCHITECTURES = {
-    "llama": _Architecture("swiglu", False, _SILU),
-    "qwen3": _Architecture("swiglu", True, _SILU),
-    "arcee": _Architecture("gelu", False, _TANH_GELU),
-    "apertus": _Architecture("gelu", True, _TANH_GELU, "attention_layernorm", "feedforward_layernorm"),
-}
-"""By ``model_type``."""
+_ARCHITECTURES = (
+    _Architecture("llama", "swiglu", False, _SILU),
+    _Architecture("qwen3", "swiglu", True, _SILU),
+    _Architecture("arcee", "gelu", False, _TANH_GELU),
+    _Architecture("apertus", "gelu", True, _TANH_GELU, "attention_layernorm", "feedforward_layernorm"),
+)
 
 _OF_LAYER = {
     "attention.query": "self_attn.q_proj",
@@ -97,23 +103,13 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
     """
     transformers = _transformers()
     settings = model.settings
-    model_type, architecture = next(
-        (name, entry)
-        for name, entry in _ARCHITECTURES.items()
-        if (entry.ffn, entry.qk_norm) == (settings.ffn, settings.qk_norm)
-    )
+    architecture = _architecture_of(settings)
     config = transformers.AutoConfig.for_model(
-        model_type,
-        vocab_size=settings.vocab_size,
-        hidden_size=settings.width,
-        intermediate_size=settings.ffn_width,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
+        architecture.model_type,
+        **{theirs: getattr(settings, ours) for ours, theirs in _THEIR_SETTINGS.items()},
         num_key_value_heads=settings.kv_heads if settings.kv_heads is not None else settings.heads,
         head_dim=settings.width // settings.heads,
         hidden_act=architecture.activations[0],
-        max_position_embeddings=settings.max_sequence_length,
-        rms_norm_eps=settings.norm_epsilon,
         rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
         tie_word_embeddings=settings.tie_embeddings,
         bos_token_id=None,
@@ -125,19 +121,13 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
         made = transformers.AutoModelForCausalLM.from_config(config)
     # The one thing that is computed and not loaded.
     made.model.rotary_emb = type(made.model.rotary_emb)(config).to(model.embedding.weight.device)
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    state = {_their_name(name, architecture): value for name, value in values.items()}
+    state = {_their_name(name, architecture): parameter.detach() for name, parameter in model.named_parameters()}
     if settings.tie_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     made.load_state_dict(state, assign=True)
     made.tie_weights()
     converted: PreTrainedModel = made.eval()
     return converted
-
-
-def is_huggingface_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder with a ``config.json`` of ``transformers``."""
-    return (path / CONFIG_NAME).is_file()
 
 
 def native_settings(folder: Path) -> ModelSettings:
@@ -150,21 +140,16 @@ def native_settings(folder: Path) -> ModelSettings:
     """
     if why := why_not_native(folder):
         raise ConfigurationError(
-            f"{folder} holds {why}. A model without, or that one as it is (--model hf:{folder}), would work. "
-            "Nothing was started."
+            f"{folder} holds {why}. Use another model, or this one as it is (--model hf:{folder}). Nothing was started."
         )
     architecture, config = _configuration_in(folder)
+    assert architecture is not None
+    heads = config.num_attention_heads
     return ModelSettings(
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
-        ffn_width=config.intermediate_size,
-        heads=config.num_attention_heads,
-        kv_heads=None if config.num_key_value_heads == config.num_attention_heads else config.num_key_value_heads,
+        **{ours: getattr(config, theirs) for ours, theirs in _THEIR_SETTINGS.items()},
+        kv_heads=None if config.num_key_value_heads == heads else config.num_key_value_heads,
         ffn=architecture.ffn,
-        vocab_size=config.vocab_size,
-        max_sequence_length=config.max_position_embeddings,
         rope_theta=float(config.rope_parameters["rope_theta"]),
-        norm_epsilon=config.rms_norm_eps,
         qk_norm=architecture.qk_norm,
         tie_embeddings=bool(config.tie_word_embeddings),
     )
@@ -177,19 +162,21 @@ def why_not_native(folder: Path) -> str:
         CheckpointError: there is no ``config.json``, or it can't be read.
         ConfigurationError: ``transformers`` is not installed.
     """
-    model_type = _read_json(folder / CONFIG_NAME).get("model_type")
-    if model_type not in _ARCHITECTURES:
-        return f"a model of type {model_type!r}; the native decoder equals {', '.join(_ARCHITECTURES)}"
     architecture, config = _configuration_in(folder)
+    if architecture is None:
+        known = ", ".join(each.model_type for each in _ARCHITECTURES)
+        return f"a model of type {config!r}; the native decoder equals {known}"
     odd = _not_expressible(config, architecture)
     return f"a model with {'; '.join(odd)}, which the native decoder does not have" if odd else ""
 
 
-def _configuration_in(folder: Path) -> tuple[_Architecture, Any]:
-    architecture, auto_config = (
-        _ARCHITECTURES[_read_json(folder / CONFIG_NAME)["model_type"]],
-        _transformers().AutoConfig,
-    )
+def _configuration_in(folder: Path) -> tuple[_Architecture | None, Any]:
+    """Architecture and configuration; of an architecture that is none of ours, None and its ``model_type``."""
+    model_type = read_json(folder / CONFIG_NAME).get("model_type")
+    architecture = next((each for each in _ARCHITECTURES if each.model_type == model_type), None)
+    if architecture is None:
+        return None, model_type
+    auto_config = _transformers().AutoConfig
     try:
         return architecture, auto_config.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -206,9 +193,7 @@ def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a file is missing or damaged, or there are weights too many or too few; it names them.
     """
-    architecture = next(
-        entry for entry in _ARCHITECTURES.values() if (entry.ffn, entry.qk_norm) == (settings.ffn, settings.qk_norm)
-    )
+    architecture = _architecture_of(settings)
     due = {_their_name(name, architecture): name for name in _native_names(settings)}
     # Tied, it is written by some and left out by others; older files hold a table of the rotary frequencies.
     optional = {"lm_head.weight"} if settings.tie_embeddings else set()
@@ -220,11 +205,11 @@ def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
         elif name not in optional and not name.endswith("rotary_emb.inv_freq"):
             unknown.append(name)
     missing = [name for name, native in due.items() if native not in found]
-    for words, names in (("lack", missing), ("hold, which the native decoder does not have,", unknown)):
+    for what, names in (("lack", missing), ("have too much for the native decoder:", unknown)):
         if names:
+            more = " and others" if len(names) > 5 else ""
             raise CheckpointError(
-                f"the weights in {folder} {words} {', '.join(sorted(names)[:5])}"
-                f"{' and others' if len(names) > 5 else ''}. Nothing was started."
+                f"The weights in {folder} {what} {', '.join(sorted(names)[:5])}{more}. Nothing was started."
             )
     return found
 
@@ -234,15 +219,20 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigurationError(
-            "transformers is not installed: pip install 'diloco[hf]' would work. Nothing was started."
+            "transformers is not installed: pip install 'diloco[hf]'. Nothing was started."
         ) from error
     return transformers
+
+
+def _architecture_of(settings: ModelSettings) -> _Architecture:
+    kind = settings.ffn, settings.qk_norm
+    return next(each for each in _ARCHITECTURES if (each.ffn, each.qk_norm) == kind)
 
 
 def _their_name(native: str, architecture: _Architecture) -> str:
     """A parameter's name there.
 
-    >>> _their_name("layers.3.attention.query.weight", _ARCHITECTURES["llama"])
+    >>> _their_name("layers.3.attention.query.weight", _ARCHITECTURES[0])
     'model.layers.3.self_attn.q_proj.weight'
     """
     stem = native.removesuffix(".weight")
@@ -280,42 +270,3 @@ def _not_expressible(config: Any, architecture: _Architecture) -> list[str]:
         if value := getattr(config, name, None):
             odd.append(f"{name}={value}" if isinstance(value, int | float) else name)
     return odd
-
-
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the ``.safetensors`` weights in ``folder``, file by file, by its name there.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    if (folder / INDEX_NAME).is_file():
-        shards = _read_json(folder / INDEX_NAME).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map of file names. Nothing was started.")
-        names = sorted(set(shards.values()))
-    else:
-        names = [WEIGHTS_NAME]
-    for name in names:
-        path = folder / name
-        if Path(name).name != name or not path.is_file():
-            pickles = sorted(entry.name for entry in folder.glob("*.bin"))
-            why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
-            raise CheckpointError(f"{folder} has no file {name} of weights{why}. Nothing was started.")
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for key in file.keys():  # noqa: SIM118  # no dict
-                    yield key, file.get_tensor(key)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is no safetensors file: {error}. Nothing was started.") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not there. Nothing was started.") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}. Nothing was started.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object. Nothing was started.")
-    return value

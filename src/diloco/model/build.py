@@ -1,6 +1,4 @@
-"""One way to every model: the native decoder, one of ``transformers``, or somebody's own.
-
-Initial values that depend on a seed alone, whoever draws them."""
+"""One way to every model: the native decoder, one of ``transformers``, or somebody's own."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ import numpy as np
 import torch
 
 from diloco.errors import ConfigurationError
-from diloco.model.huggingface import HuggingFaceModel
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings, parse_source
 from diloco.model.transformer import build_model
@@ -64,7 +61,7 @@ def build_language_model(
             with torch.device("meta"):
                 return build_foreign(settings)
         except ConfigurationError:
-            # code that reads its own values can't run without memory; what else is wrong shows again
+            # Code that reads its own values can't run without memory; any other error comes again.
             return build_foreign(settings).to(device)
 
 
@@ -79,12 +76,10 @@ def with_vocabulary(settings: ModelSettings, tokens: int) -> ModelSettings:
 def check_vocabulary(model: LanguageModel, tokens: int) -> None:
     """Raise `ConfigurationError` unless the ``tokens`` ids of a tokeniser fit in the model's vocabulary."""
     if tokens > model.vocab_size:
-        larger = f"--model.vocab-size {tokens}"
-        if isinstance(model, HuggingFaceModel):
-            larger += " with --model.weights fresh"
         raise ConfigurationError(
-            f"the tokeniser has {tokens} tokens and the model a vocabulary of {model.vocab_size}; a smaller tokeniser "
-            f"(--data.tokenizer), such as the model's own, or {larger} would work. Nothing was started."
+            f"The tokeniser has {tokens} tokens, and the model a vocabulary of {model.vocab_size}. Use a smaller "
+            f"tokeniser (--data.tokenizer), such as the model's own, or --model.vocab-size {tokens}, for a model of "
+            "transformers with --model.weights fresh. Nothing was started."
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError, nearest
-from diloco.model.language_model import Cache, LanguageModel, LossParts, TokensSeen
+from diloco.model.language_model import LanguageModel, LossParts, TokensSeen
 from diloco.model.loss import cross_entropy_with_z_loss
 from diloco.model.settings import ModelSettings, Source, parse_source
 
@@ -42,23 +42,21 @@ class ForeignModel(LanguageModel):
         self.num_layers = len(group_layers({n: p.numel() for n, p in trainable_parameters(self).items()})[1])
         self._takes_documents = "documents" in inspect.signature(wrapped.forward).parameters
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: TokensSeen | None = None, documents: Tensor | None = None) -> Tensor:
         new = tokens.shape[1]
         if cache is not None:
-            assert isinstance(cache, TokensSeen), "made by new_cache"
             tokens = cache.extend(tokens)
         if tokens.shape[1] > self.max_sequence_length:
             raise ConfigurationError(
-                f"a sequence of {tokens.shape[1]} tokens was given to a model of at most {self.max_sequence_length}; a "
-                "shorter one, or a larger model.max_sequence_length, would work."
+                f"A sequence of {tokens.shape[1]} tokens is longer than model.max_sequence_length="
+                f"{self.max_sequence_length}. Shorten it, or set a larger one."
             )
         given: dict[str, Tensor] = {}
         if documents is not None:
             if not self._takes_documents:
                 raise ConfigurationError(
-                    f"{type(self.wrapped).__name__}.forward takes no documents, so it can't keep those of a packed row "
-                    "apart; an argument `documents`, or packing without document masks, would work. Nothing was "
-                    "computed."
+                    f"{type(self.wrapped).__name__}.forward can't keep the documents of a packed row apart, as it has "
+                    "no argument `documents`. Give it one, or turn off document masks. Nothing was computed."
                 )
             given["documents"] = documents
         output = self.wrapped(tokens, **given)
@@ -66,8 +64,8 @@ class ForeignModel(LanguageModel):
         if not isinstance(logits, Tensor) or logits.shape != (*tokens.shape, self.vocab_size):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
             raise ConfigurationError(
-                f"{type(self.wrapped).__name__} gave logits of {got}; (batch, sequence, vocab) = "
-                f"{(*tokens.shape, self.vocab_size)} would work. Nothing was trained."
+                f"{type(self.wrapped).__name__} gave logits of {got}, not of shape (batch, sequence, vocab) = "
+                f"{(*tokens.shape, self.vocab_size)}. Nothing was trained."
             )
         return logits[:, -new:]
 
@@ -79,7 +77,7 @@ class ForeignModel(LanguageModel):
         return TokensSeen()
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """``6 * N``, N counting the matrices but embeddings; attention is not known of a foreign model and left out."""
+        """``6 * N``, N counting the matrices but embeddings; attention is unknown here, and left out."""
         looked_up = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         used_twice = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
         counted = (p for p in self.parameters() if p.dim() >= 2 and (id(p) not in looked_up or id(p) in used_twice))
@@ -121,14 +119,14 @@ def build_foreign(settings: ModelSettings) -> LanguageModel:
         return made
     if not isinstance(made, nn.Module):
         raise ConfigurationError(
-            f"{source} gave a {type(made).__name__}; a torch.nn.Module whose forward(tokens) gives logits, or a "
-            "diloco LanguageModel, would work. Nothing was started."
+            f"{source} gave a {type(made).__name__}, not a torch.nn.Module whose forward(tokens) gives logits, or a "
+            "diloco LanguageModel. Nothing was started."
         )
     vocab_size = getattr(made, "vocab_size", settings.vocab_size)
     if not isinstance(vocab_size, int):
         raise ConfigurationError(
-            f"{source} gave a model of unknown vocabulary; an attribute vocab_size, or model.vocab_size, would work. "
-            "Nothing was started."
+            f"The vocabulary of the model that {source} gave is unknown. Give it an attribute vocab_size, or set "
+            "model.vocab_size. Nothing was started."
         )
     longest = getattr(made, "max_sequence_length", settings.max_sequence_length)
     return ForeignModel(made, vocab_size=vocab_size, max_sequence_length=int(longest), z_loss=settings.z_loss)
@@ -139,15 +137,14 @@ def _find(source: Source) -> Callable[..., Any]:
         module = _load_file(source.place) if source.place.endswith(".py") else _load_module(source.place)
     except Exception as error:
         raise ConfigurationError(
-            f"model.source={source} was given, and {source.place} can't be imported: {type(error).__name__}: {error}. "
-            "A module that is installed or in the working directory, or the path of a .py file, would work. "
-            "Nothing was started."
+            f"{source.place} of model.source={source} can't be imported: {type(error).__name__}: {error}. Name an "
+            "installed module, one in the working directory, or a .py file. Nothing was started."
         ) from error
     function = getattr(module, source.function, None)
     if not callable(function):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigurationError(
-            f"model.source={source} was given, and {source.place} has no function {source.function!r}; "
+            f"{source.place} of model.source={source} has no function {source.function!r}; "
             f"{nearest(source.function, callables)} Nothing was started."
         )
     found: Callable[..., Any] = function

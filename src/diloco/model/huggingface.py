@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError
-from diloco.model.language_model import Cache, LanguageModel, LossParts, TokensSeen
+from diloco.model.language_model import LanguageModel, LossParts, TokensSeen
 from diloco.model.loss import cross_entropy_with_z_loss, projected_cross_entropy
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
 __all__ = ["UNLIMITED", "HuggingFaceCache", "HuggingFaceModel"]
 
@@ -33,14 +33,12 @@ a token that is seen far above."""
 DocumentMasks = Literal["positions", "mask"]
 
 
-class HuggingFaceCache:
-    """Keys and values in transformers' own cache. Attribute ``length``: tokens seen."""
+class HuggingFaceCache(TokensSeen):
+    """The tokens seen; of an architecture that keeps them, keys and values in transformers' own cache as ``past``."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        from transformers import DynamicCache
-
-        self.past = DynamicCache(config=config)
-        self.length = 0
+    def __init__(self, past: DynamicCache | None) -> None:
+        super().__init__()
+        self.past = past
 
 
 class HuggingFaceModel(LanguageModel):
@@ -89,7 +87,7 @@ class HuggingFaceModel(LanguageModel):
     def forward(
         self,
         tokens: Tensor,
-        cache: Cache | None = None,
+        cache: HuggingFaceCache | None = None,
         documents: Tensor | None = None,
         *,
         with_balance: bool = False,
@@ -99,20 +97,19 @@ class HuggingFaceModel(LanguageModel):
         new = tokens.shape[1]
         if start + new > self.max_sequence_length:
             raise ConfigurationError(
-                f"a sequence of {start + new} tokens was given; {type(self.wrapped).__name__} with "
-                f"max_position_embeddings={self.max_sequence_length} was. A shorter sequence would work."
+                f"A sequence of {start + new} tokens is longer than max_position_embeddings={self.max_sequence_length} "
+                f"of {type(self.wrapped).__name__}. Shorten it."
             )
-        if isinstance(cache, TokensSeen):
-            return self.wrapped(input_ids=cache.extend(tokens)).logits[:, -new:]
+        if cache is not None:
+            seen = cache.extend(tokens)
+            if cache.past is None:
+                return self.wrapped(input_ids=seen).logits[:, -new:]
         given = self._given(tokens, documents)
         if cache is not None:
-            assert isinstance(cache, HuggingFaceCache), "made by new_cache"
             given |= {"past_key_values": cache.past, "use_cache": True}
         if with_balance:
             given["output_router_logits"] = True
         output = self.wrapped(**given)
-        if isinstance(cache, HuggingFaceCache):
-            cache.length += new
         return (output.logits, output.aux_loss) if with_balance else output.logits
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
@@ -132,8 +129,10 @@ class HuggingFaceModel(LanguageModel):
         loss, cross_entropy = cross_entropy_with_z_loss(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
         return LossParts(loss if balance is None else loss + self.balance_loss * balance, cross_entropy)
 
-    def new_cache(self) -> Cache:
-        return HuggingFaceCache(self.wrapped.config) if self._caches else TokensSeen()
+    def new_cache(self) -> HuggingFaceCache:
+        from transformers import DynamicCache
+
+        return HuggingFaceCache(DynamicCache(config=self.wrapped.config) if self._caches else None)
 
     def flops_per_token(self, sequence_length: int | None = None) -> float:
         """Estimated floating-point operations of training on one token, forward and backward.
@@ -182,15 +181,15 @@ class HuggingFaceModel(LanguageModel):
             logits = self(tokens)
             if not bool(logits.isfinite().all()):
                 raise ConfigurationError(
-                    f"{type(self.wrapped).__name__} gives logits that are not finite: its weights are damaged. Another "
-                    "copy of them, or --model.weights fresh, would work. Nothing was started."
+                    f"{type(self.wrapped).__name__} gives logits that are not finite: its weights are damaged. Get "
+                    "another copy of them, or use --model.weights fresh. Nothing was started."
                 )
             changed = tokens.clone()
             changed[0, -1] = tokens[0, 0]
             if not _alike(self(changed)[:, :-1], logits[:, :-1]):
                 raise ConfigurationError(
-                    f"{type(self.wrapped).__name__} is not causal as configured: a token sees those after it. A causal "
-                    "language model would work (for BERT and its kin: is_decoder = true). Nothing was started."
+                    f"{type(self.wrapped).__name__} is not causal as configured: a token sees those after it. For BERT "
+                    "and its kin set is_decoder = true. Nothing was started."
                 )
             self.document_masks = self._find_document_masks(tokens)
             self.projects = self._only_projects(tokens)
@@ -246,8 +245,8 @@ class HuggingFaceModel(LanguageModel):
         """What tells the model which tokens of a row belong together."""
         if self.document_masks is None:
             raise ConfigurationError(
-                f"{type(self.wrapped).__name__} can't keep the documents of a packed row apart; packing without "
-                "document masks, or another architecture, would work. Nothing was computed."
+                f"{type(self.wrapped).__name__} can't keep the documents of a packed row apart. Turn off document "
+                "masks, or use another architecture. Nothing was computed."
             )
         positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
         begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)

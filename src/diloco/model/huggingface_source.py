@@ -16,15 +16,16 @@ import torch
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.model.huggingface import HuggingFaceModel
+from diloco.model.huggingface_folder import has_weights
 from diloco.model.settings import ModelSettings, parse_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_huggingface", "has_weights"]
+__all__ = ["build_huggingface"]
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_REFUSALS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, OSError, AssertionError)
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
@@ -59,8 +60,8 @@ def build_huggingface(
     if definition is None and size is not None and size != config.vocab_size:
         if stored:
             raise ConfigurationError(
-                f"model.vocab_size={size} was given with the weights in {folder}, which have {config.vocab_size}; "
-                "leaving it out, or --model.weights fresh, would work. Nothing was started."
+                f"model.vocab_size={size} does not fit the weights in {folder}, which have {config.vocab_size}. Leave "
+                "it out, or use --model.weights fresh. Nothing was started."
             )
         config.vocab_size = size
     pad = getattr(config, "pad_token_id", None)  # not every architecture has one
@@ -84,18 +85,13 @@ def build_huggingface(
     return model
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether there are weights to begin from in ``folder``."""
-    return any((folder / name).is_file() for name in WEIGHTS)
-
-
 def _require_transformers() -> None:
     try:
         import transformers  # noqa: F401  # seconds; here, so that what follows need not ask
     except ImportError as error:
         raise ConfigurationError(
-            f"a model of transformers was asked for, which can't be imported ({error}); pip install 'diloco[hf]' "
-            "would work. Nothing was started."
+            f"A model of transformers needs transformers, which can't be imported ({error}): pip install 'diloco[hf]'. "
+            "Nothing was started."
         ) from error
 
 
@@ -107,8 +103,8 @@ def _find_folder(place: str, *, with_weights: bool) -> Path:
     if local.exists() or not _HUB_NAME.fullmatch(place):
         what = "no folder" if local.exists() else "not there, and no name on the hub"
         raise ConfigurationError(
-            f"model.source=hf:{place} was given; {local} is {what}. A folder with a config.json, or a name such as "
-            "hf:HuggingFaceTB/SmolLM2-135M, would work. Nothing was started."
+            f"{local} of model.source=hf:{place} is {what}. Give a folder with a config.json, or a name such as "
+            "hf:HuggingFaceTB/SmolLM2-135M. Nothing was started."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -121,8 +117,8 @@ def _find_folder(place: str, *, with_weights: bool) -> Path:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigurationError(
-            f"model.source=hf:{place} was given; there is no such folder, and the Hugging Face hub did not give it: "
-            f"{str(error).splitlines()[0]} A local folder with a config.json would work. Nothing was started."
+            f"model.source=hf:{place} is no folder here, and the Hugging Face hub did not give it: "
+            f"{str(error).splitlines()[0]} Check the name, or give a local folder. Nothing was started."
         ) from error
 
 
@@ -131,8 +127,8 @@ def _read_config(folder: Path, arguments: Mapping[str, Any]) -> PretrainedConfig
 
     if not (folder / "config.json").is_file():
         raise ConfigurationError(
-            f"{folder} has no config.json, which says what the model is; a folder that save_pretrained wrote would "
-            "work. Nothing was started."
+            f"{folder} has no config.json, which says what the model is; save_pretrained writes one. Nothing was "
+            "started."
         )
     with _in_words(str(folder)):
         values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
@@ -146,8 +142,8 @@ def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str)
     if model_type not in CONFIG_MAPPING:
         custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
         raise ConfigurationError(
-            f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}; a newer "
-            "transformers, or your own function (--model module:function), would work. Nothing was started."
+            f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}. Try a "
+            "newer transformers, or your own function (--model module:function). Nothing was started."
         )
     with _in_words(where):
         kind = CONFIG_MAPPING[model_type]
@@ -177,7 +173,7 @@ def _check_kind(config: PretrainedConfig) -> None:
     else:
         return
     raise ConfigurationError(
-        f"{name} is {why}; a causal language model such as Llama, Qwen3 or GPT-2 would work. Nothing was started."
+        f"{name} is {why}. Use a causal language model such as Llama, Qwen3 or GPT-2. Nothing was started."
     )
 
 
@@ -187,13 +183,13 @@ def _stored(folder: Path, settings: ModelSettings, *, looked: bool) -> bool:
         return has_weights(folder)
     if pickles := [name for name in PICKLES if (folder / name).is_file()]:
         raise ConfigurationError(
-            f"{folder} has its weights as {pickles[0]}, a pickle, which could run any code and is not read; the same "
-            "as safetensors, or --model.weights fresh, would work. Nothing was started."
+            f"{folder} has its weights as {pickles[0]}, a pickle, which could run any code and is not read. Convert "
+            "them to safetensors, or use --model.weights fresh. Nothing was started."
         )
     if settings.weights == "stored":
         raise ConfigurationError(
-            f"model.weights='stored' was given, and {folder} has no {WEIGHTS[0]}; a folder with weights, or "
-            "--model.weights fresh for new ones, would work. Nothing was started."
+            f"model.weights='stored' needs weights, and {folder} has no model.safetensors. Use --model.weights fresh "
+            "for new ones. Nothing was started."
         )
     return False
 
@@ -221,8 +217,8 @@ def _load(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
             progress.enable_progress_bar()
     if missing := sorted(found["missing_keys"]):
         raise ConfigurationError(
-            f"the weights in {folder} lack {', '.join(missing[:5])}; all weights of the configuration, or "
-            "--model.weights fresh, would work. Nothing was started."
+            f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights of the configuration, or use "
+            "--model.weights fresh. Nothing was started."
         )
     model: PreTrainedModel = wrapped
     return model
@@ -235,16 +231,7 @@ def _in_words(what: str) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-        OSError,
-        AssertionError,
-    ) as error:
+    except _REFUSALS as error:
         raise ConfigurationError(
             f"transformers refused {what}: {str(error).strip() or type(error).__name__} Nothing was started."
         ) from error

@@ -1,6 +1,4 @@
-"""What training, evaluation and generation need of a model, whoever wrote it.
-
-A cache for models without one: it keeps the tokens, and every step reads all of them anew."""
+"""What training, evaluation and generation need of a model, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -58,6 +56,27 @@ class Cache(Protocol):
         ...
 
 
+class TokensSeen:
+    """A cache for models without one: the tokens themselves, which every step reads anew.
+
+    >>> seen = TokensSeen()
+    >>> seen.extend(torch.tensor([[1, 2]])).tolist(), seen.extend(torch.tensor([[3]])).tolist(), seen.length
+    ([[1, 2]], [[1, 2, 3]], 3)
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return 0 if self._tokens is None else self._tokens.shape[1]
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        """All tokens, ``(batch, length + new)``, with the ``(batch, new)`` added."""
+        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
+        return self._tokens
+
+
 class LanguageModel(nn.Module, abc.ABC):
     """A causal language model.
 
@@ -78,12 +97,12 @@ class LanguageModel(nn.Module, abc.ABC):
     loss_calls_model: bool = True
 
     @abc.abstractmethod
-    def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Any = None, documents: Tensor | None = None) -> Tensor:
         """Logits of the token that follows each position.
 
         Args:
             tokens: ``(batch, sequence)`` int64.
-            cache: made by `new_cache`: what came before ``tokens``, to which they are added. None: nothing came before.
+            cache: of this model's `new_cache`: what came before ``tokens``, to which they are added. None: nothing.
             documents: ``(batch, sequence)`` int64, equal where two tokens of a row belong to one document; a token sees
                 only those of its own (not with a cache). None: it sees all that came before.
 
@@ -130,8 +149,8 @@ class LanguageModel(nn.Module, abc.ABC):
             ConfigurationError: there is none, or ``transformers`` is not installed.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} does not say which model of transformers it equals; the native decoder, a model of "
-            "transformers, or a method to_huggingface of its own would work. Nothing was exported."
+            f"{type(self).__name__} does not say which model of transformers it equals; give it a method "
+            "to_huggingface. Nothing was exported."
         )
 
     def num_parameters(self) -> int:
@@ -152,24 +171,3 @@ def document_numbers(tokens: Tensor, end: int) -> Tensor:
     """
     ends = (tokens == end).long()
     return ends.cumsum(1) - ends
-
-
-class TokensSeen:
-    """The tokens seen so far. Correct with every causal model; a token costs a forward pass of all before it.
-
-    >>> seen = TokensSeen()
-    >>> seen.extend(torch.tensor([[1, 2]])).tolist(), seen.extend(torch.tensor([[3]])).tolist(), seen.length
-    ([[1, 2]], [[1, 2, 3]], 3)
-    """
-
-    def __init__(self) -> None:
-        self._tokens: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return 0 if self._tokens is None else self._tokens.shape[1]
-
-    def extend(self, tokens: Tensor) -> Tensor:
-        """All tokens, ``(batch, length + new)``, with the ``(batch, new)`` added."""
-        self._tokens = tokens if self._tokens is None else torch.cat((self._tokens, tokens), 1)
-        return self._tokens

@@ -1,17 +1,10 @@
-"""Which dtype matrix products are in.
-
-Cross-entropy with z-loss, in one pass and with one gradient buffer.
-
-Made of the functions of `torch.nn.functional`, it would hold three arrays of the size of the logits at the peak, five
-with the z-loss. Here it holds two: the logits and their gradient.
-
-
-The output projection and its cross-entropy in one, without ever holding the logits of a whole batch.
+"""Cross-entropy with z-loss: of logits, and together with the output projection, which need not hold all logits.
 
 The logits are the largest array of a training step: 64 sequences of 1024 tokens over 32,000 make 8.4 GB in float32, and
-their gradient as much again. Here tokens go through in chunks, and the gradients of hidden states and projection are
-computed with the loss, in the forward pass (as in Liger Kernel, 2410.10989, and "Cut Your Losses", 2411.09009), so that
-of each chunk nothing is kept but its share of them.
+their gradient as much again. Made of the functions of `torch.nn.functional`, the loss would hold three such arrays at
+the peak, five with the z-loss; `cross_entropy_with_z_loss` holds these two. `projected_cross_entropy` holds a chunk of
+each: tokens go through in chunks, and the gradients of hidden states and projection are computed with the loss, in the
+forward pass (as in Liger Kernel, 2410.10989, and "Cut Your Losses", 2411.09009).
 """
 
 from __future__ import annotations

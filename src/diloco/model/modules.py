@@ -1,14 +1,11 @@
-"""Who attends to whom, and the kernel that computes it.
-
-Without documents the mask is the causal one, which `scaled_dot_product_attention` does with its fastest kernel. A mask
-given as an array would keep it from that kernel, so on CUDA documents are kept apart by FlexAttention, which skips the
-blocks that nobody sees; elsewhere by a boolean array.
-
-
-The parts of the native decoder: attention with its cache, feed-forward, norm, rotary positions.
+"""The parts of the native decoder: attention with its masks and cache, feed-forward, norm, rotary positions.
 
 Matrices are laid out as in Llama, the first half of a head rotated against its second half. Nothing here draws its
 initial values: `diloco.model.transformer.Transformer.initialise` draws all of them, in one order.
+
+Without documents the mask is the causal one, for which `scaled_dot_product_attention` has its fastest kernel. A mask
+given as an array would keep it from that kernel, so on CUDA documents are kept apart by FlexAttention, which skips the
+blocks that no token sees; elsewhere by a boolean array.
 """
 
 from __future__ import annotations
@@ -141,7 +138,7 @@ class Layer(nn.Module):
         self.attention_norm = RMSNorm(settings.width, settings.norm_epsilon)
         self.attention = Attention(settings, index)
         self.feed_forward_norm = RMSNorm(settings.width, settings.norm_epsilon)
-        self.feed_forward = SwiGLU(settings) if settings.ffn == "swiglu" else GELU(settings)
+        self.feed_forward = FeedForward(settings)
 
     def forward(
         self, hidden: Tensor, cosine: Tensor, sine: Tensor, cache: KeyValueCache | None, mask: Tensor | BlockMask | None
@@ -192,30 +189,21 @@ class Attention(nn.Module):
         return projected.view(batch, sequence, -1, self.head_width).transpose(1, 2)
 
 
-class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (Shazeer, 2002.05202)."""
+class FeedForward(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (SwiGLU; Shazeer, 2002.05202), or ``down(gelu(up(x)))`` by tanh approximation."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        self.gate = Linear(settings.width, settings.ffn_width)
+        self.gate = Linear(settings.width, settings.ffn_width) if settings.ffn == "swiglu" else None
         self.up = Linear(settings.width, settings.ffn_width)
         self.down = Linear(settings.ffn_width, settings.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-        return output
-
-
-class GELU(nn.Module):
-    """``down(gelu(up(x)))``, with the tanh approximation."""
-
-    def __init__(self, settings: ModelSettings) -> None:
-        super().__init__()
-        self.up = Linear(settings.width, settings.ffn_width)
-        self.down = Linear(settings.ffn_width, settings.width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        if self.gate is None:
+            inner = F.gelu(self.up(hidden), approximate="tanh")
+        else:
+            inner = F.silu(self.gate(hidden)) * self.up(hidden)
+        output: Tensor = self.down(inner)
         return output
 
 

@@ -9,16 +9,13 @@ companion's table (2503.09799) to 3 % (4B, stated to one digit, to 5 %).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.model.settings import ModelSettings
 
 __all__ = ["Preset", "count_parameters", "get_preset", "preset_aliases", "preset_names"]
-
-BYTE_VOCABULARY = 257
-"""256 bytes and the end-of-document token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +31,15 @@ class Preset:
     """The vocabulary that the counts refer to."""
     nominal: str
     """The count as the source says it."""
-    parameters: int
+    parameters: int = field(init=False)
     """The exact count, tied embeddings once."""
     source: str
     note: str = ""
     alias: str | None = None
     """Another name that means the same."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", count_parameters(self.model, self.vocab_size))
 
 
 def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int:
@@ -62,7 +62,8 @@ def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int
     vocabulary = vocab_size if vocab_size is not None else model.vocab_size
     if vocabulary is None:
         raise ConfigurationError(
-            "model.vocab_size is not set; the tokeniser's vocabulary, 257 for bytes, would work. Nothing was counted."
+            "model.vocab_size is required to count parameters: the tokeniser's vocabulary, 257 for bytes. Nothing was "
+            "counted."
         )
     width, head_width = model.width, model.width // model.heads
     kv_width = (model.kv_heads if model.kv_heads is not None else model.heads) * head_width
@@ -110,7 +111,6 @@ def preset_aliases() -> Mapping[str, str]:
 def _open_diloco(
     size: str,
     *,
-    parameters: int,
     layers: int,
     width: int,
     ffn_width: int,
@@ -135,15 +135,12 @@ def _open_diloco(
         sequence_length=1024,
         vocab_size=vocab_size,
         nominal=size.upper(),
-        parameters=parameters,
         source=f"OpenDiLoCo (2407.07852), its configuration config_{size}.json",
         note=note,
     )
 
 
-def _streaming(
-    size: str, *, nominal: str, parameters: int, layers: int, width: int, heads: int, alias: bool = True
-) -> Preset:
+def _streaming(size: str, *, nominal: str, layers: int, width: int, heads: int, alias: bool = True) -> Preset:
     model = ModelSettings(
         layers=layers,
         width=width,
@@ -163,7 +160,6 @@ def _streaming(
         sequence_length=1024,
         vocab_size=32_000,
         nominal=nominal,
-        parameters=parameters,
         source="Streaming DiLoCo (2501.18512), table 2; nominal count: 2503.09799",
         note="(inferred): model width, two-matrix GELU feed-forward, tied embeddings",
     )
@@ -174,26 +170,23 @@ _ALL = (
         name="tiny",
         model=ModelSettings(ffn_width=352),
         sequence_length=128,
-        vocab_size=BYTE_VOCABULARY,
+        vocab_size=257,  # of bytes
         nominal="0.9M",
-        parameters=869_760,
         source="this project, for the quick start",
         note="counts with the byte vocabulary; the tokeniser decides",
     ),
-    _open_diloco("2m", parameters=262_464, layers=2, width=64, ffn_width=256, heads=2, vocab_size=1024),
-    _open_diloco("14m", parameters=9_766_528, layers=6, width=128, ffn_width=512, heads=4),
-    _open_diloco("60m", parameters=102_898_688, layers=3, width=1024, ffn_width=2688, heads=16),
-    _open_diloco("150m", parameters=214_983_680, layers=12, width=1024, ffn_width=2688, heads=16),
-    _open_diloco(
-        "1b", parameters=1_100_048_384, layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4, note="TinyLlama"
-    ),
-    _streaming("35m", nominal="35M", parameters=35_265_792, layers=6, width=512, heads=8),
-    _streaming("100m", nominal="90M", parameters=88_292_736, layers=9, width=768, heads=12),
-    _streaming("200m", nominal="180M", parameters=183_790_080, layers=12, width=1024, heads=16),
-    _streaming("300m", nominal="335M", parameters=335_913_600, layers=15, width=1280, heads=20),
-    _streaming("500m", nominal="550M", parameters=558_819_072, layers=18, width=1536, heads=24),
-    _streaming("1b", nominal="1.3B", parameters=1_273_598_976, layers=24, width=2048, heads=32, alias=False),
-    _streaming("4b", nominal="4B", parameters=4_175_396_352, layers=36, width=3072, heads=48),
+    _open_diloco("2m", layers=2, width=64, ffn_width=256, heads=2, vocab_size=1024),
+    _open_diloco("14m", layers=6, width=128, ffn_width=512, heads=4),
+    _open_diloco("60m", layers=3, width=1024, ffn_width=2688, heads=16),
+    _open_diloco("150m", layers=12, width=1024, ffn_width=2688, heads=16),
+    _open_diloco("1b", layers=22, width=2048, ffn_width=5632, heads=32, kv_heads=4, note="TinyLlama"),
+    _streaming("35m", nominal="35M", layers=6, width=512, heads=8),
+    _streaming("100m", nominal="90M", layers=9, width=768, heads=12),
+    _streaming("200m", nominal="180M", layers=12, width=1024, heads=16),
+    _streaming("300m", nominal="335M", layers=15, width=1280, heads=20),
+    _streaming("500m", nominal="550M", layers=18, width=1536, heads=24),
+    _streaming("1b", nominal="1.3B", layers=24, width=2048, heads=32, alias=False),
+    _streaming("4b", nominal="4B", layers=36, width=3072, heads=48),
 )
 _PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})
 _ALIASES: Mapping[str, str] = MappingProxyType({preset.alias: preset.name for preset in _ALL if preset.alias})

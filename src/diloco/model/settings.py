@@ -60,8 +60,8 @@ def parse_source(text: str) -> Source:
     if kind != "hf" and (found := _FUNCTION.fullmatch(text)):
         return Source("module", found["place"], found["function"])
     raise ConfigurationError(
-        f"model.source={text!r} was given; hf:PATH_OR_NAME (a causal language model of transformers) or "
-        "module:function (your own) would work, and --preset NAME for a native model. Nothing was started."
+        f"model.source={text!r} is neither hf:PATH_OR_NAME (a causal language model of transformers) nor "
+        "module:function (your own). A native model is named by --preset NAME. Nothing was started."
     )
 
 
@@ -108,31 +108,28 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         self._check_source()
-        for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length"):
-            if getattr(self, name) < 1:
+        for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length", "vocab_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigurationError(
-                    f"model.{name}={getattr(self, name)} was given; at least 1 is needed. Nothing was started."
+                    f"model.{name} must be at least 1, not {getattr(self, name)}. Nothing was started."
                 )
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ConfigurationError(
-                f"model.vocab_size={self.vocab_size} was given; at least 1 is needed. Nothing was started."
-            )
         for name in ("rope_theta", "norm_epsilon"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(
-                    f"model.{name}={getattr(self, name)} was given; it must be positive. Nothing was started."
+                    f"model.{name} must be positive, not {getattr(self, name)}. Nothing was started."
                 )
         if not self.z_loss >= 0:
-            raise ConfigurationError(f"model.z_loss={self.z_loss} was given; 0 or more is needed. Nothing was started.")
+            raise ConfigurationError(f"model.z_loss must not be negative, and is {self.z_loss}. Nothing was started.")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigurationError(
                 f"model.width={self.width} with model.heads={self.heads} gives heads of {self.width / self.heads:g}; "
                 "rotary positions need an even whole number. Nothing was started."
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            divisors = [str(number) for number in range(1, self.heads + 1) if self.heads % number == 0]
             raise ConfigurationError(
-                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}; {_divisors(self.heads)} would "
-                "work. Nothing was started."
+                f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: use one of "
+                f"{', '.join(divisors)}. Nothing was started."
             )
 
     def described(self) -> dict[str, Any]:
@@ -150,8 +147,8 @@ class ModelSettings:
             for name in ("weights", "arguments"):
                 if getattr(self, name) not in ("auto", {}):
                     raise ConfigurationError(
-                        f"model.{name}={getattr(self, name)!r} was given without model.source; --model hf:PATH_OR_NAME "
-                        "or module:function would work. Nothing was started."
+                        f"model.{name}={getattr(self, name)!r} needs a model.source: --model hf:PATH_OR_NAME or "
+                        "module:function. Nothing was started."
                     )
             return
         source = parse_source(self.source)
@@ -161,7 +158,7 @@ class ModelSettings:
                 raise native_only_error(name, source)
         if source.kind == "module" and self.weights != "auto":
             raise ConfigurationError(
-                f"model.weights={self.weights!r} was given with model.source={source}; its function decides that, and "
+                f"model.weights={self.weights!r} does not go with model.source={source}, whose function decides that; "
                 "train.init_from begins from weights of a file. Nothing was started."
             )
 
@@ -179,18 +176,8 @@ def native_keys(source: str | None) -> tuple[str, ...]:
 
 def native_only_error(name: str, source: Source) -> ConfigurationError:
     """For a size of the native decoder, set together with a source."""
-    works = f"model.arguments, such as '{{{name} = ...}}'," if source.kind == "module" else "model.arguments"
+    example = f", such as '{{{name} = ...}}'" if source.kind == "module" else ""
     return ConfigurationError(
-        f"model.{name} was given with model.source={source}; it is for the native decoder. What the model itself has "
-        f"can be set by {works} instead. Nothing was started."
+        f"model.{name} is for the native decoder and does not go with model.source={source}. Set what "
+        f"that model has by model.arguments{example} instead. Nothing was started."
     )
-
-
-def _divisors(number: int) -> str:
-    """In words.
-
-    >>> _divisors(6)
-    '1, 2, 3 or 6'
-    """
-    *others, last = (str(n) for n in range(1, number + 1) if number % n == 0)
-    return f"{', '.join(others)} or {last}" if others else last

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.errors import ConfigurationError
-from diloco.model.language_model import Cache, LanguageModel, LossParts
+from diloco.model.language_model import LanguageModel, LossParts
 from diloco.model.loss import cross_entropy_with_z_loss, projected_cross_entropy
 from diloco.model.modules import Embedding, KeyValueCache, Layer, Linear, RMSNorm, rotary_table, within_documents
 from diloco.model.settings import ModelSettings
@@ -52,7 +52,7 @@ class Transformer(LanguageModel):
         super().__init__()
         if settings.vocab_size is None:
             raise ConfigurationError(
-                "model.vocab_size is not set; the tokeniser's vocabulary, 257 for bytes, would work. Nothing was built."
+                "model.vocab_size is required: the tokeniser's vocabulary, 257 for bytes. Nothing was built."
             )
         self.settings = settings
         self.vocab_size = settings.vocab_size
@@ -100,7 +100,7 @@ class Transformer(LanguageModel):
         self.rotary_cosine.copy_(cosine)
         self.rotary_sine.copy_(sine)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None, documents: Tensor | None = None) -> Tensor:
         return F.linear(self._hidden(tokens, cache, documents), self._projection)
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> LossParts:
@@ -121,15 +121,14 @@ class Transformer(LanguageModel):
         weight: Tensor = (self.embedding if self.head is None else self.head).weight
         return weight
 
-    def _hidden(self, tokens: Tensor, cache: Cache | None, documents: Tensor | None) -> Tensor:
+    def _hidden(self, tokens: Tensor, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
         """``(batch, sequence, width)``: what the output projection takes, in the dtype of its product."""
-        assert cache is None or isinstance(cache, KeyValueCache), "made by new_cache"
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         if end > self.settings.max_sequence_length:
             raise ConfigurationError(
-                f"a sequence of {end} tokens was given; model.max_sequence_length={self.settings.max_sequence_length} "
-                "is the longest that this model serves. Shorten the sequence or build the model with a larger one."
+                f"A sequence of {end} tokens is longer than model.max_sequence_length="
+                f"{self.settings.max_sequence_length}. Shorten it, or build the model with a larger one."
             )
         cosine, sine = self.rotary_cosine[start:end], self.rotary_sine[start:end]
         hidden: Tensor = self.embedding(tokens)
@@ -138,8 +137,8 @@ class Transformer(LanguageModel):
             hidden = layer(hidden, cosine, sine, cache, mask)
         if cache is not None:
             cache.length = end
-        hidden = self.norm(hidden)
-        return hidden
+        normed: Tensor = self.norm(hidden)
+        return normed
 
     def new_cache(self) -> KeyValueCache:
         return KeyValueCache(self.settings)

@@ -22,15 +22,9 @@ from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_choice import load_tokenizer
 from diloco.devices import choose_device
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.architectures import (
-    SIZES,
-    is_huggingface_folder,
-    native_settings,
-    native_weights,
-    stored_tensors,
-    why_not_native,
-)
+from diloco.model.architectures import SIZES, native_settings, native_weights, why_not_native
 from diloco.model.build import build_language_model
+from diloco.model.huggingface_folder import is_huggingface_folder, stored_tensors
 from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings
 

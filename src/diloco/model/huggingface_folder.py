@@ -1,0 +1,68 @@
+"""What a folder of ``transformers`` holds: its configuration and its weights. No pickle is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diloco.errors import CheckpointError
+
+__all__ = ["CONFIG_NAME", "has_weights", "is_huggingface_folder", "read_json", "stored_tensors"]
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+
+
+def is_huggingface_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder with a ``config.json`` of ``transformers``."""
+    return (path / CONFIG_NAME).is_file()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are weights to begin from in ``folder``."""
+    return any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the ``.safetensors`` weights in ``folder``, file by file, by its name there.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    if (folder / INDEX_NAME).is_file():
+        shards = read_json(folder / INDEX_NAME).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map of file names. Nothing was started.")
+        names = sorted(set(shards.values()))
+    else:
+        names = [WEIGHTS_NAME]
+    for name in names:
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            pickles = sorted(entry.name for entry in folder.glob("*.bin"))
+            why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
+            raise CheckpointError(f"{folder} has no file {name} of weights{why}. Nothing was started.")
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for key in file.keys():  # noqa: SIM118  # no dict
+                    yield key, file.get_tensor(key)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is no safetensors file: {error}. Nothing was started.") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, or a `CheckpointError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not there. Nothing was started.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}. Nothing was started.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object. Nothing was started.")
+    return value
