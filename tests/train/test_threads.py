@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from diloco.protocol.registry import Entry
-from diloco.train import launcher, wires
+from diloco.train.fleet import connecting
+from diloco.train.launcher import launch
 from diloco.train.resolve import resolve
 from diloco.train.roles import Role
 from diloco.train.settings import RunSettings
@@ -99,14 +100,29 @@ def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: py
         seats.leave()
 
 
+class Finished:
+    """A process that has ended."""
+
+    def __init__(self, arguments: list[str], *, env: dict[str, str], **_: object) -> None:
+        self.env = env
+        STARTED.append(self)
+
+    def poll(self) -> int:
+        return 0
+
+
+STARTED: list[Finished] = []
+
+
 def test_processes_that_the_launcher_starts_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, str]] = []
     monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
-    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, env, **__: started.append(env))
-    launcher._start(["train"], 4)
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    launcher._start(["train"], 4)
-    assert [environment["OMP_NUM_THREADS"] for environment in started] == ["2", "5"]
+    monkeypatch.setattr(subprocess, "Popen", Finished)
+    settings = TransportSettings(name="torch", replicas=4)
+    STARTED.clear()
+    for chosen in ("", "5"):
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+        assert launch(settings, lambda *_: ["train"], print) == 0
+    assert [process.env["OMP_NUM_THREADS"] for process in STARTED] == ["2"] * 4 + ["5"] * 4
 
 
 @pytest.mark.parametrize(("rank", "threads"), [(0, 2), (1, 4), (2, 2)])
@@ -116,8 +132,8 @@ def test_ranks_that_are_started_one_by_one_count_those_at_their_own_address(
     addresses = ("10.0.0.1:4000", "10.0.0.2:4000", "10.0.0.1:4001")
     table = Table({number: Entry(number, address) for number, address in enumerate(addresses)}, running=False)
     transport = SimpleNamespace(rules=SimpleNamespace(rank=rank), replica=rank)
-    monkeypatch.setattr(wires, "connect", lambda *_, **__: Connected(cast(PeerTransport, transport), table, False))
+    monkeypatch.setattr(connecting, "connect", lambda *_, **__: Connected(cast(PeerTransport, transport), table, False))
     run = resolve(RunSettings(transport=TransportSettings(name="torch", replicas=3)), num_layers=4)
     role = Role("rank", rank, rendezvous=Address("10.0.0.1", 4000))
-    wires.connect_rank(run, role, {}, -1, torch.device("cpu"))
+    connecting.connect_rank(run, role, {}, -1, torch.device("cpu"))
     assert torch.get_num_threads() == threads

@@ -37,8 +37,8 @@ def launch_ranks(plan: RunPlan, folder: Path, arguments: Sequence[str], *, has_o
         print(f"diloco: {words}", file=sys.stderr, flush=True)
 
     settings = plan.configuration
-    speakers = settings.transport.replica_size if settings.train.parallelism == "fsdp" else 1
-    return launch(settings.transport, command, say, speakers=speakers)
+    talking_ranks = settings.transport.replica_size if settings.train.parallelism == "fsdp" else 1
+    return launch(settings.transport, command, say, talking_ranks=talking_ranks)
 
 
 def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:

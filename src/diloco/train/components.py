@@ -33,6 +33,7 @@ __all__ = [
     "make_outer_optimizer",
     "make_schedule",
     "make_transport",
+    "outer_arguments",
     "outline",
     "stored_definition",
 ]
@@ -105,6 +106,20 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
 def make_clipping(settings: OuterSettings) -> Clipping:
     """How large contributions may be."""
     return Clipping(max_norm=settings.max_norm, median_norm_factor=settings.median_norm_factor)
+
+
+def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
+    """The arguments of `DiLoCo` that are the same on all replicas, by name."""
+    steps = settings.train.steps - settings.train.data_parallel_steps
+    return {
+        "schedule": make_schedule(settings),
+        "fragments": make_fragments(settings.fragments, model),
+        "outer_optimizer": make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
+        "merge": make_merge_rule(settings.merge),
+        "codec": make_configured_codec(settings.codec),
+        "error_feedback": settings.codec.error_feedback,
+        "clipping": make_clipping(settings.outer),
+    }
 
 
 def make_links(settings: TransportSettings) -> list[Link]:

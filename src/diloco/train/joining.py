@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from diloco.errors import ConfigurationError, RunOverError, TransportError
 from diloco.events import Event, Note, ViewChanged
 from diloco.train.fleet.peer_fleet import PeerFleet
-from diloco.train.local_replica import Replica, make_gradients
+from diloco.train.local_replica import Replica
 from diloco.train.session import Session
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
@@ -131,7 +131,7 @@ def come_back(
         replica.diloco.drain(take_over=False)
     with looking():
         fleet.rejoin(patience_s)
-    replica.gradients = make_gradients(session.settings, replica.model, fleet, replica.number)
+    replica.gradients.transport = fleet.endpoint(replica.number)
     if replica.diloco is not None:
         replica.diloco.change_transport(fleet.endpoint(replica.number))
     session.open_to_joiners()

@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from diloco.cores import choose_share
@@ -26,22 +25,12 @@ from diloco.transport.peers.streams import TcpStreams
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve
 
-__all__ = ["Ended", "exit_code", "insisted", "launch"]
+__all__ = ["exit_code", "insisted", "launch"]
 
 _KILL_S = 10.0
-"""Processes that a second signal should have ended have so long before they are killed."""
+"""Processes that a second signal did not end are killed after this time."""
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A rank that ended for good."""
-
-    replica: int
-    position: int
-    code: int
-    """Exit code; the negative number of a signal that ended it."""
 
 
 def launch(
@@ -49,16 +38,16 @@ def launch(
     command: Callable[[int, int, Address, Address | None], Sequence[str]],
     say: Callable[[str], None],
     *,
-    speakers: int = 1,
+    talking_ranks: int = 1,
 ) -> int:
     """Start ``settings.num_ranks`` processes, wait for them, and start lost ones again as often as is allowed.
 
     Args:
         settings: of the transport.
-        command: the arguments of the process of (replica, position), which meets the others at an address, and, in a
-            replica of several ranks, those of its replica at another.
-        say: is told in words what becomes of them.
-        speakers: ranks of each replica that speak with other replicas.
+        command: (replica, position, rendezvous, inner store) -> arguments of that rank's process. The inner store is
+            where the ranks of one replica meet; None where a replica is one rank.
+        say: gets sentences about what becomes of them.
+        talking_ranks: ranks of each replica that talk to other replicas.
 
     Returns:
         The exit code of the whole, see `exit_code`.
@@ -67,11 +56,15 @@ def launch(
     try:
         host = settings.host or "127.0.0.1"
         address = connections.listen(host, range(1), host)
-        registry = Registry(settings.replicas * speakers, speakers)
+        registry = Registry(settings.replicas * talking_ranks, talking_ranks)
         serve(connections, registry)
         store = _inner_store(host) if settings.replica_size > 1 else None
         inner = None if store is None else Address(host, store.port)
-        return _watch(settings, registry, lambda m, s: list(command(m, s, address, inner)), say)
+
+        def start(replica: int, position: int) -> subprocess.Popen[bytes]:
+            return _start(command(replica, position, address, inner), settings.num_ranks)
+
+        return _watch(settings, registry, start, say)
     finally:
         connections.close()
 
@@ -79,13 +72,15 @@ def launch(
 def _watch(
     settings: TransportSettings,
     registry: Registry,
-    command: Callable[[int, int], list[str]],
+    start: Callable[[int, int], subprocess.Popen[bytes]],
     say: Callable[[str], None],
 ) -> int:
     running: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
-    left = dict.fromkeys(range(settings.replicas), settings.restarts)
-    ended: list[Ended] = []
+    restarts = dict.fromkeys(range(settings.replicas), 0 if settings.on_failure == "stop" else settings.restarts)
+    codes: list[int] = []
     asked: list[tuple[int, float]] = []
+    patience_s = 2 * settings.silence_s + 10  # ranks that take part end together; one that is frozen does not
+    finished_s: float | None = None
 
     def forward(number: int, frame: object) -> None:
         asked.append((number, time.monotonic()))
@@ -93,22 +88,24 @@ def _watch(
             if process.poll() is None:
                 process.send_signal(number)
 
+    def kill_all() -> None:
+        for process in running.values():
+            process.kill()
+
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for replica in range(settings.replicas):
             for position in range(settings.replica_size):
-                running[replica, position] = _start(command(replica, position), settings.num_ranks)
-        finished_s: float | None = None
+                running[replica, position] = start(replica, position)
         while running:
             time.sleep(0.05)
-            if insisted(asked) and time.monotonic() - asked[-1][1] > _KILL_S:
-                for process in running.values():
-                    process.kill()
-            if finished_s is not None and time.monotonic() - finished_s > _patience_s(settings):
+            now_s = time.monotonic()
+            if insisted(asked) and now_s - asked[-1][1] > _KILL_S:
+                kill_all()
+            if finished_s is not None and now_s - finished_s > patience_s:
                 for replica, _ in running:
                     say(f"replica {replica} did not end with the others and is killed.")
-                for process in running.values():
-                    process.kill()
+                kill_all()
             for (replica, position), process in list(running.items()):
                 code = process.poll()
                 if code is None:
@@ -116,25 +113,25 @@ def _watch(
                 del running[replica, position]
                 finished_s = time.monotonic() if code in (0, 130) else finished_s
                 others = any(member != replica for member, _ in running)
-                if code in (0, 2, 130) or asked or settings.on_failure == "stop" or not others or not left[replica]:
-                    ended.append(Ended(replica, position, code))
-                    if code != 0 and not asked:
-                        say(_words(replica, code))
-                    if code != 0 and not registry.running:  # the run can't begin without it
-                        for other in running.values():
-                            other.terminate()
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                if code not in (0, 2, 130) and not asked and others and restarts[replica]:
+                    restarts[replica] -= position == 0
+                    say(f"replica {replica} {how}. It is started again.")
+                    running[replica, position] = start(replica, position)
                     continue
-                if position == 0:
-                    left[replica] -= 1
-                say(f"{_words(replica, code)} It is started again.")
-                running[replica, position] = _start(command(replica, position), settings.num_ranks)
+                codes.append(code)
+                if code != 0 and not asked:
+                    say(f"replica {replica} {how}.")
+                if code != 0 and not registry.running:  # the run can't begin without it
+                    for other in running.values():
+                        other.terminate()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        kill_all()
         for process in running.values():
-            process.kill()
             process.wait()
-    return exit_code(ended, go_on=settings.on_failure == "continue", asked=bool(asked))
+    return exit_code(codes, go_on=settings.on_failure == "continue", asked=bool(asked))
 
 
 def insisted(asked: Sequence[tuple[int, float]]) -> bool:
@@ -147,21 +144,22 @@ def insisted(asked: Sequence[tuple[int, float]]) -> bool:
     return any(not is_echo(number, signal.Signals(asked[0][0]).name, at_s - asked[0][1]) for number, at_s in asked[1:])
 
 
-def exit_code(ended: Sequence[Ended], *, go_on: bool, asked: bool) -> int:
-    """One code for all: 2 if any was misused; 130 if they were asked to stop; 0 if all finished, or, where the others
-    go on without a lost one, if any finished; else 1.
+def exit_code(codes: Collection[int], *, go_on: bool, asked: bool) -> int:
+    """One exit code for all ranks: 2 if any was misused; 130 if they were asked to stop; 0 if all finished; else 1.
 
-    >>> exit_code([Ended(0, 0, 0), Ended(1, 0, -9)], go_on=True, asked=False)
-    0
-    >>> exit_code([Ended(0, 0, 0), Ended(1, 0, -9)], go_on=False, asked=False)
-    1
+    Args:
+        codes: of the ranks; the negative number of a signal that ended one.
+        go_on: whether the others go on without a lost replica; then it is 0 if any finished.
+        asked: whether somebody asked them to stop.
+
+    >>> exit_code([0, -9], go_on=True, asked=False), exit_code([0, -9], go_on=False, asked=False)
+    (0, 1)
     """
-    codes = {each.code for each in ended}
     if 2 in codes:
         return 2
-    if 130 in codes and (asked or codes <= {0, 130}):
+    if 130 in codes and (asked or set(codes) <= {0, 130}):
         return 130
-    if codes == {0} or (go_on and 0 in codes):
+    if set(codes) == {0} or (go_on and 0 in codes):
         return 0
     return 1
 
@@ -173,22 +171,10 @@ def _inner_store(host: str) -> Any:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
-def _patience_s(settings: TransportSettings) -> float:
-    """Ranks that take part end together; one that is frozen does not."""
-    return 2 * settings.silence_s + 10
+def _start(arguments: Sequence[str], processes: int) -> subprocess.Popen[bytes]:
+    """One of so many processes, with its share of the cores, which ends with the launcher where the system can do that.
 
-
-def _words(replica: int, code: int) -> str:
-    if code < 0:
-        return f"replica {replica} was ended by {signal.Signals(-code).name}."
-    return f"replica {replica} ended with exit code {code}."
-
-
-def _start(arguments: list[str], processes: int) -> subprocess.Popen[bytes]:
-    """One of so many processes, with its share of the cores, in a session of its own, so that Ctrl-C reaches it through
-    the launcher once, not twice.
-
-    It ends with the launcher, where the system can do that.
+    It has a session of its own, so that Ctrl-C reaches it once, through the launcher.
     """
     environment = dict(os.environ)
     choose_share(environment, processes)
@@ -201,8 +187,8 @@ def _start(arguments: list[str], processes: int) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise ConfigurationError(
-            f"a process for a replica could not be started: {error}. Fewer --replicas, or more processes and memory "
-            "allowed on this machine, would work. Nothing runs."
+            f"A process for a replica could not be started: {error}. Use fewer --replicas, or allow more processes and "
+            "memory on this machine. Nothing runs."
         ) from error
 
 

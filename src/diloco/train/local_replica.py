@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import make_codec
-from diloco.algorithm.schedule import SyncSchedule
 from diloco.data.batches import Batches
 from diloco.data.corpus import Corpus
 from diloco.data.prefetch import Prefetcher
@@ -18,13 +17,7 @@ from diloco.events import Event
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
 from diloco.outer.diloco import DiLoCo
-from diloco.train.components import (
-    make_clipping,
-    make_configured_codec,
-    make_fragments,
-    make_merge_rule,
-    make_outer_optimizer,
-)
+from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager
 from diloco.train.fleet.base import Fleet
 from diloco.train.inner import InnerLoop, inner_learning_rate
@@ -36,10 +29,10 @@ from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.trained.load import load_parameters
 
-__all__ = ["Replica", "make_batches", "make_diloco", "make_gradients", "make_replica"]
+__all__ = ["Replica", "make_diloco", "make_replica"]
 
 AHEAD = 4
-"""Batches made ahead of the training where files are read meanwhile, and nothing else was said."""
+"""Batches made ahead of the training while files are read, unless the settings say a number."""
 
 
 @dataclass(eq=False)
@@ -98,48 +91,34 @@ def make_replica(
         accumulation=settings.train.gradient_accumulation,
         end_of_document=corpus.tokenizer.eos_id if settings.train.document_masks else None,
     )
-    batches = make_batches(settings, corpus, number, elastic=fleet.elastic)
-    gradients = make_gradients(settings, model, fleet, number)
+    codec = settings.codec.name if settings.algorithm == "data-parallel" else None
+    gradients = GradientAverager(model, fleet.endpoint(number), make_codec(codec or "float32"), group)
+    batches = _make_batches(settings, corpus, number, elastic=fleet.elastic)
     return Replica(number, model, inner, batches, RandomState(settings.seed, number), gradients)
 
 
-def make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
-    """What replica ``number`` trains on, made ahead in a thread where the settings say so."""
+def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
+    """What replica ``number`` trains on; made ahead in a thread if the settings say so, or files are read."""
     train, replicas, ahead = settings.train, settings.transport.replicas, settings.data.prefetch_batches
-    shape = {"sequence_length": train.sequence_length, "batch_size": train.batch_size, "seed": settings.seed}
     batches = corpus.batches(
-        **shape, replica=number, num_replicas=None if elastic else replicas, sharding=settings.data.sharding
+        sequence_length=train.sequence_length,
+        batch_size=train.batch_size,
+        seed=settings.seed,
+        replica=number,
+        num_replicas=None if elastic else replicas,
+        sharding=settings.data.sharding,
     )
     ahead = (AHEAD if corpus.mapped else 0) if ahead is None else ahead
     return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
 
 
-def make_gradients(settings: RunSettings, model: LanguageModel, fleet: Fleet, number: int) -> GradientAverager:
-    """What averages the gradients of replica ``number``, where they are."""
-    name = settings.codec.name if settings.algorithm == "data-parallel" else None
-    return GradientAverager(model, fleet.endpoint(number), make_codec(name or "float32"), fleet.group)
-
-
-def make_diloco(
-    settings: RunSettings,
-    schedule: SyncSchedule,
-    replica: Replica,
-    fleet: Fleet,
-    on_event: Callable[[Event], None],
-) -> DiLoCo:
+def make_diloco(settings: RunSettings, replica: Replica, fleet: Fleet, on_event: Callable[[Event], None]) -> DiLoCo:
     """The outer loop of a replica, whose parameters become the global ones."""
-    steps = settings.train.steps - settings.train.data_parallel_steps
     return DiLoCo(
         replica.model,
         replica.inner.optimizer,
         transport=fleet.endpoint(replica.number),
-        schedule=schedule,
-        fragments=make_fragments(settings.fragments, replica.model),
-        outer_optimizer=make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
-        merge=make_merge_rule(settings.merge),
-        codec=make_configured_codec(settings.codec),
-        error_feedback=settings.codec.error_feedback,
-        clipping=make_clipping(settings.outer),
+        **outer_arguments(settings, replica.model),
         global_device="cpu" if settings.train.global_device == "cpu" else None,
         on_event=on_event,
         compare_arguments=False,  # the settings were, when the replicas met

@@ -19,7 +19,6 @@ from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
 from diloco.model.language_model import LanguageModel
 from diloco.outer.diloco import DiLoCo
-from diloco.train.components import make_schedule
 from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet.base import Fleet
 from diloco.train.inner import InnerStep
@@ -73,7 +72,6 @@ class Session:
         self.device = device
         self.on_event = on_event
         self.totals = Totals()
-        self.schedule = make_schedule(settings)
         self.replicas = [
             make_replica(settings, corpus, fleet, device, number, initial, definition) for number in fleet.local
         ]
@@ -180,7 +178,7 @@ class Session:
         Others may join from then on.
         """
         if replica.diloco is None:
-            replica.diloco = make_diloco(self.settings, self.schedule, replica, self.fleet, self._emit)
+            replica.diloco = make_diloco(self.settings, replica, self.fleet, self._emit)
             replica.diloco.data_order = replica.sampler.order
             self.fleet.close_to_joiners("")
         return replica.diloco
