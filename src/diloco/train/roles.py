@@ -49,8 +49,8 @@ def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
         )
     except (KeyError, ValueError) as error:
         raise ConfigurationError(
-            f"torchrun started this process without a usable {error}; RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-            "MASTER_PORT are needed. Nothing was started."
+            f"torchrun started this process without a usable {error}. It must set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "MASTER_ADDR and MASTER_PORT. Nothing was started."
         ) from error
 
 
@@ -91,44 +91,44 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
     >>> role_of(TransportSettings(name="torch", replicas=2), None).kind
     'launcher'
     """
-    if settings.name in ("in-process", "hivemind"):
+    if settings.name != "torch":
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
-                f"torchrun started {torchrun.world_size} processes with transport.name={settings.name!r}, which needs "
-                "one; --transport torch would work. Nothing was started."
+                f"torchrun started {torchrun.world_size} processes, and transport.name={settings.name!r} needs one. "
+                "Use --transport torch. Nothing was started."
             )
         return Role("alone" if settings.name == "in-process" else "peer")
+    size = settings.replica_size
     if torchrun is not None:
         if torchrun.world_size != settings.num_ranks:
             raise ConfigurationError(
-                f"torchrun started {torchrun.world_size} processes for transport.replicas={settings.replicas} of "
-                f"transport.replica_size={settings.replica_size}, which are {settings.num_ranks}; leaving --replicas "
-                "out, or as many processes, would work. Nothing was started."
+                f"torchrun started {torchrun.world_size} processes, and {settings.replicas} replicas of {size} ranks "
+                f"are {settings.num_ranks}. Leave --replicas out, or start as many processes. Nothing was started."
             )
-        replica, position = divmod(torchrun.rank, settings.replica_size)
-        inner = torchrun.master if settings.replica_size > 1 else None
-        return Role("rank", replica, position, torchrun=torchrun, inner_store=inner)
-    if settings.replica is None:
-        if settings.rendezvous is not None:
-            raise ConfigurationError(
-                f"transport.rendezvous={settings.rendezvous!r} was given without transport.replica; --replica 0, 1, "
-                "... on each machine would work, or neither, to start all replicas here. Nothing was started."
-            )
+        replica, position = divmod(torchrun.rank, size)
+        return Role("rank", replica, position, torchrun=torchrun, inner_store=torchrun.master if size > 1 else None)
+    if settings.replica is None and settings.rendezvous is None:
         return Role("launcher")
+    if settings.replica is None:
+        raise ConfigurationError(
+            f"transport.rendezvous={settings.rendezvous!r} was given without transport.replica. Give --replica 0, 1, "
+            "... on each machine, or neither, to start all replicas here. Nothing was started."
+        )
     if settings.rendezvous is None:
         raise ConfigurationError(
-            f"transport.replica={settings.replica} was given without transport.rendezvous; --rendezvous HOST:PORT, an "
-            "address of the machine of replica 0, would work. Nothing was started."
+            f"transport.replica={settings.replica} was given without transport.rendezvous. Give --rendezvous "
+            "HOST:PORT, an address of the machine of replica 0. Nothing was started."
         )
-    rendezvous = parse_address(settings.rendezvous, key="transport.rendezvous")
-    inner_store = None
-    if settings.replica_size > 1:
-        if settings.inner_store is None:
-            raise ConfigurationError(
-                f"transport.replica={settings.replica} of transport.replica_size={settings.replica_size} was given; "
-                "a replica of several processes is started by torchrun, or by one command that starts all replicas "
-                "here (without --replica). Nothing was started."
-            )
-        inner_store = parse_address(settings.inner_store, key="transport.inner_store")
-    local_rank = settings.replica * settings.replica_size + settings.position
-    return Role("rank", settings.replica, settings.position, rendezvous, None, inner_store, local_rank)
+    if size > 1 and settings.inner_store is None:
+        raise ConfigurationError(
+            f"transport.replica={settings.replica} was given for a replica of {size} processes. Those are started by "
+            "torchrun, or by one command that starts all replicas here (without --replica). Nothing was started."
+        )
+    return Role(
+        "rank",
+        settings.replica,
+        settings.position,
+        parse_address(settings.rendezvous, key="transport.rendezvous"),
+        inner_store=parse_address(settings.inner_store, key="transport.inner_store") if settings.inner_store else None,
+        local_rank=settings.replica * size + settings.position,
+    )

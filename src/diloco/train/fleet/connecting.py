@@ -1,4 +1,4 @@
-"""From settings and a role to a fleet whose rank is connected to all others."""
+"""From settings and a role to a fleet that is connected to the other ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = ["connect_peer", "connect_rank", "read_secret"]
 _SHORTEST_SECRET = 16
 
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
-"""How long a peer waits for others before it founds a swarm. Machines that are started again together take longer to
-come up than what is lost if the newest checkpoint is not among those that are there."""
+"""How long a peer waits for others before it founds a swarm. After a resume it is longer: machines that are started
+again together need some time, and the one with the newest checkpoint should be among them."""
 
 
 def connect_rank(
@@ -121,13 +121,13 @@ def read_secret(path: Path | None) -> str:
         secret = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"swarm.secret_file={path} can't be read: {error}. A file with the same words for all peers would work. "
-            "Nothing was started."
+            f"swarm.secret_file={path} can't be read: {error}. All peers need a file with the same words. Nothing was "
+            "started."
         ) from error
     if len(secret) < _SHORTEST_SECRET:
         raise ConfigurationError(
-            f"swarm.secret_file={path} holds {len(secret)} characters; at least {_SHORTEST_SECRET}, such as those of "
-            "`openssl rand -hex 32`, would work. Nothing was started."
+            f"swarm.secret_file={path} holds {len(secret)} characters, and a secret needs at least {_SHORTEST_SECRET}. "
+            "`openssl rand -hex 32` makes one. Nothing was started."
         )
     return secret
 
