@@ -10,11 +10,11 @@ from diloco.cli import main
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--text-field", "body"], "--text-field 'body' was given without --data"),
-        (["--document-separator", "x"], "--document-separator 'x' was given without --data"),
-        (["--sequences", "3", "--stride", "8"], "--sequences 3 was given with --stride"),
-        (["--sequences", "3", "--by-document"], "--sequences 3 was given with --by-document"),
-        (["--batch-size", "0"], "--batch-size 0 was given; 1 or more"),
+        (["--text-field", "body"], "--text-field 'body' needs --data PATH"),
+        (["--document-separator", "x"], "--document-separator 'x' needs --data PATH"),
+        (["--sequences", "3", "--stride", "8"], "--sequences 3 cannot be combined with --stride"),
+        (["--sequences", "3", "--by-document"], "--sequences 3 cannot be combined with --by-document"),
+        (["--batch-size", "0"], "--batch-size 0 must be 1 or more"),
         (["--device", "gpu"], "--device='gpu' is no device"),
     ],
 )

@@ -108,7 +108,7 @@ def test_no_run_is_overwritten(files: Path, tmp_path: Path, capsys: pytest.Captu
     assert f"--resume {files / 'run'}" in message
     assert "is no folder" in refused(train(files, "--out", str(files / "run.toml")), capsys)
     occupied = ["train", "--resume", str(files / "run"), "--out", str(files)]
-    assert "is not empty; another --out would work" in refused(occupied, capsys)
+    assert "is not empty; choose another --out" in refused(occupied, capsys)
     assert (files / "run" / "summary.json").read_bytes() == before
 
 
@@ -165,11 +165,11 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
     in_the_way = files / "text.txt" / "run"
     message = refused(train(files, "--out", str(in_the_way)), capsys)
     assert message == (
-        f"diloco: {in_the_way} was to be the folder of the run, and {files / 'text.txt'} is no folder; another --out, "
-        "where this user may write, would work. Nothing was started."
+        f"diloco: {in_the_way} cannot be the folder of the run: {files / 'text.txt'} is no folder. Choose another "
+        "--out, where you may write. Nothing was started."
     )
     rank = ["--transport", "torch", "--replica", "1", "--rendezvous", "127.0.0.1:1", "--out", str(in_the_way)]
-    assert "is no folder; another --out" in refused(train(files, *rank), capsys)
+    assert "is no folder. Choose another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()
     monkeypatch.chdir(tmp_path)
     assert "runs is no folder" in refused(train(files), capsys)

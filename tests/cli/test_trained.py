@@ -90,7 +90,7 @@ def test_generate_reads_a_file_stops_at_a_text_and_tells_scripts(
     (tmp_path / "prompt").write_bytes(b"\xff")
     broken = refused([*arguments, "--prompt-file", str(tmp_path / "prompt")], capsys, code=1)
     assert "cannot be read" in broken
-    assert "UTF-8, or - for standard input, would work" in broken
+    assert "UTF-8, or - for standard input." in broken
 
 
 def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
@@ -110,7 +110,7 @@ def test_an_exported_folder_evaluates_and_continues_as_the_run_does(
     assert results[1]["heldout_loss"] == pytest.approx(results[0]["heldout_loss"], rel=1e-6)
     assert (results[0]["tokens"], results[0]["step"]) == (results[1]["tokens"], 6)
     assert results[1]["step"] is None
-    assert "so nothing was held out; --data PATH" in refused(["evaluate", str(exported)], capsys)
+    assert "so nothing was held out: give --data PATH" in refused(["evaluate", str(exported)], capsys)
     assert "is not a run" in refused(["generate", str(exported), "--replica", "0"], capsys)
 
 

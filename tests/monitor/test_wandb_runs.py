@@ -14,7 +14,7 @@ import pytest
 
 from diloco import events
 from diloco.cli import main
-from diloco.cli.watching import about_run
+from diloco.cli.train_processes import about_run
 from diloco.config import load_configuration
 from diloco.errors import ConfigurationError
 from diloco.monitor.settings import MonitorSettings, WandbSettings

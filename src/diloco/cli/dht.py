@@ -1,4 +1,4 @@
-"""``diloco dht``: a standing peer through which the others find each other, and which trains nothing."""
+"""``diloco dht``: a standing peer that trains nothing, through which the others find each other."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ async def _stand(options: DhtOptions) -> None:
 
 
 def own_folder() -> Path:
-    """Where this user's data of this program lies."""
+    """The folder of this program's data of this user."""
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "diloco"

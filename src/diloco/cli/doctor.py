@@ -49,15 +49,14 @@ def run(arguments: Sequence[str]) -> int:
     """Examine or listen; returns 0 if all ways work, 1 if one does not."""
     options = parse_options(DoctorOptions, "doctor", DESCRIPTION, arguments)
     if bool(options.peers) == bool(options.listen):
-        given = f"--listen {options.listen} was given with peers to examine" if options.peers else "no peer was given"
         raise ConfigurationError(
-            f"{given}; either HOST:PORT of a peer, such as `diloco doctor 10.0.0.1:29400`, or --listen HOST:PORT would "
-            "work. Nothing was done."
+            "give either HOST:PORT of the peers to examine, such as `diloco doctor 10.0.0.1:29400`, or --listen "
+            "HOST:PORT. Nothing was done."
         )
     if not 0.1 <= options.megabytes <= 64 or not options.timeout_s > 0:
         raise ConfigurationError(
-            f"--megabytes {options.megabytes} --timeout-s {options.timeout_s} was given; 0.1 to 64, and a positive "
-            "time, would work. Nothing was done."
+            f"--megabytes {options.megabytes} must be 0.1 to 64, and --timeout-s {options.timeout_s} above 0. Nothing "
+            "was done."
         )
     return _listen(options.listen) if options.listen else _examine(options)
 
@@ -67,7 +66,7 @@ def _examine(options: DoctorOptions) -> int:
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
     num_bytes = int(options.megabytes * 1e6)
-    # one after the other: together they would share this machine's link
+    # one after the other, since at once they would share this machine's link
     findings = [asyncio.run(examine(address, num_bytes, options.timeout_s)) for address in addresses]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))

@@ -84,17 +84,17 @@ class EvaluateOptions:
             ("--batch-size", self.batch_size, 1),
         ):
             if value is not None and value < least:
-                raise ConfigurationError(f"{flag} {value} was given; {least} or more would work. Nothing was started.")
+                raise ConfigurationError(f"{flag} {value} must be {least} or more. Nothing was started.")
         for flag, given in (("--text-field", self.text_field), ("--document-separator", self.document_separator)):
             if given is not None and not self.data:
                 raise ConfigurationError(
-                    f"{flag} {given!r} was given without --data; what the run held out is read as the run read it. "
-                    "With --data PATH it would work. Nothing was started."
+                    f"{flag} {given!r} needs --data PATH: what the run held out is read as the run read it. Nothing "
+                    "was started."
                 )
         if self.sequences and (self.stride is not None or self.by_document):
             raise ConfigurationError(
-                f"--sequences {self.sequences} was given with {'--by-document' if self.by_document else '--stride'}, "
-                "where all tokens count; either alone would work. Nothing was started."
+                f"--sequences {self.sequences} cannot be combined with "
+                f"{'--by-document' if self.by_document else '--stride'}, where all tokens count. Nothing was started."
             )
 
 
@@ -129,12 +129,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _settings_of(trained: Trained, given: EvaluateOptions) -> Configuration:
-    """Of the run; a folder of ``transformers`` has none."""
+    """The settings of the run; the defaults for a folder of ``transformers``, which has none."""
     if trained.step is not None:
         return build(Configuration, read_toml(trained.run / CONFIG_FILE, Configuration))
     if not given.data:
         raise ConfigurationError(
-            f"{given.path} is no run, so nothing was held out; --data PATH would work. Nothing was evaluated."
+            f"{given.path} is no run, so nothing was held out: give --data PATH. Nothing was evaluated."
         )
     return Configuration()
 
@@ -169,7 +169,7 @@ def _evaluate(
 
 
 def _tokens(data: DataSettings, given: EvaluateOptions, tokenizer: Tokenizer) -> np.ndarray:
-    """Packed, each document followed by its end."""
+    """The tokens to evaluate on: packed, each document followed by its end."""
     from diloco.data.heldout import heldout_tokens
     from diloco.data.sources import read_texts
 

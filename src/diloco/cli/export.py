@@ -58,14 +58,13 @@ def run(arguments: Sequence[str]) -> int:
         for flag, value in (("--max-length", given.max_length), ("--max-shard-size", given.max_shard_size)):
             if value is not None:
                 raise ConfigurationError(
-                    f"{flag} was given with --to safetensors, one file that holds nothing but parameters; --to hf "
-                    "would work. Nothing was exported."
+                    f"{flag} needs --to hf: --to safetensors writes one file of nothing but parameters. Nothing was "
+                    "exported."
                 )
     largest = "5GB" if given.max_shard_size is None else given.max_shard_size
     if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", largest, re.IGNORECASE):
         raise ConfigurationError(
-            f"--max-shard-size {largest} was given; a number in KB, MB, GB or TB, such as 500MB, would "
-            "work. Nothing was exported."
+            f"--max-shard-size {largest} must be a number of KB, MB, GB or TB, such as 500MB. Nothing was exported."
         )
 
     from diloco.trained.export import export_huggingface, export_safetensors

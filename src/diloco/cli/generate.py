@@ -1,4 +1,4 @@
-"""``diloco generate``: continue a text with the global parameters that a run left."""
+"""``diloco generate``: continue a text with a trained model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Examples:
   cat beginning.txt | diloco generate runs/streaming-tiny --prompt-file - --json"""
 
 _LARGEST_SEED = 2**63 - 1
-"""That a generator of torch takes."""
+"""That a torch generator takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +75,14 @@ class GenerateOptions:
             ("--seed", self.seed, 0),
         ):
             if value < least:
-                raise ConfigurationError(f"{flag} {value} was given; at least {least} would work. Nothing was started.")
+                raise ConfigurationError(f"{flag} {value} must be at least {least}. Nothing was started.")
         if self.seed + self.num_samples > _LARGEST_SEED:
             raise ConfigurationError(
-                f"--seed {self.seed} was given; at most {_LARGEST_SEED - self.num_samples} would work. "
-                "Nothing was started."
+                f"--seed {self.seed} must be at most {_LARGEST_SEED - self.num_samples}. Nothing was started."
             )
         if self.prompt and self.prompt_file is not None:
             raise ConfigurationError(
-                f"--prompt was given together with --prompt-file {self.prompt_file}; one of the two would work. "
-                "Nothing was started."
+                f"--prompt cannot be given together with --prompt-file {self.prompt_file}. Nothing was started."
             )
 
 
@@ -138,17 +136,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Sample:
-    """One text as it comes, and what of it is still to be shown.
+    """One text as it comes, and the part of it that is still to be shown.
 
     Args:
-        stream: what makes text of its tokens.
+        stream: turns its tokens into text.
         most_tokens: that it may have.
-        heading: to be shown before it.
+        heading: shown before it.
 
     Attributes:
         text: so far, as much as is certain.
         tokens: how many it has.
-        ended_by: what; empty while it goes on.
+        ended_by: what ended it; empty while it goes on.
     """
 
     def __init__(self, stream: TextStream, most_tokens: int, heading: str) -> None:
@@ -160,7 +158,7 @@ class _Sample:
         self._unshown = heading
 
     def take(self, token: int | None) -> None:
-        """The next token, or None where there is no more."""
+        """Take the next token; None: there are no more."""
         if token is None:
             self.end()
         elif not self.ended_by:
@@ -170,7 +168,7 @@ class _Sample:
                 self.end()
 
     def end(self) -> None:
-        """No more tokens come."""
+        """End the text: no more tokens come."""
         if not self.ended_by:
             self._add(self._stream.finish())
             self._unshown += "\n"
@@ -178,7 +176,7 @@ class _Sample:
             self.ended_by = "stop" if self._stream.stopped else "length" if whole else "end of document"
 
     def unshown(self) -> str:
-        """What has come since this was last asked."""
+        """What has come since the last call."""
         text, self._unshown = self._unshown, ""
         return text
 
@@ -188,7 +186,7 @@ class _Sample:
 
 
 def _show(samples: Sequence[_Sample]) -> None:
-    """One after the other: the first that goes on, as far as it is there, and those before it to their ends."""
+    """Print the samples one after the other: those that have ended, and what there is of the next."""
     from diloco.monitor.wording import visible
 
     for sample in samples:
@@ -207,6 +205,6 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"--prompt-file {path} was given, and cannot be read: {reason}. A file of text in UTF-8, or - for standard "
-            "input, would work. Nothing was generated."
+            f"--prompt-file {path} cannot be read: {reason}. Give a text file in UTF-8, or - for standard input. "
+            "Nothing was generated."
         ) from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from diloco.cli.tables import columns
+from diloco.cli.tables import columns, facts_table
 from diloco.config.flags import parse_options
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def _text(checkpoint: Checkpoint) -> str:
         **({"architecture": f"{definition['architecture']}, its configuration in --json"} if definition else {}),
         **{name.replace("_", " "): _value(value) for name, value in about.items()},
     }
-    width = max(map(len, facts))
-    blocks = ["\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())]
+    blocks = [facts_table(facts, indent="")]
     if fragments:
         rows = [
             [str(f["index"]), f"{f['numel']:,}", str(len(f["parameters"])), str(f["outer_step"])] for f in fragments

@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
 
     options = parse_options(PeersOptions, "peers", DESCRIPTION, arguments)
     if not options.join:
-        raise ConfigurationError("no --join was given; the address of any peer would work. Nothing was done.")
+        raise ConfigurationError("--join needs the address of a peer, any of them. Nothing was done.")
     admission = Admission(options.run, read_secret(options.secret_file))
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
         place = NodePlace(join=options.join, listen=(), map_ports=False)
@@ -72,8 +72,8 @@ def run(arguments: Sequence[str]) -> int:
         print(f"diloco: {words}", file=sys.stderr)
     if not found:
         print(
-            f"diloco: no peer of run {options.run!r} has been there within the last half hour; the name that its "
-            "replicas were given as --run would work.",
+            f"diloco: no peer of run {options.run!r} has been seen within the last half hour. Is that the name that "
+            "its replicas were given as --run?",
             file=sys.stderr,
         )
     return 0 if any(each.status for each in found) else 1
@@ -87,9 +87,7 @@ _WORDS = {
 
 
 def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
-    """What a peer that does not answer is: "finished", "gone" where those who answer are members without it, or "no
-    answer".
-    """
+    """Why a peer does not answer: "finished"; "gone", if it is a member for none of those that do; or "no answer"."""
     views = [each.status["members"] for each in found if each.status.get("members")]
     if peer.finished:
         return "finished"
@@ -97,7 +95,7 @@ def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
 
 
 def about_digests(found: Sequence[PeerReport]) -> str:
-    """Why peers show different digests; "" where they don't.
+    """Why the peers' digests differ; "" if they don't.
 
     >>> from diloco.transport.hivemind.library import PeerReport
     >>> about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
@@ -110,13 +108,13 @@ def about_digests(found: Sequence[PeerReport]) -> str:
         by_step.setdefault(step, set()).add(digest)
     if any(len(digests) > 1 for digests in by_step.values()):
         return (
-            "peers at the same step show different digests. Between two answers a round may have ended; if it stays "
-            "so when you ask again, they do not agree, and the next round will tell which is to take over the state"
+            "peers at the same step show different digests. A round may have ended between two answers. If they "
+            "still differ when you ask again, the peers disagree, and the next round decides whose state is taken over"
         )
     if len({digest for _, digest in shown.values()}) > 1:
         return (
-            "the digests differ because the peers were asked at different steps: a digest is of the state that a peer "
-            "last contributed from, and the same for all at the same step"
+            "the digests differ because the peers were asked at different steps. A digest is of the state that a peer "
+            "last contributed from, and the same for all peers at the same step"
         )
     return ""
 

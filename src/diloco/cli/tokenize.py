@@ -42,25 +42,21 @@ class TokenizeSettings:
 
     def __post_init__(self) -> None:
         if self.shard_tokens < 1:
-            raise ConfigurationError(
-                f"--shard-tokens {self.shard_tokens} was given; at least 1 is needed. Nothing was written."
-            )
+            raise ConfigurationError(f"--shard-tokens {self.shard_tokens} must be at least 1. Nothing was written.")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Tokenise, and say what came of it."""
+    """Tokenise, and print a summary."""
     line = parse_flags(TokenizeSettings, "tokenize", DESCRIPTION, arguments, shown=flatten(TokenizeSettings()))
     from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
     settings = build(TokenizeSettings, from_file | line.values)
     if settings.out is None:
-        raise ConfigurationError(
-            "no --out was given; --out FOLDER, where the tokens shall be, would work. Nothing was written."
-        )
+        raise ConfigurationError("--out FOLDER is required, for the tokens. Nothing was written.")
 
     from diloco.data.token_writer import tokenize
 
     started_s = time.monotonic()
-    shown = _Progress(sys.stderr.isatty())
+    shown = _Counter(sys.stderr.isatty())
     try:
         folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=shown)
     finally:
@@ -76,8 +72,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-class _Progress:
-    """One line, written over about once a second, where somebody is looking."""
+class _Counter:
+    """A line on the standard error, updated about once a second, if that is a terminal."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown

@@ -1,7 +1,7 @@
-"""What a setting costs in loss, by the papers' own measurements: the loss relative to data-parallel training.
+"""What a setting costs in loss, by the papers' own measurements, relative to data-parallel training.
 
-Nothing here is a law. Between the tables' points it is interpolated in the logarithm of the quantity, beyond them
-extrapolated, and where that is so the words say it. Sources:
+Nothing here is a law. Between the points of the tables it is interpolated in the logarithm of the quantity, and beyond
+them extrapolated; the words say where. Sources:
 
 - 2501.18512 (Streaming DiLoCo), Tables 5 and 6 and the text on overlap and on FP4
 - 2503.09799 (Scaling Laws for DiLoCo), the table of losses at H=30
@@ -36,7 +36,7 @@ OVERLAP = 0.002 / 10
 """2501.18512: up to tau=10 costs less than 0.2 % of the loss."""
 
 CODECS = {"float32": 0.0, "float16": 0.0001, "bfloat16": 0.0001, "int8": 0.0001, "fp4": 0.0004}
-"""benchmarks/parity: the most that was seen on any seed; 2501.18512, Fig. 11, sees no change with FP4 at all."""
+"""benchmarks/parity: the largest cost with any seed; 2501.18512, Fig. 11, sees no change with FP4."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class CostPart:
 def loss_cost(
     *, parameters: float, num_replicas: int, inner_steps: int, overlap_steps: int, codec: str
 ) -> tuple[CostPart, ...]:
-    """What DiLoCo or Streaming DiLoCo with these settings costs; the parts add up.
+    """What DiLoCo or Streaming DiLoCo costs with these settings, in parts that add up.
 
     Args:
         parameters: of the model.
         num_replicas: M.
         inner_steps: H; 1 stands for data-parallel training.
         overlap_steps: tau.
-        codec: by name; one that is not in the list counts as the costliest that is.
+        codec: by name; an unlisted one counts as the costliest.
 
     >>> parts = loss_cost(parameters=1e9, num_replicas=2, inner_steps=100, overlap_steps=1, codec="fp4")
     >>> [(part.what, f"{part.cost:.2%}") for part in parts]
@@ -90,7 +90,7 @@ def _window(parameters: float, num_replicas: int, inner_steps: int) -> tuple[flo
     by_replicas = [_relative(H100[m], DATA_PARALLEL, STREAMING_SIZES, parameters) for m in (2, 4)]
     at_30 = [_relative(H30[m], DATA_PARALLEL, STREAMING_SIZES, parameters) for m in (2, 4)]
     rise = float(np.interp(math.log(max(2, num_replicas)), np.log([2, 4]), np.subtract(by_replicas, at_30)))
-    # what the tables say of H = 100 stands, also where at H = 30 they find less than data-parallel
+    # the tables' values at H = 100 hold also where at H = 30 they find less loss than data-parallel
     long = _at_30(parameters, num_replicas) + rise if num_replicas > 1 else short + rise
     if inner_steps <= 100:
         part = math.log(inner_steps / 30) / math.log(100 / 30)
@@ -108,7 +108,7 @@ def _at_30(parameters: float, num_replicas: int) -> float:
         8: _relative(LAWS[8], LAWS_DATA_PARALLEL, LAWS_SIZES, parameters),
     }
     inside = float(np.interp(math.log(num_replicas), np.log(list(points)), list(points.values())))
-    # beyond eight nothing was measured: as from four to eight, for each doubling
+    # nothing was measured beyond eight: each doubling costs what four to eight does
     return inside + max(0.0, math.log2(num_replicas / 8)) * max(0.0, points[8] - points[4])
 
 

@@ -1,4 +1,4 @@
-"""What a plan needs to know of the machines at hand: how long an inner step takes, and what the links carry."""
+"""Measurements for a plan, on the machines at hand: how long an inner step takes, and what the links carry."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["MeasuredStep", "measure_links", "measure_step", "synchronisation_s"]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """How long inner steps took, and the work of a synchronisation.
+    """The time of inner steps, and the work of a synchronisation.
 
     Attributes:
         median_s: of the steps that were timed.
         spread: the largest over the smallest.
         steps: how many were timed.
-        send_s_per_value: pseudo-gradient and encoding, fp4.
-        merge_s_per_value: mean of one payload, outer step, merge.
-        device: where.
+        send_s_per_value: of the pseudo-gradient and its encoding, fp4.
+        merge_s_per_value: of the mean of one payload, the outer step and the merge.
+        device: that was timed.
     """
 
     median_s: float
@@ -52,16 +52,16 @@ def measure_step(
     settings: RunSettings, device: torch.device, *, steps: int = 5, at_most_s: float = 60.0
 ) -> MeasuredStep:
     """Time inner steps (forward, backward, clipping, optimizer) of the model of ``settings`` on random tokens, and
-    sends and merges of the whole of it.
+    sends and merges of the whole model.
 
-    Of a batch that is computed in pieces one piece is timed, and counted as often as there are pieces. One step goes
-    before, which is not counted; none begins after ``at_most_s``, once one was timed.
+    If a batch is computed in pieces, one piece is timed and counted as often as there are pieces. The first step is not
+    counted. Once a step has been timed, none begins after ``at_most_s``.
 
     Args:
         settings: resolved, with the vocabulary known.
         device: to run on.
         steps: to time.
-        at_most_s: the longest to go on.
+        at_most_s: the limit.
 
     Raises:
         ConfigurationError: if the model does not fit on the device.
@@ -94,8 +94,7 @@ def measure_step(
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model with {rows} sequences at once does not fit on {device}: "
-            f"{str(error).splitlines()[0]} More gradient accumulation, or a smaller model, would work. "
-            "Nothing was planned."
+            f"{str(error).splitlines()[0]} Use more gradient accumulation, or a smaller model. Nothing was planned."
         ) from error
     timed = taken_s[1:]
     send_s, merge_s = synchronisation_s(model, inner.optimizer, device)
@@ -107,7 +106,7 @@ def measure_step(
 def synchronisation_s(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4", rounds: int = 5
 ) -> tuple[float, float]:
-    """Time a send and a merge of all of ``model``, of a replica that is alone: the median of ``rounds``, in seconds."""
+    """Time a send and a merge of all of ``model`` by a lone replica: the medians of ``rounds``, in seconds."""
     diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec=codec)
     sends_s, merges_s = [], []
     for _ in range(rounds):
@@ -123,7 +122,7 @@ def synchronisation_s(
 
 
 def _settle(device: torch.device) -> None:
-    """Wait for what the device still has to do."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -137,7 +136,7 @@ def measure_links(peers: Sequence[str], *, num_bytes: int, timeout_s: float) -> 
         timeout_s: for each step of it.
 
     Raises:
-        TransportError: if the way to one of them does not work; it says how.
+        TransportError: if the way to one of them does not work, with the reason.
     """
     links = []
     for peer in peers:

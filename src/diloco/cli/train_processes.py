@@ -1,0 +1,193 @@
+"""The processes of ``diloco train``: one with all replicas, one that starts the others, a rank, a peer of a swarm."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.cli.run_folder import (
+    clear_folder_of_rank,
+    continue_record,
+    folder_of_rank,
+    has_other_files,
+    not_empty_error,
+)
+from diloco.config.configuration import Configuration
+from diloco.config.keys import flatten
+from diloco.config.run_plan import CONFIG_FILE, RunPlan
+from diloco.monitor.sinks import About, Sinks, make_sinks
+from diloco.train.roles import Role
+from diloco.train.settings import TrainSettings
+from diloco.transport.address import Address
+
+if TYPE_CHECKING:
+    from diloco.train.fleet.swarm_fleet import SwarmFleet
+    from diloco.train.fleet.torch_fleet import TorchFleet
+
+__all__ = ["about_run", "launch_ranks", "train_alone", "train_peer", "train_rank"]
+
+DONE, INTERRUPTED = 0, 130
+
+
+def train_alone(plan: RunPlan, folder: Path) -> int:
+    """Train all replicas in this process."""
+    from diloco.train.run import run_training
+
+    if plan.source is not None:
+        continue_record(plan, plan.source, folder)
+    sink = _watch(plan.configuration, folder)
+    try:
+        summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes)
+    finally:
+        sink.close()
+    return INTERRUPTED if summary["interrupted"] else DONE
+
+
+def train_peer(plan: RunPlan, folder: Path) -> int:
+    """Take part in the swarm that the settings name, until its run is over or a signal asks this replica to leave."""
+    from diloco.train.fleet.connecting import connect_peer
+    from diloco.train.joining import OVER
+    from diloco.train.run import run_training
+
+    settings = plan.configuration
+    if plan.source is not None and (folder / CONFIG_FILE).exists():
+        continue_record(plan, plan.source, folder)
+    notes = list(plan.notes)
+
+    def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
+        fleet = connect_peer(settings, own, facts)
+        notes.extend(fleet.beginning())
+        for line in fleet.invitation():
+            print(line, file=sys.stderr, flush=True)
+        return fleet
+
+    sink = _watch(settings, folder)
+    try:
+        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=notes, meet=meet)
+    finally:
+        sink.close()
+    return DONE if summary["interrupted"] in (None, OVER) else INTERRUPTED
+
+
+def launch_ranks(plan: RunPlan, folder: Path, arguments: Sequence[str], *, has_out: bool) -> int:
+    """Start every rank on this machine with the arguments of this command, and wait for them."""
+    from diloco.train.launcher import launch
+
+    def command(replica: int, position: int, address: Address, inner: Address | None) -> list[str]:
+        added = ["--replica", str(replica), "--transport.position", str(position), "--rendezvous", str(address)]
+        if inner is not None:
+            added += ["--transport.inner-store", str(inner)]
+        if not has_out and plan.source is None:
+            added += ["--out", str(folder)]
+        return ["train", *arguments, *added]
+
+    def say(words: str) -> None:
+        print(f"diloco: {words}", file=sys.stderr, flush=True)
+
+    settings = plan.configuration
+    talking_ranks = settings.transport.replica_size if settings.train.parallelism == "fsdp" else 1
+    return launch(settings.transport, command, say, talking_ranks=talking_ranks)
+
+
+def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
+    """Be one rank of many.
+
+    Args:
+        plan: of the run.
+        role: which rank.
+        quiet: only rank 0 shows its progress.
+
+    Raises:
+        ConfigurationError: if its folder holds something of another run.
+    """
+    from diloco.devices import choose_device
+    from diloco.train.fleet.connecting import connect_rank
+    from diloco.train.resuming import checkpoint_home, held_step
+    from diloco.train.run import run_training
+
+    settings = plan.configuration
+    folder = folder_of_rank(plan, role)
+    occupied = plan.source is None and has_other_files(folder)
+    if plan.source is not None and (folder / CONFIG_FILE).exists():
+        continue_record(plan, folder, folder)
+    if quiet and not role.is_first:
+        settings = dataclasses.replace(settings, monitor=dataclasses.replace(settings.monitor, console="quiet"))
+    settings = dataclasses.replace(settings, train=_on_own_device(settings.train, role))
+
+    def meet(facts: Mapping[str, str], own: Path) -> TorchFleet:
+        home = own.parent if role.position else own
+        resume, held = settings.checkpoint.resume, -1
+        if resume is not None:
+            held = held_step(checkpoint_home(home, role.replica, resume), resume)
+        fleet = connect_rank(settings, role, facts, held, choose_device(settings.train.device))
+        if occupied and not fleet.joining:
+            fleet.close()
+            raise not_empty_error(folder)
+        return fleet
+
+    notes = plan.notes if role.is_first else ()
+    sink = _watch(settings, folder, role)
+    try:
+        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=notes, meet=meet)
+    finally:
+        sink.close()
+        if not occupied and not (folder / CONFIG_FILE).exists():
+            clear_folder_of_rank(folder)
+    return INTERRUPTED if summary["interrupted"] else DONE
+
+
+def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
+    """The processes of one machine take a CUDA device each, in turn."""
+    import torch
+
+    if settings.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return settings
+    local = role.torchrun.local_rank if role.torchrun else role.local_rank
+    device = f"cuda:{local % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)
+    return dataclasses.replace(settings, device=device)
+
+
+def _watch(configuration: Configuration, folder: Path, role: Role | None = None) -> Sinks:
+    """The sinks of the process that trains in ``folder``; ``role`` as for `about_run`."""
+    monitor, about = configuration.monitor, about_run(configuration, folder, role)
+    if role is not None and (role.position or (role.replica and monitor.wandb.replicas == "first")):
+        monitor = dataclasses.replace(monitor, wandb=dataclasses.replace(monitor.wandb, mode="off"))
+    return make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), about=about)
+
+
+def about_run(configuration: Configuration, folder: Path, role: Role | None = None) -> About:
+    """What tells this process apart in a tracker: one run where all replicas are in it, else one of a group.
+
+    Args:
+        configuration: of the run.
+        folder: of this process.
+        role: which rank it is; None: all replicas are in it, or it is a peer of a swarm.
+    """
+    wandb, group = configuration.monitor.wandb, None
+    name = wandb.name or folder.resolve().name
+    if role is not None:
+        home = folder.resolve()
+        home = home.parent if role.position else home
+        home = home.parent if role.replica else home
+        group = wandb.name or home.name
+        name = f"{group}-replica-{role.replica}" if role.replica else group
+    elif configuration.transport.name == "hivemind":
+        group = configuration.swarm.run
+        name = f"{name}-{platform.node()}"
+    return About(name=name, group=wandb.group or group, config=_by_section(configuration))
+
+
+def _by_section(configuration: Configuration) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in flatten(configuration).items():
+        *sections, leaf = key.split(".")
+        inside = table
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[leaf] = value
+    return table
