@@ -54,7 +54,7 @@ def test_a_port_that_is_taken_is_named_and_so_is_a_range_without_a_free_one() ->
             TransportError, match=rf"127\.0\.0\.1 can't be listened on at port {port}: .*in use"
         ) as caught:
             connect(place(1, 2, address), taken)
-        assert "Another port (transport.ports)" in str(caught.value)
+        assert "Choose another port (transport.ports)" in str(caught.value)
         assert str(caught.value).endswith("Nothing was started.")
         assert not [thread for thread in diloco_threads() - before if thread.name == "diloco-post"]
 
@@ -114,15 +114,15 @@ def test_a_rank_that_did_not_come_is_named() -> None:
     with rendezvous(3) as address:
         (words,) = [str(each) for each in at_once([lambda: connect(place(1, 3, address), wire())])]
     assert words == (
-        f"rank 1 waited 1 s at {address} for rank 0, 2. Starting the missing ones, or a longer "
-        "transport.rendezvous_timeout_s, would work. Nothing was started."
+        f"rank 1 waited 1 s at {address} for rank 0, 2. Start the missing ones, or choose a longer "
+        "transport.rendezvous_timeout_s. Nothing was started."
     )
 
 
 def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """First that nobody answers yet, and then who is missing, as the rendezvous tells."""
     monkeypatch.setattr("diloco.waiting.FIRST_S", 0.1)
-    monkeypatch.setattr("diloco.transport.torch_distributed.rendezvous._TELL_S", 0.3)
+    monkeypatch.setattr("diloco.transport.torch_distributed.rendezvous.TELL_EVERY_S", 0.3)
     with rendezvous(3) as address:
         failure(connect, place(1, 3, address), wire())
     told = [record.getMessage() for record in caplog.records if record.name == "diloco.waiting"]
@@ -138,7 +138,9 @@ def test_a_rank_that_gave_up_may_come_back_as_long_as_the_others_wait() -> None:
 
 
 def test_a_rank_without_a_rendezvous_is_told_what_to_give() -> None:
-    assert "replica 0 was given no rendezvous; HOST:PORT of replica 0" in failure(connect, place(0, 2, None), wire())
+    assert "replica 0 was given no rendezvous. Use HOST:PORT of replica 0" in failure(
+        connect, place(0, 2, None), wire()
+    )
 
 
 def test_a_run_that_is_over_is_not_joined(connections: ConnectionManager) -> None:

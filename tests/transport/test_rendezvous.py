@@ -21,7 +21,6 @@ from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import PROTOCOL, TcpStreams, pack, read_frame
 from diloco.transport.torch_distributed import connect as torch_connect
-from diloco.transport.torch_distributed import rendezvous as torch_rendezvous
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
@@ -35,7 +34,7 @@ def test_where_nobody_answers_the_address_and_the_ways_out_are_named() -> None:
     with nobody_at() as address:
         words = failure(connect, place(1, 2, address), wire())
     assert words.startswith(f"rank 1 found no rendezvous at {address} within 1 s (")
-    assert "nothing listens there (connection refused). Starting replica 0 there, opening that port" in words
+    assert "nothing listens there (connection refused). Start replica 0 there, open that port" in words
     assert diloco_threads() <= before, "nothing stays open"
 
 
@@ -135,7 +134,7 @@ def another_program(answer: bytes | None) -> Iterator[Address]:
 @pytest.mark.parametrize(
     ("answer", "does"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "answered as no diloco does"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "did not answer as a diloco does"),
         (b"", "does not answer as a diloco does"),
         (None, "does not answer as a diloco does"),
     ],
@@ -144,7 +143,7 @@ def another_program(answer: bytes | None) -> Iterator[Address]:
 def test_rank_0_says_at_once_that_another_program_has_the_port(
     monkeypatch: pytest.MonkeyPatch, answer: bytes | None, does: str
 ) -> None:
-    monkeypatch.setattr(torch_connect, "_PORT_S", 1.0)
+    monkeypatch.setattr(torch_connect, "PORT_TIMEOUT_S", 1.0)
     began_s, before = time.monotonic(), diloco_threads()
     with another_program(answer) as address:
         words = failure(connect, place(0, 2, address), wire(rendezvous_timeout_s=300.0))
@@ -154,20 +153,17 @@ def test_rank_0_says_at_once_that_another_program_has_the_port(
     assert diloco_threads() <= before
 
 
-def test_the_others_say_so_too_of_one_that_never_answers(
-    monkeypatch: pytest.MonkeyPatch, connections: ConnectionManager
-) -> None:
-    monkeypatch.setattr(torch_rendezvous, "_ANSWER_S", 0.2)
+def test_the_others_say_so_too_of_one_that_never_answers(connections: ConnectionManager) -> None:
     began_s = time.monotonic()
     with another_program(None) as address:
-        words = failure(ask, connections, address, Entry(1, "x:1"), 300.0)
+        words = failure(ask, connections, address, Entry(1, "x:1"), 300.0, 0.2)
     assert time.monotonic() - began_s < 20
     assert f"port {address.port} there is in use by another program, which says nothing." in words
 
 
 def test_rank_0_listens_once_what_had_the_port_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the replica 0 of a run that has just been stopped may, which hangs up when it is asked."""
-    monkeypatch.setattr(torch_connect, "_PORT_S", 30.0)
+    monkeypatch.setattr(torch_connect, "PORT_TIMEOUT_S", 30.0)
     with contextlib.ExitStack() as ending:
         address = ending.enter_context(another_program(b""))
         greeted = torch_connect.greet

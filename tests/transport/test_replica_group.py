@@ -93,7 +93,7 @@ def test_rows_are_those_of_tensor_split(size: int, batch_size: int) -> None:
 def test_a_batch_of_fewer_rows_than_ranks_is_refused() -> None:
     group = ReplicaGroup()
     group.size = 3
-    with pytest.raises(ConfigurationError, match="at least 3, one for each, would work"):
+    with pytest.raises(ConfigurationError, match="needs at least 3, one for each rank"):
         group.rows(2)
 
 

@@ -12,7 +12,7 @@ __all__ = ["Address", "local_host_towards", "parse_address", "parse_ports"]
 
 @dataclass(frozen=True)
 class Address:
-    """Where somebody listens.
+    """Where a process listens.
 
     >>> str(Address("::1", 29400))
     '[::1]:29400'
@@ -29,7 +29,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     """``HOST:PORT``, IPv6 in brackets.
 
     Raises:
-        ConfigurationError: for anything else; ``key`` is what it was given as.
+        ConfigurationError: for anything else; it names ``key``, the option.
 
     >>> parse_address("[fe80::1]:29400")
     Address(host='fe80::1', port=29400)
@@ -39,8 +39,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not bare or not _is_number(port) or int(port) > 65535 or (":" in bare and not bracketed):
         raise ConfigurationError(
-            f"{key}={text!r} was given; HOST:PORT such as 10.0.0.1:29400 or [fe80::1]:29400 would work. "
-            "Nothing was started."
+            f"{key}={text!r} was given. Use HOST:PORT, such as 10.0.0.1:29400 or [fe80::1]:29400. Nothing was started."
         )
     return Address(bare, int(port))
 
@@ -60,13 +59,13 @@ def parse_ports(text: str, *, key: str = "ports") -> range:
         if low <= high <= 65535 and (low > 0 or not dash):
             return range(low, high + 1)
     raise ConfigurationError(
-        f"{key}={text!r} was given; a port such as 29400, a range such as 29400-29431, or 0 for any free one would "
-        "work. Nothing was started."
+        f"{key}={text!r} was given. Use a port such as 29400, a range such as 29400-29431, or 0 for any free port. "
+        "Nothing was started."
     )
 
 
 def local_host_towards(remote: Address) -> str:
-    """The address of this machine that the way to ``remote`` begins at.
+    """The address of this machine from which ``remote`` is reached.
 
     Nothing is sent: connecting a datagram socket only looks up the route.
 
@@ -81,5 +80,5 @@ def local_host_towards(remote: Address) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Digits that `int` reads as people mean them."""
+    """Only ASCII digits: `int` reads more than that."""
     return text.isascii() and text.isdigit()

@@ -18,14 +18,14 @@ FaultKind = Literal["drop", "late", "truncate", "non-finite", "miss-commit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that goes wrong in one round.
+    """A fault of one replica in one round.
 
     Attributes:
         kind: ``drop``: the contribution never arrives; ``late``: it arrives ``seconds`` after it was sent;
             ``truncate``: its last byte is missing; ``non-finite``: its bytes decode to NaN or are no valid payload;
             ``miss-commit``: the replica never hears that the round was committed, and goes on without it.
-        replica: whom it befalls.
-        round: in which round.
+        replica: that it happens to.
+        round: in which it happens.
         seconds: for ``late``.
     """
 
@@ -57,7 +57,7 @@ def parse_fault(text: str) -> Fault:
         fields = {"?": 0.0}
     if fields:
         raise ConfigurationError(
-            f'the fault {text!r} can\'t be read; "KIND replica=R fragment=P outer_step=K [seconds=S]" would work. '
+            f'the fault {text!r} can\'t be read. Write "KIND replica=R fragment=P outer_step=K [seconds=S]". '
             "Nothing was started."
         )
     return Fault(kind=kind, replica=replica, round=RoundId(fragment, outer_step), seconds=seconds)  # type: ignore[arg-type]  # checked above

@@ -1,7 +1,7 @@
 """The ranks of one replica, and what they tell each other.
 
 A replica of S ranks has a process group of its own, in which rank s is the replica's position s. It knows nothing of
-the other replicas, so a failure among them does not reach it, nor the other way round.
+the other replicas, so that a failure there does not reach it, nor the other way round.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError
 __all__ = ["ReplicaGroup", "open_replica_group"]
 
 _ENDED: list[dist.ProcessGroup] = []
-"""Groups that are not in use any more. DistributedDataParallel, if it were the last to hold one, would free it without
-letting go of the interpreter, and wait for a thread of the group that may be waiting for the interpreter: for ever."""
+"""Groups that are not in use any more. If DistributedDataParallel were the last to hold one, it would free it while it
+holds the interpreter's lock, and wait forever for a thread of the group that waits for that lock."""
 
 atexit.register(_ENDED.clear)
 
 
 class ReplicaGroup:
-    """This rank's place among the ranks of its replica. Alone, it is a group of one, and nothing is sent.
+    """This rank's place among the ranks of its replica. A lone rank is a group of one, and nothing is sent.
 
-    What it offers must be called on all ranks in the same order, and gives the same on all of them.
+    All methods must be called on all ranks in the same order, and return the same on all of them.
 
     Args:
         process_group: of the replica's ranks, in which CPU tensors can travel; None: this rank is the whole replica.
@@ -61,15 +61,15 @@ class ReplicaGroup:
         return self.position == 0
 
     def rows(self, batch_size: int) -> slice:
-        """Which sequences of the replica's batch this rank computes: as even as the size allows, in order.
+        """Which sequences of the replica's batch this rank computes: in order, as evenly as possible.
 
         Raises:
             ConfigurationError: if some rank would have none.
         """
         if batch_size < self.size:
             raise ConfigurationError(
-                f"a batch of {batch_size} sequences was given to a replica of {self.size} ranks; at least {self.size}, "
-                "one for each, would work. Nothing was computed."
+                f"a batch of {batch_size} sequences was given to a replica of {self.size} ranks. It needs at least "
+                f"{self.size}, one for each rank. Nothing was computed."
             )
         share, more = divmod(batch_size, self.size)  # as tensor_split: the first ones have one more
         start = self.position * share + min(self.position, more)
@@ -102,7 +102,7 @@ class ReplicaGroup:
         return [rows[position, : length - 1].numpy().tobytes().decode() for position, length in enumerate(lengths)]
 
     def share(self, value: Any) -> Any:
-        """The ``value`` of position 0, which must be what JSON can hold; that of the others counts for nothing."""
+        """The ``value`` of position 0, which JSON must be able to hold; those of the others are ignored."""
         if self.process_group is None:
             return value
         data = json.dumps(value if self.leads else None).encode()
@@ -118,7 +118,7 @@ class ReplicaGroup:
         return values
 
     def done_by_leader(self, act: Callable[[], Any]) -> Any:
-        """What ``act``, called on position 0 only, returns there, on all ranks; what JSON can hold.
+        """Call ``act`` on position 0 only; its result, which JSON must be able to hold, on all ranks.
 
         Raises:
             Exception: what ``act`` raises, on position 0.
@@ -142,15 +142,15 @@ class ReplicaGroup:
         return told["value"]
 
     def required_process_group(self) -> dist.ProcessGroup:
-        """The process group, for what can't do without one.
+        """The process group, where one is needed.
 
         Raises:
             ConfigurationError: if there is none.
         """
         if self.process_group is None:
             raise ConfigurationError(
-                "a replica of one rank without a process group was given where one is needed; a group opened by "
-                "open_replica_group, also of one rank, would work. Nothing was started."
+                "a replica of one rank without a process group was given where a process group is needed. Open one, "
+                "also for one rank, with open_replica_group. Nothing was started."
             )
         return self.process_group
 
@@ -162,7 +162,7 @@ class ReplicaGroup:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around whatever talks to the other ranks: their loss is a `ReplicaLostError` that says whose."""
+        """Around communication with the other ranks: turns their loss into a `ReplicaLostError` that says whose."""
         try:
             yield
         except RuntimeError as error:
@@ -170,12 +170,12 @@ class ReplicaGroup:
                 raise
             raise ReplicaLostError(
                 f"a rank of replica {self.replica} is gone or silent, so position {self.position} of it can't go on: "
-                f"{str(error).splitlines()[0]} The other replicas go on; starting this one again would work.",
+                f"{str(error).splitlines()[0]} The other replicas go on. Start this one again.",
                 replicas=[self.replica],
             ) from error
 
     def close(self) -> None:
-        """End the process group; alone there is none."""
+        """End the process group, if there is one."""
         if self.process_group is not None:
             _ENDED.append(self.process_group)
             dist.destroy_process_group(self.process_group)
@@ -190,7 +190,7 @@ def open_replica_group(
     gloo on the CPU; on CUDA also NCCL for the tensors that lie there, after ``torch.cuda.set_device``.
 
     Args:
-        store: that all ranks of the replica reach; those of other replicas may use it, too.
+        store: that all ranks of the replica reach; other replicas may use it, too.
         replica: m.
         position: of this rank.
         size: S.
@@ -203,8 +203,8 @@ def open_replica_group(
     """
     if dist.is_initialized():
         raise ConfigurationError(
-            f"torch.distributed has a process group of {dist.get_world_size()} already; a process that has none, or "
-            "ReplicaGroup(that group), would work. Nothing was started."
+            f"torch.distributed already has a process group of {dist.get_world_size()}. Use ReplicaGroup(that group), "
+            "or a process without one. Nothing was started."
         )
     on_cuda = device.type == "cuda"
     try:
@@ -225,5 +225,5 @@ def open_replica_group(
 
 
 def _is_of_the_network(error: RuntimeError) -> bool:
-    # gloo's errors are plain ones that name its source files
+    # gloo raises plain errors that name its source files
     return isinstance(error, dist.DistError) or "gloo" in str(error)

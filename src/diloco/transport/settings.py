@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -80,60 +81,46 @@ class TransportSettings:
         return self.replicas * self.replica_size
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigurationError(
-                f"transport.replicas={self.replicas} was given; at least 1 is needed. Nothing was started."
-            )
-        least = self.min_contributors
-        if least is not None and not 1 <= least <= self.replicas:
-            raise ConfigurationError(
-                f"transport.min_contributors={least} was given with {self.replicas} replicas; "
-                f"1 to {self.replicas} would work. Nothing was started."
-            )
-        for name, value, low, high in (
-            ("replica_size", self.replica_size, 1, None),
-            ("min_replicas", self.min_replicas, 1, None if self.name == "hivemind" else self.replicas),
-            ("restarts", self.restarts, 0, None),
-            ("replica", self.replica or 0, 0, None if self.name == "hivemind" else self.replicas - 1),
-            ("position", self.position, 0, self.replica_size - 1),
-            ("streams", 1 if self.streams is None else self.streams, 1, 64),
-            ("piece_bytes", self.piece_bytes, 4096, None),
+        most = None if self.name == "hivemind" else self.replicas
+        for name, low, high in (
+            ("replicas", 1, None),
+            ("min_contributors", 1, self.replicas),
+            ("replica_size", 1, None),
+            ("min_replicas", 1, most),
+            ("restarts", 0, None),
+            ("replica", 0, None if most is None else most - 1),
+            ("position", 0, self.replica_size - 1),
+            ("streams", 1, 64),
+            ("piece_bytes", 4096, None),
+            ("give_up_after_s", 0, None),
         ):
-            if value < low or (high is not None and value > high):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= (math.inf if high is None else high):
                 works = f"at least {low}" if high is None else f"{low} to {high}"
-                raise ConfigurationError(
-                    f"transport.{name}={value} was given; {works} would work. Nothing was started."
-                )
+                raise ConfigurationError(f"transport.{name}={value} was given. Use {works}. Nothing was started.")
         in_order = 0 < self.heartbeat_s < self.silence_s / 2 and self.silence_s < self.round_timeout_s
         if self.name != "in-process" and not in_order:
             raise ConfigurationError(
                 f"transport.heartbeat_s={self.heartbeat_s}, silence_s={self.silence_s} and round_timeout_s="
-                f"{self.round_timeout_s} were given; each must be shorter than the next, and two heartbeats must fit "
+                f"{self.round_timeout_s} were given. Each must be shorter than the next, and two heartbeats must fit "
                 "into a silence. Nothing was started."
             )
         if not self.rendezvous_timeout_s > 0:
             raise ConfigurationError(
-                f"transport.rendezvous_timeout_s={self.rendezvous_timeout_s} was given; it must be positive. "
-                "Nothing was started."
-            )
-        if self.give_up_after_s is not None and not self.give_up_after_s >= 0:
-            raise ConfigurationError(
-                f"transport.give_up_after_s={self.give_up_after_s} was given; it is a time in seconds, or left out for "
-                "never. Nothing was started."
+                f"transport.rendezvous_timeout_s={self.rendezvous_timeout_s} was given. It must be positive. Nothing "
+                "was started."
             )
         for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s"):
             values = getattr(self, name)
             if len(values) not in (0, 1, self.replicas):
                 raise ConfigurationError(
-                    f"transport.{name} has {len(values)} values for {self.replicas} replicas; "
-                    f"none, one, or {self.replicas} would work. Nothing was started."
+                    f"transport.{name} has {len(values)} values for {self.replicas} replicas. Give none, one, or "
+                    f"{self.replicas}. Nothing was started."
                 )
             if any(value < 0 or (value == 0 and name == "bandwidth_bits_per_s") for value in values):
-                raise ConfigurationError(
-                    f"transport.{name}={values} holds a value that is no time or rate. Nothing was started."
-                )
+                raise ConfigurationError(f"transport.{name}={values} has an invalid value. Nothing was started.")
         if self.name == "in-process" and (self.bandwidth_bits_per_s or self.latency_s) and not self.step_time_s:
             raise ConfigurationError(
-                "transport.bandwidth_bits_per_s or latency_s was given without transport.step_time_s; an emulated link "
+                "transport.bandwidth_bits_per_s or latency_s was given without transport.step_time_s. An emulated link "
                 "runs on a virtual clock, which needs the compute time of one inner step. Nothing was started."
             )

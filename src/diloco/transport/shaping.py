@@ -14,12 +14,12 @@ from diloco.transport.links import Link
 __all__ = ["Pacer", "TokenBucket", "congestion_control", "streams_to_each"]
 
 KEEPING_THEIR_RATE = ("bbr",)
-"""Congestion control that takes neither a lost packet nor a pause for a link that is full."""
+"""Congestion control that does not slow down at a lost packet or after a pause."""
 
 FEW, MANY = 4, 16
-"""To all others together. One connection that halves its rate at every loss carries little over a long way, and after a
-pause begins with ten packets: many together carry more, and begin with more. Where a connection keeps its rate, more of
-them only fill the queue on the way, and what is lost there is sent again."""
+"""Connections to all others together. One that halves its rate at every loss carries little over a long way, and starts
+with ten packets after a pause: many together carry more. Where a connection keeps its rate, more of them only fill the
+queue on the way, and what is lost there is sent again."""
 
 
 def streams_to_each(others: int, control: str) -> int:
@@ -32,7 +32,7 @@ def streams_to_each(others: int, control: str) -> int:
 
 
 def congestion_control() -> str:
-    """What new connections of this process get, such as cubic or bbr; "" where the kernel doesn't tell."""
+    """Congestion control of new connections of this process, such as cubic or bbr; "" if the kernel doesn't tell."""
     option = getattr(socket, "TCP_CONGESTION", None)
     if option is None:
         return ""
@@ -86,16 +86,16 @@ class Pacer:
 
 
 class TokenBucket:
-    """One budget for all who send from it; who comes first is served first.
+    """A rate limit shared by all senders, first come, first served.
 
     In any ``t`` seconds at most ``burst_bytes + t * bytes_per_s`` bytes leave.
 
     Args:
-        bytes_per_s: the limit; None: there is none.
-        burst_bytes: that may leave at once after a pause. One sending may be larger; it then waits for the rest.
+        bytes_per_s: the limit; None: unlimited.
+        burst_bytes: that may leave at once after a pause. A larger message waits for the rest.
 
     Raises:
-        ConfigurationError: if the limit is no positive number.
+        ConfigurationError: if the limit is not positive.
 
     >>> bucket = TokenBucket(1000.0, burst_bytes=500)
     >>> bucket.take(10.0, 500), bucket.take(10.0, 500), bucket.take(10.0, 1000)
@@ -107,12 +107,11 @@ class TokenBucket:
     def __init__(self, bytes_per_s: float | None, burst_bytes: int) -> None:
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise ConfigurationError(
-                f"a limit of {bytes_per_s} bytes a second was given; a positive number, or none, would work. "
-                "Nothing was started."
+                f"a limit of {bytes_per_s} bytes a second was given. It must be positive or None. Nothing was started."
             )
         self._bytes_per_s = math.inf if bytes_per_s is None else bytes_per_s
         self._burst_s = burst_bytes / self._bytes_per_s
-        self._paid_s = -math.inf  # until then all that has left is paid for
+        self._paid_s = -math.inf  # when what has left will be paid for
 
     def take(self, now_s: float, num_bytes: int) -> float:
         """Seconds from ``now_s`` on to wait before ``num_bytes`` bytes leave; they count as sent from now on."""

@@ -1,4 +1,4 @@
-"""How a transport is to be connected, one that stands, and becoming a member of a run that is going on."""
+"""How a transport is to be connected, a connected transport, and becoming a member of a run that is going on."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Connected:
         """Tell those who come later, or are not members now, that the run is over."""
 
     def already_running(self) -> RendezvousError:
-        """For who came to begin a run, and finds one that is going on."""
+        """For a replica that came to begin a run, and found one that is going on."""
         return RendezvousError(
-            f"replica {self.transport.replica} came to begin a run, and the others are in the middle of one; another "
-            "rendezvous, or joining them, would work. Nothing was started."
+            f"replica {self.transport.replica} came to begin a run, and the others are in the middle of one. Choose "
+            "another rendezvous, or join them. Nothing was started."
         )
 
 
@@ -140,11 +140,11 @@ class Wire:
                 check_whole(name, value, least)
         for name in ("heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "late_s"):
             if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigurationError(f"{name}={value} was given; more than 0 s would work. Nothing was started.")
+                raise ConfigurationError(f"{name}={value} was given. It must be more than 0 s. Nothing was started.")
         if self.heartbeat_s > self.silence_s / 2:
             raise ConfigurationError(
-                f"heartbeat_s={self.heartbeat_s} was given with silence_s={self.silence_s}; two heartbeats must fit "
-                "into a silence, or replicas that are well count as lost. Nothing was started."
+                f"heartbeat_s={self.heartbeat_s} was given with silence_s={self.silence_s}. Two heartbeats must fit "
+                "into a silence, or healthy replicas count as lost. Nothing was started."
             )
 
     def rules_and_policies(

@@ -136,9 +136,8 @@ class TcpStreams:
                 if port == ports[-1]:
                     tried = f"port {port}" if len(ports) == 1 else f"any port from {ports[0]} to {port}"
                     raise TransportError(
-                        f"{host or 'this machine'} can't be listened on at {tried}: {error}. Another port "
-                        "(transport.ports), or an address of this machine (transport.host), would work. "
-                        "Nothing was started."
+                        f"{host or 'this machine'} can't be listened on at {tried}: {error}. Choose another port "
+                        "(transport.ports) or an address of this machine (transport.host). Nothing was started."
                     ) from error
         assert self._server is not None
         return Address(advertised, self._server.sockets[0].getsockname()[1])

@@ -1,4 +1,4 @@
-"""From an address that all know to a transport whose view stands: rendezvous, control connections, payload links."""
+"""From an address that all ranks know to a connected transport: rendezvous, control connections, payload links."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from diloco.waiting import waiting_for
 
 __all__ = ["Place", "TcpWire", "connect", "connect_again"]
 
-_PORT_S = 5.0  # for who has the rendezvous' port to answer as a diloco, or to give it up
+PORT_TIMEOUT_S = 5.0
+"""For the owner of the rendezvous' port to answer as a diloco, or to give the port up."""
 _LISTEN_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which rank this is, and where the others are asked for.
+    """Which rank this is, and where it meets the others.
 
     Attributes:
         replica: m.
@@ -41,7 +42,7 @@ class Place:
         ranks_per_replica: S.
         rendezvous: an address that all ranks are given: of rank 0, which listens there unless somebody else does, of a
             launcher, or of any replica of a run that is going on.
-        torchrun: instead of ``rendezvous``: the address of ``torchrun``'s own store, through which rank 0 tells its.
+        torchrun: instead of ``rendezvous``: the address of ``torchrun``'s own store, where rank 0 leaves its address.
         attempt: of ``torchrun``, which restarts a group of workers together.
     """
 
@@ -63,7 +64,7 @@ class TcpWire(Wire):
     """How ranks are connected over TCP.
 
     Attributes:
-        host: address of this machine to listen at; "": the one that the way to the rendezvous begins at.
+        host: address of this machine to listen at; "": the one from which the rendezvous is reached.
         ports: of the control connection: ``0`` for any, ``FIRST`` or ``FIRST-LAST``.
         interface: network interface of the payload connections; "": that of ``host``.
         join_window_s: a rank that has lost its view and finds no member waits this long for others that look, too,
@@ -99,15 +100,15 @@ def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
 def connect_again(
     place: Place, wire: TcpWire, lost: Connected, listening: socket.socket, last: View, patience_s: float
 ) -> Connected:
-    """For one that has lost its view, and closed its transport: find the others, or found another view with them.
+    """For a rank that has lost its view and closed its transport: find the others, or found another view with them.
 
     Args:
         place: which rank this is.
         wire: how.
-        lost: what it was connected by.
+        lost: its connection before.
         listening: the socket that it listened at, as `TcpStreams.keep` gave it.
         last: the newest view that it was a member of, or had agreed to be.
-        patience_s: so long it looks.
+        patience_s: how long it looks.
 
     Raises:
         TransportError: if that does not succeed in time; nothing stays open.
@@ -156,8 +157,8 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
         meeting = parse_address(word, key="the address of rank 0")
     if meeting is None:
         raise RendezvousError(
-            f"replica {place.replica} was given no rendezvous; HOST:PORT of replica 0, or of any replica "
-            "of a run that is going on, would work. Nothing was started."
+            f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a run "
+            "that is going on. Nothing was started."
         )
     entry = Entry(place.rank, str(connections.address), wire.facts, held_step)
     table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
@@ -184,7 +185,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
 
 
 async def _dial(connections: ConnectionManager, table: Table, place: Place, timeout_s: float) -> set[int]:
-    """Open connections: to all lower ranks at the start, to all others that answer for a joiner; the ranks reached."""
+    """Connect to all lower ranks, or, as a joiner, to all others that answer; returns the ranks reached."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     size = place.ranks_per_replica
@@ -201,18 +202,17 @@ async def _dial(connections: ConnectionManager, table: Table, place: Place, time
             except ConnectionRefusedError as error:
                 why = str(error)
                 if table.running:
-                    return  # it has ended; the others know
+                    return  # it has ended, as the others know
             except (OSError, EOFError, TransportError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
             await asyncio.sleep(0.2)
         raise RendezvousError(
-            f"rank {place.rank} can't reach rank {rank} at {address} within {timeout_s:g} s: {why}. An open port, or "
-            "another transport.host or transport.ports there, would work; `diloco doctor` checks the way. "
-            "Nothing was started.",
+            f"rank {place.rank} can't reach rank {rank} at {address} within {timeout_s:g} s: {why}. Open that port, or "
+            "choose another transport.host or transport.ports there; `diloco doctor` checks the way. Nothing was started.",
             replicas=[rank // size],
         )
 
-    # ranks of one replica that joins connect to each other as all ranks do at the start
+    # the ranks of a replica that joins connect to each other as all ranks do at the start
     mine = range(place.replica * size, (place.replica + 1) * size)
     lower = [rank for rank in table.entries if rank < place.rank]
     others = [rank for rank in table.entries if rank not in mine or rank < place.rank]
@@ -230,9 +230,8 @@ async def _arrived(connections: ConnectionManager, place: Place, timeout_s: floa
             await within(deadline_s - loop.time(), connections.arrived.wait())
         except TimeoutError:
             raise RendezvousError(
-                f"rank {place.rank} at {connections.address} was not reached by {_named(table, missing)} "
-                f"within {timeout_s:g} s. "
-                "Opening that port would work; `diloco doctor` checks the way. Nothing was started."
+                f"rank {place.rank} at {connections.address} was not reached by {_named(table, missing)} within "
+                f"{timeout_s:g} s. Open that port; `diloco doctor` checks the way. Nothing was started."
             ) from None
 
 
@@ -245,35 +244,35 @@ def _named(table: Table, ranks: Collection[int]) -> str:
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
-    """Listen at the rendezvous as rank 0 does, unless it is elsewhere: a launcher's, or another replica's.
+    """Listen at the rendezvous as rank 0, unless it is elsewhere: a launcher's, or another replica's.
 
     Raises:
         RendezvousError: if another program listens there.
     """
     clock = asyncio.get_running_loop()
-    deadline_s = clock.time() + _PORT_S
+    deadline_s = clock.time() + PORT_TIMEOUT_S
     while True:
         try:
             await connections.listen_at(address.host, range(address.port, address.port + 1), host)
             return True
         except TransportError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
-                return False  # it is no address of this machine
+                return False  # not an address of this machine
         left_s = deadline_s - clock.time()
         try:
             await greet(address, left_s)
             return False
         except TransportError as error:
-            does = f"answered as no diloco does ({said(error)})"
-        except (OSError, EOFError, TimeoutError):  # what has been there may be ending
+            does = f"did not answer as a diloco does ({said(error)})"
+        except (OSError, EOFError, TimeoutError):  # it may be ending
             if left_s > _LISTEN_AGAIN_S:
                 await asyncio.sleep(_LISTEN_AGAIN_S)
                 continue
             does = "does not answer as a diloco does"
         raise RendezvousError(
             f"port {address.port} of {address.host}, at which replica 0 was to be met (--rendezvous), is in use by "
-            f"another program, which {does}. Another port, the same for all replicas, or ending that program, would "
-            "work. Nothing was started."
+            f"another program, which {does}. Choose another port, the same for all replicas, or end that program. "
+            "Nothing was started."
         )
 
 
@@ -285,6 +284,6 @@ def _my_host(place: Place) -> str:
         return local_host_towards(towards)
     except OSError as error:
         raise RendezvousError(
-            f"{towards.host!r} was given as the rendezvous, and there is no way to it: {error}. A name that resolves, "
-            "or an address, would work. Nothing was started."
+            f"{towards.host!r} was given as the rendezvous, and there is no way to it: {error}. Use a name that "
+            "resolves, or an address. Nothing was started."
         ) from error

@@ -19,7 +19,7 @@ from diloco.transport.peers.streams import pack, read_frame, within
 __all__ = ["Finding", "examine", "serve_probes"]
 
 MOST_BYTES = 64_000_000
-"""More than this is not moved for one question."""
+"""The most that is moved for one question."""
 
 _CHUNK_BYTES = 1 << 20
 _PINGS = 10
@@ -31,12 +31,12 @@ class Finding:
 
     Attributes:
         address: as it was given.
-        resolved: the addresses its name stands for.
+        resolved: the addresses that its name stands for.
         ok: whether everything works.
         latency_s: median of the round trips, or None.
         up_bits_per_s, down_bits_per_s: to the peer and from it, or None.
         problem: what does not work, or "".
-        advice: what would help, or "".
+        advice: what to do about it, or "".
     """
 
     address: str
@@ -87,29 +87,29 @@ async def examine(address: Address, num_bytes: int, timeout_s: float) -> Finding
     try:
         places = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        advice = "a name that this machine's resolver knows, or an IP address, would work"
+        advice = "use a name that this machine's resolver knows, or an IP address"
         return Finding(given, problem=f"the name does not resolve: {error.strerror or error}", advice=advice)
     resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
     try:
         opening = asyncio.open_connection(address.host, address.port)
         reader, writer = await within(timeout_s, opening)
     except ConnectionRefusedError:
-        advice = "starting the replica, or `diloco doctor --listen` there, or another port, would work"
+        advice = "start the replica, or `diloco doctor --listen`, there, or choose another port"
         return Finding(given, resolved, problem="nothing listens there (connection refused)", advice=advice)
     except TimeoutError:
-        advice = "opening the port in the firewall in between, or another address of that machine, would work"
+        advice = "open the port in the firewall in between, or use another address of that machine"
         return Finding(given, resolved, problem=f"no answer within {timeout_s:g} s", advice=advice)
     except OSError as error:
-        return Finding(given, resolved, problem=str(error), advice="a route to that machine would work")
+        return Finding(given, resolved, problem=str(error), advice="set up a route to that machine")
     try:
         return await _measure(given, resolved, reader, writer, num_bytes, timeout_s)
     except TimeoutError:
-        advice = "a process that is not frozen, or a faster link or fewer bytes (--megabytes), would work"
+        advice = "check that the process is not frozen, or move fewer bytes (--megabytes)"
         return Finding(given, resolved, problem=f"connected, and then silent for {timeout_s:g} s", advice=advice)
     except (OSError, EOFError, TransportError) as error:
-        advice = "the control port of a diloco of this version would work"
+        advice = "use the control port of a diloco of this version"
         words = str(error) or "the connection was closed"
-        return Finding(given, resolved, problem=f"what answers there is no diloco: {words}", advice=advice)
+        return Finding(given, resolved, problem=f"what answers there is not a diloco: {words}", advice=advice)
     finally:
         writer.close()
 

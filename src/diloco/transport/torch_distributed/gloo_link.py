@@ -140,9 +140,8 @@ def make_device(host: str, interface: str) -> object:
     except RuntimeError as error:
         where = f"interface {interface!r}" if interface else f"address {host!r}"
         raise TransportError(
-            f"gloo can't listen on the {where} of this machine: {str(error).splitlines()[0]} An interface (see "
-            "`ip address`) or address of this machine would work (transport.interface, transport.host). "
-            "Nothing was started."
+            f"gloo can't listen on the {where} of this machine: {str(error).splitlines()[0]} Choose an interface (see "
+            "`ip address`; transport.interface) or an address (transport.host) of this machine. Nothing was started."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""For a training loop of one's own: this process as one replica among others."""
+"""For your own training loop: this process as one replica among others."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def connect_replica(
 ) -> Iterator[Transport]:
     """A transport to the other replicas, which run the same in processes of their own, here or elsewhere.
 
-    Leaving the ``with`` waits until all replicas have come as far, and parts. Replicas that take more steps than this
-    one are told that it left, and what they do then is as when it is lost. An error on its way out parts at once.
+    The end of the ``with`` waits until all replicas have come as far. Replicas that take more steps are told that this
+    one left, and do as if it were lost. After an error the connections end at once.
 
     Args:
         replica: m, counted from 0.
         num_replicas: M.
         rendezvous: ``HOST:PORT`` of a machine that all can reach; replica 0 listens there.
-        ranks: where torch.distributed is initialised, its ranks together are this replica, and all of them call this.
-            ``whole``: each holds the whole model (DistributedDataParallel), and the first speaks for all; ``sharded``:
-            each holds shards of it (FSDP2), and speaks for those; ``alone``: this process is the replica, whatever
-            torch.distributed is used for.
+        ranks: ``alone``: this process is the replica, whatever torch.distributed is used for. Otherwise the ranks of
+            torch.distributed together are the replica, and all of them call this: ``whole``: each holds the whole
+            model (DistributedDataParallel), and the first speaks for all; ``sharded``: each holds shards of it (FSDP2),
+            and speaks for those.
         on_failure: when a replica is lost, ``stop``: every round from then on raises `ReplicaLostError` on the others;
             ``continue``: they go on in a smaller view.
-        facts: what must be the same on all replicas, name -> value; a difference is refused before anything starts.
+        facts: what must be the same on all replicas, name -> value; a difference is an error before anything starts.
         wire: any field of `TcpWire`, such as ``streams=2`` or ``round_timeout_s=60``.
 
     Raises:
@@ -59,7 +59,7 @@ def connect_replica(
     View(id=0, members=(0,))
     """
     if ranks not in ("alone", "whole", "sharded"):
-        raise ConfigurationError(f"ranks={ranks!r} was given; alone, whole or sharded would work. Nothing was started.")
+        raise ConfigurationError(f"ranks={ranks!r} was given. Use alone, whole or sharded. Nothing was started.")
     group = ReplicaGroup(_process_group(), replica=replica) if ranks != "alone" else ReplicaGroup(replica=replica)
     position, size = (group.position, group.size) if ranks == "sharded" else (0, 1)
     place = Place(
@@ -120,13 +120,13 @@ def replica_connection(
 
 
 def _process_group() -> dist.ProcessGroup | None:
-    """All ranks of torch.distributed, in a group where CPU tensors can travel, too; None where there is but this."""
+    """All ranks of torch.distributed, in a group in which CPU tensors can travel, too; None for a lone rank."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and not dist.is_initialized():
         raise ConfigurationError(
-            f"a launcher has started {launched} processes (WORLD_SIZE), and torch.distributed is not initialised, so "
-            "that each would take itself for the whole replica; after TrainingArguments(...) or Accelerator(), which "
-            "initialise it, or init_process_group, it would work. Nothing was started."
+            f"a launcher has started {launched} processes (WORLD_SIZE), but torch.distributed is not initialised, so "
+            "each of them would take itself for the whole replica. Call init_process_group first, or create "
+            "TrainingArguments(...) or Accelerator(), which do. Nothing was started."
         )
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

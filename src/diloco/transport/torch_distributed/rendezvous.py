@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other: one address that all know, needed only until they have.
+"""How the ranks of a run find each other: at one address that all know, which they need only until they have.
 
-Any member answers at its own control port as well, once the run is going: who comes back after the first address has
-died asks one of those.
+Once the run is going, every member answers at its own control port as well: a replica that comes back after the first
+address is gone asks one of those.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["ask", "exchange_word", "greet", "question", "said", "serve"]
 
 _LONGEST_S = 30 * 86_400.0
 _ANSWER_S = 5.0
-_UNANSWERED = 3  # times that somebody who says nothing is asked who it is
-_TELL_S = 1.5
-"""Those who wait are told who is missing once in so long: before they would tell anybody themselves."""
+_MOST_UNANSWERED = 3  # questions
+TELL_EVERY_S = 1.5
+"""How often those who wait are told who is missing: before they would say so to anybody."""
 
 
 def serve(connections: ConnectionManager, registry: Registry) -> None:
     """Answer those who register at ``connections``; the table goes to all as soon as all are in."""
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-    refusals: list[dict[str, Any]] = []  # of a run that can't begin: who comes later is told the same
+    refusals: list[dict[str, Any]] = []  # of a run that can't begin, for ranks that come later
 
     def tell_all(answer: dict[str, Any]) -> None:
         for future in list(waiting.values()):
@@ -90,38 +90,47 @@ def serve(connections: ConnectionManager, registry: Registry) -> None:
 
 
 async def _tell_missing(registry: Registry, writer: asyncio.StreamWriter) -> None:
-    """Keep somebody who waits informed, who has left if that fails."""
+    """Tell a waiting rank from time to time who is missing."""
     while True:
-        await asyncio.sleep(_TELL_S)
+        await asyncio.sleep(TELL_EVERY_S)
         writer.write(pack({"kind": "waiting", "missing": list(registry.missing)}))
 
 
-def ask(connections: ConnectionManager, address: Address, entry: Entry, timeout_s: float) -> Table:
+def ask(
+    connections: ConnectionManager, address: Address, entry: Entry, timeout_s: float, answer_s: float = _ANSWER_S
+) -> Table:
     """Register ``entry`` at ``address`` and wait for the others.
+
+    Args:
+        connections: whose loop does the work.
+        address: of the rendezvous.
+        entry: of this rank.
+        timeout_s: for all ranks to come.
+        answer_s: for whoever listens there to say that it is a diloco.
 
     Raises:
         RendezvousError: if nobody answers, the run is refused, or not everybody came in time; it says which.
     """
     missing: list[str] = []
     with waiting_for(lambda: missing[-1] if missing else f"an answer at the rendezvous {address}", timeout_s):
-        return connections.call(_ask(address, entry, timeout_s, missing))
+        return connections.call(_ask(address, entry, timeout_s, answer_s, missing))
 
 
-async def _ask(address: Address, entry: Entry, timeout_s: float, missing: list[str]) -> Table:
+async def _ask(address: Address, entry: Entry, timeout_s: float, answer_s: float, missing: list[str]) -> Table:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     attempts, unanswered, why = 0, 0, ""
     while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
         attempts += 1
         try:
-            await greet(address, min(left_s, _ANSWER_S))
+            await greet(address, min(left_s, answer_s))
             left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
             answer = await within(left_s, _register(address, entry, min(0.9 * left_s, _LONGEST_S), missing))
             if answer["kind"] == "refused":
                 raise RendezvousError(str(answer["reason"]))
             if answer["kind"] == "incomplete":
                 raise RendezvousError(
-                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}. Starting the missing "
-                    "ones, or a longer transport.rendezvous_timeout_s, would work. Nothing was started."
+                    f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}. Start the missing "
+                    "ones, or choose a longer transport.rendezvous_timeout_s. Nothing was started."
                 )
             entries = [Entry.from_message(each) for each in answer["entries"]]
             return Table({each.rank: each for each in entries}, bool(answer["running"]))
@@ -131,32 +140,32 @@ async def _ask(address: Address, entry: Entry, timeout_s: float, missing: list[s
             why = "nothing listens there (connection refused)"
         except TimeoutError:
             why, unanswered = "no answer", unanswered + 1
-            if unanswered == _UNANSWERED:
+            if unanswered == _MOST_UNANSWERED:
                 raise _another_program(entry.rank, address, "says nothing") from None
         except (OSError, EOFError) as error:
             why = str(error) or type(error).__name__
         except TransportError as error:
             if isinstance(error, RendezvousError):
                 raise
-            raise _another_program(entry.rank, address, f"answered as no diloco does ({said(error)})") from error
+            raise _another_program(entry.rank, address, f"did not answer as a diloco does ({said(error)})") from error
         await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
-        "Starting replica 0 there, opening that port, or, for a run that is going on, the address of any of its "
-        "replicas would work. Nothing was started."
+        "Start replica 0 there, open that port, or, for a run that is going on, give the address of any of its "
+        "replicas. Nothing was started."
     )
 
 
 def _another_program(rank: int, address: Address, does: str) -> RendezvousError:
     return RendezvousError(
         f"rank {rank} found no rendezvous at {address}: port {address.port} there is in use by another program, which "
-        f"{does}. Another port, the same for all replicas (--rendezvous {address.host}:PORT), or ending that program, "
-        "would work. Nothing was started."
+        f"{does}. Choose another port, the same for all replicas (--rendezvous {address.host}:PORT), or end that "
+        "program. Nothing was started."
     )
 
 
 def said(error: TransportError) -> str:
-    """What came in, without what became of the connection."""
+    """The first part of an error about what came in: without what became of the connection."""
     return str(error).partition(". The connection")[0]
 
 
@@ -183,7 +192,7 @@ async def question(address: Address, message: Mapping[str, Any]) -> dict[str, An
 
 
 async def _register(address: Address, entry: Entry, patience_s: float, missing: list[str]) -> dict[str, Any]:
-    """The answer; meanwhile ``missing`` gets, in words, who is."""
+    """The answer; meanwhile ``missing`` is told, in words, who is missing."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
         writer.write(pack({"kind": "register", "patience_s": patience_s, "tell": True, **entry.to_message()}))
@@ -210,8 +219,8 @@ def _table(registry: Registry, running: bool) -> dict[str, Any]:
 def exchange_word(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
     """Under ``torchrun``: rank 0 (``mine`` given) leaves a word in the agent's store, the others read it there.
 
-    The store is used for nothing else. A store whose host is frozen blocks past every time-out of its own, so the call
-    runs in a thread that is left behind.
+    The store is used for nothing else. It blocks beyond all its own time-outs if its host is frozen, so the call runs in
+    a thread that may be left behind.
 
     Raises:
         RendezvousError: if the store does not answer in time.
@@ -238,5 +247,5 @@ def exchange_word(master: Address, mine: str | None, timeout_s: float, key: str)
     why = str(result[0]).splitlines()[0] if result else "no answer"
     raise RendezvousError(
         f"the store of torchrun at {master} gave no {key} of rank 0 within {timeout_s:g} s: {why}. "
-        "A reachable --master-addr and --master-port (or --rdzv-endpoint) would work. Nothing was started."
+        "Give a reachable --master-addr and --master-port (or --rdzv-endpoint). Nothing was started."
     )
