@@ -60,9 +60,7 @@ def test_ports(text: str, ports: range) -> None:
     "text", ["", "-", "1-", "-1", "2-1", "0-5", "65536", "1-65536", "a", "1,2", "1-2-3", "٣", "²", " 1"]
 )
 def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"transport.ports=.* given. Use a port such as .*Nothing was started"
-    ):
+    with pytest.raises(ConfigurationError, match=r"transport.ports=.* given. Use a port such as .*Nothing was started"):
         parse_ports(text, key="transport.ports")
 
 

@@ -208,7 +208,7 @@ async def _dial(connections: ConnectionManager, table: Table, place: Place, time
             await asyncio.sleep(0.2)
         raise RendezvousError(
             f"rank {place.rank} can't reach rank {rank} at {address} within {timeout_s:g} s: {why}. Open that port, or "
-            "choose another transport.host or transport.ports there; `diloco doctor` checks the way. Nothing was started.",
+            "use another transport.host or transport.ports there; `diloco doctor` checks the way. Nothing was started.",
             replicas=[rank // size],
         )
 

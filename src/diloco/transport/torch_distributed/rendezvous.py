@@ -219,8 +219,8 @@ def _table(registry: Registry, running: bool) -> dict[str, Any]:
 def exchange_word(master: Address, mine: str | None, timeout_s: float, key: str) -> str:
     """Under ``torchrun``: rank 0 (``mine`` given) leaves a word in the agent's store, the others read it there.
 
-    The store is used for nothing else. It blocks beyond all its own time-outs if its host is frozen, so the call runs in
-    a thread that may be left behind.
+    The store is used for nothing else. If its host is frozen, it blocks beyond all its own time-outs, so the call runs
+    in a thread that may be left behind.
 
     Raises:
         RendezvousError: if the store does not answer in time.
