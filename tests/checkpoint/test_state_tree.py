@@ -134,7 +134,16 @@ def test_shared_tensors_are_saved_once_and_stay_shared(tmp_path: Path) -> None:
 def test_views_of_every_kind(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     wave = torch.tensor([1 + 2j, 3 - 4j])
-    tree = [base.T, base[:, 1], base[::2], wave.conj(), wave.conj().imag, base[1:1].T, base[:1, 2:3].T]
+    tree = [
+        base.T,
+        base[:, 1],
+        base[::2],
+        wave.conj(),
+        wave.conj().imag,
+        wave[:1].conj().imag,
+        base[1:1].T,
+        base[:1, 2:3].T,
+    ]
     tree += [torch.ones(()).expand(4), torch.ones(()).expand(1), torch.ones(3, dtype=torch.bool).expand(0, 3)]
     back = through_files(tree, tmp_path)
     assert same(back, tree)

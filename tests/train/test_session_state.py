@@ -1,13 +1,16 @@
-"""A run goes on with another number of replicas: no document twice or left out, and nothing of the work lost."""
+"""A session is saved and loaded whole; it may go on with another number of replicas: no document twice or left out."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,10 +26,11 @@ from diloco.train.components import make_transport
 from diloco.train.fleet.base import InProcessFleet
 from diloco.train.resolve import resolve
 from diloco.train.session import Session
-from diloco.train.session_state import load_session
+from diloco.train.session_state import load_session, save_session
 from tests.data.streams import numbered as numbered_texts
 from tests.processes import Processes, free_port
 from tests.runs import SMALL, Listener, train, write_text
+from tests.same import same
 
 DOCUMENTS = 97
 LENGTH = 16
@@ -108,18 +112,61 @@ def test_what_goes_on_and_what_begins_anew(tmp_path: Path, codec: str, now: int)
     assert steps == [12.0] * min(now, 2) + [7.0] * max(0, now - 2), "moments of new replicas begin anew"
 
 
+def make_session(data: Path, arguments: str, kind: type[InProcessFleet] = InProcessFleet) -> Session:
+    configuration = load_configuration([*SMALL.split(), str(data), *arguments.split()])
+    settings = resolve(configuration, num_layers=configuration.model.layers)
+    corpus = build_corpus(settings.data)
+    settings = replace(settings, model=replace(settings.model, vocab_size=corpus.tokenizer.vocab_size))
+    fleet = kind(make_transport(settings.transport))
+    return Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
+
+
 def resumed(data: Path, run: Path, arguments: str) -> Session:
     """A session of three replicas that goes on from the newest checkpoint of ``run``."""
-    settings = resolve(
-        load_configuration([*SMALL.split(), str(data), *arguments.split(), "--replicas", "3"]), num_layers=2
-    )
-    corpus = build_corpus(settings.data)
-    model = replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
-    settings = replace(settings, model=model)
-    fleet = InProcessFleet(make_transport(settings.transport))
-    session = Session(settings, corpus, fleet, torch.device("cpu"), lambda event: None)
+    session = make_session(data, f"{arguments} --replicas 3")
     load_session(session, open_checkpoint(run), run)
     return session
+
+
+class OfOneReplica(InProcessFleet):
+    """As where each replica is a process: saved by its ranks, of which there is one here."""
+
+    in_one_process = False
+
+
+def held_by(session: Session) -> list[Any]:
+    """All that its replicas hold."""
+    return [
+        {
+            "model": dict(replica.model.state_dict()),
+            "inner": replica.inner.state_dict(),
+            "sampler": replica.sampler.state_dict(),
+            "random": replica.random_state.state_dict(),
+            "diloco": replica.diloco and replica.diloco.state_dict(),
+        }
+        for replica in session.replicas
+    ]
+
+
+@pytest.mark.parametrize(("replicas", "kind"), [(2, InProcessFleet), (1, OfOneReplica)])
+def test_everything_comes_back(tmp_path: Path, replicas: int, kind: type[InProcessFleet]) -> None:
+    """With rounds in flight, error feedback, and random numbers drawn."""
+    data = write_text(tmp_path)
+    arguments = f"--steps 24 --codec fp4 --codec.error-feedback --replicas {replicas}"
+    session = make_session(data, arguments, kind)
+    for _ in range(10):
+        session.step()
+        for replica in session.replicas:
+            with replica.random_state.active():
+                torch.rand(3), random.random(), np.random.random()
+    save_session(session, tmp_path / "checkpoints", {"num_replicas": replicas}, keep=1)
+    other = make_session(data, arguments, kind)
+    assert load_session(other, open_checkpoint(tmp_path), tmp_path) == ()
+    before, after = held_by(session), held_by(other)
+    assert before[0]["diloco"]["in_flight"]
+    assert same(after, before)
+    assert vars(other.totals) == vars(session.totals)
+    assert other.traffic() == session.traffic()
 
 
 def test_new_replicas_begin_from_the_global_parameters(tmp_path: Path) -> None:
@@ -210,5 +257,7 @@ def test_processes_go_on_as_more_and_as_fewer(tmp_path: Path) -> None:
                 assert rank(0, arguments, 0) == 0
         digests.append(json.loads((out / "summary.json").read_text())["global_params_digest"])
     assert digests[0] == digests[1]
-    left = [list_checkpoints(tmp_path / "many" / f"replica-{m}" / "checkpoints")[-1].path.name for m in (1, 2)]
-    assert left == ["step-00000009"] * 2
+    left = [list_checkpoints(tmp_path / "many" / f"replica-{m}" / "checkpoints")[-1] for m in (1, 2)]
+    assert [checkpoint.step for checkpoint in left] == [9, 9]
+    sent, sent_by_new = (checkpoint.load("run")["transport"]["traffic"][0] for checkpoint in left)
+    assert 0 < sent_by_new < sent
