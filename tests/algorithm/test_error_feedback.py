@@ -8,10 +8,10 @@ from torch import Tensor
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.error_feedback import ErrorFeedback
-from diloco.errors import CheckpointError, CodecError
+from diloco.errors import CheckpointError, CodecError, ConfigurationError
 
 NUMEL = 100
-LOSSY = ["float16", "bfloat16", "int8", "fp4"]
+LOSSY = ["float16", "bfloat16", "int8", "fp4", "int2", "topk2"]
 
 
 def make(name: str = "fp4", numel: int = NUMEL) -> ErrorFeedback:
@@ -196,3 +196,16 @@ def test_an_empty_fragment_works() -> None:
     assert codec.encode(torch.zeros(0)).shape == (0,)
     codec.commit()
     assert codec.residual.shape == (0,)
+
+
+def test_a_decay_forgets_what_waits() -> None:
+    values, codec = torch.tensor([100.0, 1e-3]), ErrorFeedback(make_codec("fp4", block_size=2), 2, decay=0.5)
+    expected = torch.zeros(2)
+    for _ in range(5):
+        payload = codec.encode(values)
+        codec.commit()
+        expected = values + 0.5 * expected - codec.decode(payload, 2)
+        assert torch.equal(codec.residual, expected)
+    assert float(codec.residual[1]) < 2e-3
+    with pytest.raises(ConfigurationError, match=r"decay=1\.5 .* from 0 to 1"):
+        ErrorFeedback(make_codec("fp4"), 2, decay=1.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -104,3 +105,13 @@ def test_schedules_are_functions_of_the_outer_step() -> None:
 def test_impossible_values_are_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make()
+
+
+def test_adams_square_root_is_correctly_rounded() -> None:
+    """Else replicas on processors of different makes drift apart in the last bit, and rounds become void."""
+    mean = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) + 0.1
+    adam = Adam(learning_rate=1.0, betas=(0.0, 0.0), epsilon=1e-12)
+    values, state = torch.zeros_like(mean), adam.init(mean)
+    adam.update(mean, state, values)
+    squares = mean.square().numpy()
+    assert np.array_equal(-values.numpy(), mean.numpy() / (np.sqrt(squares) + np.float32(1e-12)))

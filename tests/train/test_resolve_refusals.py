@@ -51,7 +51,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": "none", "merge.alpha": 0.5}, "alpha=0.5.*--algorithm streaming"),
     # codec
     ({"codec.name": "int9"}, "codec.name='int9'.*did you mean 'int8'"),
-    ({"codec.name": "zip"}, "codec.name='zip'.*bfloat16, float16, float32, fp4, int8"),
+    ({"codec.name": "zip"}, "codec.name='zip'.*bfloat16, float16, float32, fp4, int2, int8, topk2"),
+    ({"codec.name": "topk2"}, "drops 98 % .* Add --codec.error-feedback"),
+    ({"codec.name": "int2", "codec.block_size": 6}, "block_size=6.*multiple of 4 from 4 to 65536"),
     ({"codec.block_size": 0}, "block_size=0.*even number from 2 to 65536"),
     ({"codec.block_size": 7}, "block_size=7.*even number from 2 to 65536"),
     ({"codec.block_size": 65538}, "block_size=65538.*even number from 2 to 65536"),
@@ -153,6 +155,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"fragments.num_fragments": 2, "schedule.offsets": (0, 99)},
     {"algorithm": "diloco", "fragments.num_fragments": 1, "schedule.overlap_steps": 0, "merge.alpha": 0.0},
     {"algorithm": "diloco", "codec.name": "int8", "codec.error_feedback": True},
+    {"codec.name": "topk2", "codec.error_feedback": True},
     {"algorithm": "data-parallel", "codec.name": "bfloat16"},
     {"algorithm": "none", "codec.name": "float32"},
     {"merge.alpha": 0.0},

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.codec.base import empty
+from diloco.algorithm.numbers import check_number
 from diloco.errors import CheckpointError, CodecError
 
 __all__ = ["ErrorFeedback"]
@@ -19,10 +20,11 @@ class ErrorFeedback(Codec):
 
     With v the values, Q the inner codec (encoded and decoded) and e starting at zero::
 
-        send  Q(v + e);    e <- (v + e) - Q(v + e)
+        send  Q(v + beta e);    e <- (v + beta e) - Q(v + beta e)
 
-    as in SparseLoCo (2508.15706) without its decay of e. So values too small for the codec add up until
-    they get through. Where we differ: the new e is only a *candidate* until the round's outcome is known.
+    as in SparseLoCo (2508.15706), whose ``decay`` beta is 0.95. So values too small for the codec add up until they get
+    through; with a decay below 1 what waits for long is slowly forgotten. Where we differ: the new e is only a
+    *candidate* until the round's outcome is known.
 
     - `commit`: the round was applied with our contribution; the candidate becomes the residual.
     - `rollback`: the round was void, or went on without us. Global parameters hold nothing of our contribution and the
@@ -37,6 +39,10 @@ class ErrorFeedback(Codec):
     Args:
         codec: Q.
         numel: values of the fragment.
+        decay: beta, from 0 to 1; 1: nothing is forgotten.
+
+    Raises:
+        ConfigurationError: if ``decay`` is out of range.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> codec = ErrorFeedback(make_codec("fp4", block_size=8), numel=2)
@@ -50,9 +56,11 @@ class ErrorFeedback(Codec):
     tensor([1.0000, 0.0156])
     """
 
-    def __init__(self, codec: Codec, numel: int) -> None:
+    def __init__(self, codec: Codec, numel: int, *, decay: float = 1.0) -> None:
+        check_number("error feedback's decay", decay, 0, 1)
         self.codec = codec
         self.numel = numel
+        self.decay = decay
         self.name = f"{codec.name}+error-feedback"
         self.implementation = codec.implementation
         self.saturation_limit = codec.saturation_limit
@@ -134,7 +142,7 @@ class ErrorFeedback(Codec):
             )
         self._residual = self._residual.to(values.device)
         candidate = empty(self.numel, torch.float32, values.device)
-        torch.add(values, self._residual, out=candidate)
+        torch.add(values, self._residual, alpha=self.decay, out=candidate)
         self.codec._encode(candidate, payload)
         self.codec._accumulate(payload, candidate, -1.0)
         self._candidate = candidate

@@ -154,6 +154,7 @@ class Adam:
         for delta, first, second, theta in _pieces(mean, state.slots["mean"], state.slots["square"], values):
             first.mul_(beta1).add_(delta * (1 - beta1))
             second.mul_(beta2).add_(delta.square().mul_(1 - beta2))
-            denominator = second.div(correction2).sqrt_().add_(self.epsilon)
+            # torch's float32 root with MKL is off in the last bit: replicas on other processors would drift apart
+            denominator = second.div(correction2).double().sqrt_().float().add_(self.epsilon)
             theta.sub_(first.div(correction1).mul_(learning_rate).div_(denominator))
         state.step = count

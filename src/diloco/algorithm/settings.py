@@ -93,12 +93,12 @@ class CodecSettings:
     """What turns a pseudo-gradient into bytes and back."""
 
     name: Annotated[str | None, arg(aliases=["--codec"])] = None
-    """float32, float16, bfloat16, int8 or fp4. Default: fp4 for streaming, float32 for diloco."""
+    """float32, float16, bfloat16, int8, fp4, int2 or topk2. Default: fp4 for streaming, float32 for diloco."""
     block_size: int = 256
-    """Values that share one scale (int8, fp4)."""
+    """Values that share one scale (int8, fp4, int2)."""
     error_feedback: bool = False
     """Keep what the codec lost and add it to the next pseudo-gradient; 4 bytes per parameter more."""
 
     def arguments(self) -> Mapping[str, int]:
         """The codec's own parameters, by name."""
-        return {"block_size": self.block_size} if self.name in ("int8", "fp4") else {}
+        return {"block_size": self.block_size} if self.name in ("int8", "fp4", "int2") else {}

@@ -18,7 +18,7 @@ from diloco.train.settings import RunSettings
 
 __all__ = ["CODEC_NAMES", "notes", "resolve"]
 
-CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4")
+CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4", "int2", "topk2")
 """The codecs of `diloco.algorithm.codec`, which imports torch; a test compares the two."""
 
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")
@@ -246,6 +246,16 @@ def _codec(settings: RunSettings) -> str:
         codec.error_feedback and (name == "float32" or algorithm in ("data-parallel", "none")),
         f"codec.error_feedback=true was given with codec.name={name!r} and algorithm={algorithm!r}, where there is "
         "no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm streaming or diloco.",
+    )
+    _refuse_if(
+        name == "int2" and codec.block_size % 4 != 0,
+        f"codec.block_size={codec.block_size} was given with codec.name='int2', which packs four values to a byte. "
+        "Use a multiple of 4 from 4 to 65536.",
+    )
+    _refuse_if(
+        name == "topk2" and not codec.error_feedback,
+        "codec.name='topk2' drops 98 % of the values, which are lost without error feedback. "
+        "Add --codec.error-feedback.",
     )
     return name
 

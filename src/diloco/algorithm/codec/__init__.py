@@ -12,10 +12,24 @@ import inspect
 from diloco.algorithm.codec.base import Codec, codec_class, codec_names, register
 from diloco.algorithm.codec.casts import BFloat16, Float16, Float32
 from diloco.algorithm.codec.fp4 import FP4
+from diloco.algorithm.codec.int2 import Int2
 from diloco.algorithm.codec.int8 import Int8
+from diloco.algorithm.codec.topk2 import TopK2
 from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["FP4", "BFloat16", "Codec", "Float16", "Float32", "Int8", "codec_names", "make_codec", "register"]
+__all__ = [
+    "FP4",
+    "BFloat16",
+    "Codec",
+    "Float16",
+    "Float32",
+    "Int2",
+    "Int8",
+    "TopK2",
+    "codec_names",
+    "make_codec",
+    "register",
+]
 
 
 def make_codec(name: str, **parameters: int) -> Codec:
@@ -24,8 +38,8 @@ def make_codec(name: str, **parameters: int) -> Codec:
     Block-wise codecs run the compiled kernels on CPU tensors where they were built; `Codec.implementation` says so.
 
     Args:
-        name: float32, float16, bfloat16, int8, fp4, or what `register` was given.
-        parameters: the codec's own: ``block_size`` for int8 and fp4, none for the others.
+        name: float32, float16, bfloat16, int8, fp4, int2, topk2, or what `register` was given.
+        parameters: the codec's own: ``block_size`` for int8, fp4 and int2, none for the others.
 
     Raises:
         ConfigurationError: naming the nearest known codec or parameter, or the values that would work.

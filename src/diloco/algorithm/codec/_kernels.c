@@ -1,6 +1,6 @@
-/* Block-wise codecs for tensors in host memory: once through the data, no temporaries.
+/* Codecs for tensors in host memory: once through the data, no temporaries.
  *
- * Bit for bit what int8.py and fp4.py do with torch operations: float32 arithmetic, no fused multiply-add (the build
+ * Bit for bit what int8.py, fp4.py, int2.py and topk2.py do with torch operations: float32 arithmetic, no fused multiply-add (the build
  * passes -ffp-contract=off), no fast-math. The loops are plain C that compilers vectorise; where the platform can choose
  * at load time, the same loops are compiled again for AVX2.
  *
@@ -32,7 +32,7 @@
 #define RESTRICT restrict
 #endif
 
-#define KERNELS_VERSION 1 /* raised with every change of a signature or of a payload; native.py expects the same */
+#define KERNELS_VERSION 2 /* raised with every change of a signature or of a payload; native.py expects the same */
 
 #define MAGNITUDE 0x7fffffffu
 #define SMALLEST_NORMAL 0x00800000u
@@ -191,6 +191,236 @@ EXPORT FOR_EACH_CPU void diloco_fp4_accumulate(const uint8_t *exponents, const u
         for (int64_t i = 0; i < pairs; i++) low[i] += weight * fp4_value(from[i], offset);
         for (int64_t i = 0; i < pairs; i++) high[i] += weight * fp4_value(from[i] >> 4, offset);
         if (half > pairs) low[pairs] += weight * fp4_value(from[pairs], offset);
+    }
+}
+
+/* ---- int2: a float32 scale per block, sign and one bit of magnitude per value --------------------------------------
+ * Byte j of a block of n values holds values j, j + q, j + 2q and j + 3q, q = ceil(n / 4), from the low bits up. */
+
+#define INT2_LEVELS 16384.0f
+#define LEAST_MAXIMUM 0x0d800000u     /* 2^-100 */
+#define INT2_LARGEST_SCALE 0x7e800000u /* 2^126 */
+
+INLINE float int2_scale(const float *RESTRICT values, int64_t count) {
+    uint32_t bits = largest_magnitude(values, count);
+    if (bits < LEAST_MAXIMUM) return 0.0f;
+    float largest = float_of(bits), inverse = INT2_LEVELS / largest;
+    int32_t sum = 0; /* at most 65536 * 16384 */
+    for (int64_t i = 0; i < count; i++) sum += (int32_t)(float_of(bits_of(values[i]) & MAGNITUDE) * inverse);
+    float scale = (float)sum / (float)count * (largest / INT2_LEVELS) * 1.25f;
+    return scale > float_of(INT2_LARGEST_SCALE) ? float_of(INT2_LARGEST_SCALE) : scale;
+}
+
+INLINE uint32_t int2_code(float value, float scale) {
+    float magnitude = float_of(bits_of(value) & MAGNITUDE);
+    return (uint32_t)(magnitude >= scale) | (uint32_t)(value < 0.0f) << 1;
+}
+
+INLINE float int2_value(uint32_t code, float scale) {
+    float magnitude = ((float)(code & 1) + 0.5f) * scale;
+    return float_of(bits_of(magnitude) ^ (code & 2) << 30);
+}
+
+EXPORT FOR_EACH_CPU void diloco_int2_encode(const float *values, int64_t count, int64_t block_size, uint8_t *scales,
+                                            uint8_t *codes) {
+    for (int64_t start = 0; start < count; start += block_size, scales += 4, codes += block_size / 4) {
+        const float *RESTRICT block = values + start;
+        int64_t length = smaller(block_size, count - start), quarter = (length + 3) / 4;
+        prefetch(values, start + block_size, count, block_size);
+        float scale = int2_scale(block, length);
+        memcpy(scales, &scale, sizeof scale);
+        int64_t whole = length - 3 * quarter > 0 ? length - 3 * quarter : 0;
+        for (int64_t i = 0; i < whole; i++)
+            codes[i] = (uint8_t)(int2_code(block[i], scale) | int2_code(block[i + quarter], scale) << 2 |
+                                 int2_code(block[i + 2 * quarter], scale) << 4 |
+                                 int2_code(block[i + 3 * quarter], scale) << 6);
+        for (int64_t i = whole; i < quarter; i++) {
+            uint32_t byte = 0;
+            for (int64_t part = 0; part < 4; part++) {
+                int64_t at = i + part * quarter;
+                /* what fills the last byte is encoded as a zero */
+                byte |= int2_code(at < length ? block[at] : 0.0f, scale) << (2 * part);
+            }
+            codes[i] = (uint8_t)byte;
+        }
+    }
+}
+
+EXPORT FOR_EACH_CPU void diloco_int2_decode(const uint8_t *scales, const uint8_t *codes, int64_t count,
+                                            int64_t block_size, float *out) {
+    for (int64_t start = 0; start < count; start += block_size, scales += 4, codes += block_size / 4) {
+        int64_t length = smaller(block_size, count - start), quarter = (length + 3) / 4;
+        const uint8_t *RESTRICT from = codes;
+        float scale;
+        memcpy(&scale, scales, sizeof scale);
+        for (int64_t part = 0; part < 4; part++) {
+            float *RESTRICT to = out + start + part * quarter;
+            int64_t here = smaller(quarter, length - part * quarter);
+            for (int64_t i = 0; i < here; i++) to[i] = int2_value((uint32_t)from[i] >> (2 * part), scale);
+        }
+    }
+}
+
+EXPORT FOR_EACH_CPU void diloco_int2_accumulate(const uint8_t *scales, const uint8_t *codes, int64_t count,
+                                                int64_t block_size, float weight, float *out) {
+    for (int64_t start = 0; start < count; start += block_size, scales += 4, codes += block_size / 4) {
+        int64_t length = smaller(block_size, count - start), quarter = (length + 3) / 4;
+        const uint8_t *RESTRICT from = codes;
+        float scale;
+        memcpy(&scale, scales, sizeof scale);
+        for (int64_t part = 0; part < 4; part++) {
+            float *RESTRICT to = out + start + part * quarter;
+            int64_t here = smaller(quarter, length - part * quarter);
+            for (int64_t i = 0; i < here; i++) to[i] += weight * int2_value((uint32_t)from[i] >> (2 * part), scale);
+        }
+    }
+}
+
+/* ---- topk2: of each tile of 4096 values the 64 largest: two bfloat16 levels, 12-bit positions, 2-bit codes --------- */
+
+#define TILE 4096
+#define SPREAD 64
+#define GROUPS 256 /* a tile is looked through in so many groups: no more than a quarter of them hold kept values */
+#define TOPK2_LEVELS 1048576.0f
+#define LARGEST_BFLOAT16 0x7f7f0000u
+
+/* Move the ``kept`` largest to the front. */
+INLINE void select_largest(uint64_t *keys, int64_t count, int64_t kept) {
+    int64_t left = 0, right = count - 1;
+    while (left < right) {
+        uint64_t pivot = keys[left + (right - left) / 2];
+        int64_t i = left, j = right;
+        while (i <= j) {
+            while (keys[i] > pivot) i++;
+            while (keys[j] < pivot) j--;
+            if (i <= j) {
+                uint64_t key = keys[i];
+                keys[i++] = keys[j];
+                keys[j--] = key;
+            }
+        }
+        if (kept - 1 <= j) right = j;
+        else if (kept - 1 >= i) left = i;
+        else return;
+    }
+}
+
+INLINE uint64_t key_of(const float *values, int64_t at) {
+    return (uint64_t)(bits_of(values[at]) & MAGNITUDE) << 12 | (uint64_t)(TILE - 1 - at);
+}
+
+/* Mark the largest magnitudes of a tile; of equal ones the first. */
+INLINE void mark_kept(const float *RESTRICT values, int64_t count, int64_t kept, uint64_t *RESTRICT marks) {
+    int32_t largest[GROUPS];
+    uint64_t keys[TILE];
+    int64_t groups = smaller(GROUPS, count), candidates = 0;
+    for (int64_t i = 0; i < groups; i++) largest[i] = (int32_t)(bits_of(values[i]) & MAGNITUDE);
+    for (int64_t start = GROUPS; start < count; start += GROUPS) {
+        int64_t here = smaller(GROUPS, count - start);
+        for (int64_t i = 0; i < here; i++) {
+            int32_t magnitude = (int32_t)(bits_of(values[start + i]) & MAGNITUDE);
+            largest[i] = magnitude > largest[i] ? magnitude : largest[i];
+        }
+    }
+    /* as many groups as values are kept have a largest one of at least this */
+    for (int64_t i = 0; i < groups; i++) keys[i] = (uint64_t)largest[i];
+    select_largest(keys, groups, kept);
+    uint64_t least = keys[0];
+    for (int64_t i = 1; i < kept; i++) least = keys[i] < least ? keys[i] : least;
+    for (int64_t i = 0; i < groups; i++) {
+        if ((uint64_t)largest[i] < least) continue;
+        for (int64_t at = i; at < count; at += GROUPS) {
+            keys[candidates] = key_of(values, at);
+            candidates += keys[candidates] >> 12 >= least;
+        }
+    }
+    select_largest(keys, candidates, kept);
+    for (int64_t i = 0; i < kept; i++) {
+        uint64_t at = TILE - 1 - (keys[i] & (TILE - 1));
+        marks[at >> 6] |= (uint64_t)1 << (at & 63);
+    }
+}
+
+INLINE uint16_t bfloat16_of(float value) {
+    uint32_t bits = bits_of(value);
+    if (bits > LARGEST_BFLOAT16) bits = LARGEST_BFLOAT16;
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE uint8_t *topk2_encode_tile(const float *RESTRICT values, int64_t count, uint8_t *RESTRICT to) {
+    int64_t kept = (count + SPREAD - 1) / SPREAD, position_bytes = (12 * kept + 7) / 8, code_bytes = (2 * kept + 7) / 8;
+    uint64_t marks[TILE / 64] = {0};
+    int32_t positions[TILE / SPREAD], sizes[TILE / SPREAD];
+    uint32_t most = 0;
+    mark_kept(values, count, kept, marks);
+    int64_t found = 0;
+    for (int64_t word = 0; word < TILE / 64; word++)
+        for (uint64_t left = marks[word]; left; left &= left - 1) {
+            int32_t bit = 0;
+#if defined(__GNUC__)
+            bit = __builtin_ctzll(left);
+#else
+            while (!(left >> bit & 1)) bit++;
+#endif
+            positions[found++] = (int32_t)(64 * word) + bit;
+        }
+    for (int64_t i = 0; i < kept; i++) {
+        uint32_t bits = bits_of(values[positions[i]]) & MAGNITUDE;
+        most = bits > most ? bits : most;
+    }
+    float largest = float_of(most), inverse = most < LEAST_MAXIMUM ? 0.0f : TOPK2_LEVELS / largest;
+    int64_t sum = 0, high_sum = 0, high_count = 0;
+    for (int64_t i = 0; i < kept; i++) {
+        sizes[i] = (int32_t)(float_of(bits_of(values[positions[i]]) & MAGNITUDE) * inverse);
+        sum += sizes[i];
+    }
+    memset(to + 4, 0, (size_t)(position_bytes + code_bytes));
+    uint8_t *packed = to + 4, *codes = packed + position_bytes;
+    for (int64_t i = 0; i < kept; i++) {
+        int64_t is_high = sizes[i] * kept > sum;
+        high_sum += is_high ? sizes[i] : 0;
+        high_count += is_high;
+        uint32_t code = (uint32_t)is_high | (uint32_t)(values[positions[i]] < 0.0f) << 1;
+        codes[i >> 2] |= (uint8_t)(code << (2 * (i & 3)));
+        int64_t bit = 12 * i;
+        uint32_t shifted = (uint32_t)positions[i] << (bit & 7);
+        packed[bit >> 3] |= (uint8_t)shifted;
+        packed[(bit >> 3) + 1] |= (uint8_t)(shifted >> 8);
+    }
+    float unit = largest / TOPK2_LEVELS;
+    float low = (float)(sum - high_sum) / (float)(kept - high_count) * unit;
+    float high = high_count ? (float)high_sum / (float)high_count * unit : 0.0f;
+    if (high < low) high = low;
+    uint16_t levels[2] = {bfloat16_of(low), bfloat16_of(high)};
+    memcpy(to, levels, sizeof levels);
+    return codes + code_bytes;
+}
+
+EXPORT FOR_EACH_CPU void diloco_topk2_encode(const float *values, int64_t count, uint8_t *records) {
+    for (int64_t start = 0; start < count; start += TILE) {
+        prefetch(values, start + TILE, count, TILE);
+        records = topk2_encode_tile(values + start, smaller(TILE, count - start), records);
+    }
+}
+
+EXPORT void diloco_topk2_accumulate(const uint8_t *records, int64_t count, float weight, float *out) {
+    for (int64_t start = 0; start < count; start += TILE) {
+        int64_t length = smaller(TILE, count - start), kept = (length + SPREAD - 1) / SPREAD;
+        const uint8_t *packed = records + 4, *codes = packed + (12 * kept + 7) / 8;
+        uint16_t levels[2];
+        memcpy(levels, records, sizeof levels);
+        float values[4];
+        for (uint32_t code = 0; code < 4; code++) {
+            float value = float_of((uint32_t)levels[code & 1] << 16);
+            values[code] = weight * (code & 2 ? -value : value);
+        }
+        for (int64_t i = 0; i < kept; i++) {
+            int64_t bit = 12 * i;
+            uint32_t pair = (uint32_t)packed[bit >> 3] | (uint32_t)packed[(bit >> 3) + 1] << 8;
+            int64_t at = pair >> (bit & 7) & (TILE - 1);
+            if (at < length) out[start + at] += values[codes[i >> 2] >> (2 * (i & 3)) & 3];
+        }
+        records = codes + (2 * kept + 7) / 8;
     }
 }
 

@@ -46,7 +46,7 @@ class BlockwiseCodec(Codec):
     """A scale for each block of values, a few bits for each value.
 
     Args:
-        block_size: values that share a scale; even, 2 to 65536.
+        block_size: values that share a scale; even, 2 to 65536, and a multiple of `codes_per_byte`.
         implementation: ``"torch"`` or ``"native"``, for CPU tensors. Default: native where it was built.
 
     Raises:
@@ -61,9 +61,11 @@ class BlockwiseCodec(Codec):
             raise ConfigurationError(
                 f"{self.name}: block_size={block_size!r} was given; a whole number would work. Nothing was started."
             )
-        if not 2 <= block_size <= _LARGEST_BLOCK or block_size % 2:
+        multiple = max(2, self.codes_per_byte)
+        if not 2 <= block_size <= _LARGEST_BLOCK or block_size % multiple:
+            kind = "an even number" if multiple == 2 else f"a multiple of {multiple}"
             raise ConfigurationError(
-                f"{self.name}: block_size={block_size} was given; an even number from 2 to {_LARGEST_BLOCK} "
+                f"{self.name}: block_size={block_size} was given; {kind} from {multiple} to {_LARGEST_BLOCK} "
                 "would work. Nothing was started."
             )
         if implementation not in (None, "torch", "native"):
@@ -98,7 +100,8 @@ class BlockwiseCodec(Codec):
             rows = values[stretch.start : stretch.stop]
             if stretch.padding:
                 rows = torch.nn.functional.pad(rows, (0, stretch.padding))
-            self._encode_blocks(rows.view(-1, stretch.columns), stretch.scales, stretch.codes, scratch)
+            count = (stretch.stop - stretch.start) // len(stretch.scales)
+            self._encode_blocks(rows.view(-1, stretch.columns), stretch.scales, stretch.codes, scratch, count)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if self._kernels and out.device.type == "cpu":
@@ -134,8 +137,8 @@ class BlockwiseCodec(Codec):
     def _scratch(self, like: Tensor, rows: int = 1) -> Tensor:
         """``(rows * n,)`` int32, with room in n for any stretch of ``like``."""
         longest = next(pieces(like.numel(), like.device, self.block_size), (0, 0))[1]
-        # an odd last block has one more code than values
-        return torch.empty(rows * (longest + longest % 2), dtype=torch.int32, device=like.device)
+        # the codes of a short last block fill its last byte
+        return torch.empty(rows * (longest + -longest % self.codes_per_byte), dtype=torch.int32, device=like.device)
 
     def _stretches(self, payload: Tensor, numel: int) -> Iterator[_Stretch]:
         """The whole blocks, piece by piece, then the short last block."""
@@ -162,14 +165,15 @@ class BlockwiseCodec(Codec):
         return scales.view(self.scale_type)
 
     @abc.abstractmethod
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor, count: int) -> None:
         """Write the scales and codes of some blocks.
 
         Args:
-            values: ``(blocks, columns)`` float32, left as they are.
+            values: ``(blocks, columns)`` float32, left as they are; zeros fill the last byte of a short last block.
             scales: ``(blocks,)`` of ``scale_type``.
             codes: ``(blocks, columns / codes_per_byte)`` uint8.
             scratch: ``(2, at least blocks * columns)`` int32.
+            count: values of a block, without those zeros.
         """
 
     @abc.abstractmethod

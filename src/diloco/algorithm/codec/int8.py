@@ -17,7 +17,8 @@ _LARGEST_SCALE = _LARGEST_FLOAT / 128  # no byte, -128 included, times a scale o
 
 @register
 class Int8(BlockwiseCodec):
-    """Block-wise int8: ``scale = max|x| / 127``, ``code = round(x / scale)`` (half to even), ``value = code * scale``.
+    """Block-wise int8: ``scale = max|x| / 127``, ``code = round(x * (127 / max|x|))`` (half to even),
+    ``value = code * scale``.
 
     Size: ``numel + 4 * ceil(numel / block_size)`` bytes; 8.125 bits a value for blocks of 256.
 
@@ -35,7 +36,7 @@ class Int8(BlockwiseCodec):
     scale_type = torch.float32
     codes_per_byte = 1
 
-    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor) -> None:
+    def _encode_blocks(self, values: Tensor, scales: Tensor, codes: Tensor, scratch: Tensor, count: int) -> None:
         work = scratch[0, : values.numel()].view(torch.float32).view(values.shape)
         largest = torch.abs(values, out=work).amax(dim=1)
         # a divisor on the device: by a Python number CUDA would multiply by its rounded inverse

@@ -1,4 +1,4 @@
-"""The compiled kernels of the block-wise codecs: found, loaded and called. ``_kernels.c`` says what they do.
+"""The compiled kernels of the codecs: found, loaded and called. ``_kernels.c`` says what they do.
 
 They are built when the package is installed, where a C compiler is found; without them the codecs run the same
 arithmetic as torch operations and give the same bytes. ctypes releases the GIL during a call; a call uses one thread.
@@ -14,9 +14,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["VERSION", "Kernels", "available", "load", "load_library", "unavailable_reason"]
+__all__ = [
+    "VERSION",
+    "Kernels",
+    "SparseKernels",
+    "available",
+    "load",
+    "load_library",
+    "load_sparse",
+    "unavailable_reason",
+]
 
-VERSION = 1
+VERSION = 2
 """KERNELS_VERSION of _kernels.c."""
 
 _ADDRESS = ctypes.c_void_p
@@ -61,6 +70,26 @@ class Kernels:
         return scales, scales + -(-numel // block_size) * self._scale_bytes
 
 
+class SparseKernels:
+    """The functions of a codec whose payload is one record after another; tensors as for `Kernels`."""
+
+    def __init__(self, library: ctypes.CDLL, codec: str) -> None:
+        self._encode = library[f"diloco_{codec}_encode"]
+        self._encode.argtypes = (_ADDRESS, _COUNT, _ADDRESS)
+        self._accumulate = library[f"diloco_{codec}_accumulate"]
+        self._accumulate.argtypes = (_ADDRESS, _COUNT, ctypes.c_float, _ADDRESS)
+        for function in (self._encode, self._accumulate):
+            function.restype = None
+
+    def encode(self, values: Tensor, payload: Tensor) -> None:
+        """Write the payload of ``values``."""
+        self._encode(values.data_ptr(), values.numel(), payload.data_ptr())
+
+    def accumulate(self, payload: Tensor, weight: float, out: Tensor) -> None:
+        """Add ``weight`` times the values of ``payload``."""
+        self._accumulate(payload.data_ptr(), out.numel(), weight, out.data_ptr())
+
+
 def available() -> bool:
     """Whether the kernels were built and could be loaded."""
     return load_library()[0] is not None
@@ -75,6 +104,12 @@ def load(codec: str, scale_bytes: int) -> Kernels | None:
     """The kernels of ``codec``, or None where they are not available."""
     library, _ = load_library()
     return None if library is None else Kernels(library, codec, scale_bytes)
+
+
+def load_sparse(codec: str) -> SparseKernels | None:
+    """As `load`, of a sparse codec."""
+    library, _ = load_library()
+    return None if library is None else SparseKernels(library, codec)
 
 
 @functools.cache

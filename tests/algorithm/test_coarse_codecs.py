@@ -1,0 +1,223 @@
+"""int2 and topk2, which keep two bits of a value or drop it, against references; and the contract of codecs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.algorithm.codec import Codec, Int2, TopK2
+from diloco.algorithm.codec.base import pieces
+from diloco.algorithm.error_feedback import ErrorFeedback
+from diloco.errors import CodecError
+from tests.algorithm.codecs import BLOCK, LARGEST, finite_floats, same_bits, spread_values, vectors
+
+TILE = 4096
+PIECE = next(pieces(1 << 30, torch.device("cpu"), TILE))[1]
+CODECS: dict[str, Callable[[], Codec]] = {
+    "int2": lambda: Int2(BLOCK, implementation="torch"),
+    "int2-built": lambda: Int2(BLOCK),
+    "topk2": lambda: TopK2(implementation="torch"),
+    "topk2-built": lambda: TopK2(),
+}
+SIZES = [0, 1, 2, 3, 5, BLOCK, BLOCK + 1, 63, 64, 65, 257, TILE - 1, TILE, TILE + 1, 3 * TILE + 70, PIECE + TILE + 5]
+any_codec = pytest.mark.parametrize("name", CODECS)
+
+
+def reference(codec: Codec, values: Tensor) -> Tensor:
+    """What the docstrings say, value by value, in float64."""
+    blocks = [
+        _int2(block) if codec.name == "int2" else _topk2(block)
+        for block in values.split(codec.block_size)
+        if len(block)
+    ]
+    return torch.tensor([value for block in blocks for value in block], dtype=torch.float64)
+
+
+def _int2(block: Tensor) -> list[float]:
+    magnitudes = block.abs().double()
+    largest = float(magnitudes.max())
+    if largest < 2.0**-100:
+        return [0.0] * len(block)
+    scale = min(1.25 * float(magnitudes.mean()), 2.0**126)
+    return [math.copysign(1.5 if abs(x) >= scale else 0.5, x) * scale for x in block.tolist()]
+
+
+def _topk2(tile: Tensor) -> list[float]:
+    values = tile.tolist()
+    order = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))[: math.ceil(len(values) / 64)]
+    sizes = [abs(values[i]) for i in order]
+    mean = math.fsum(size / len(sizes) for size in sizes)
+    decoded = [0.0] * len(values)
+    for i in order:
+        if max(sizes) >= 2.0**-100:
+            alike = [size for size in sizes if (size > mean) == (abs(values[i]) > mean)]
+            decoded[i] = math.copysign(math.fsum(size / len(alike) for size in alike), values[i])
+    return decoded
+
+
+@any_codec
+@pytest.mark.parametrize("numel", SIZES)
+def test_it_decodes_to_what_its_docstring_says(name: str, numel: int) -> None:
+    codec, values = CODECS[name](), torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    before = values.clone()
+    payload = codec.encode(values)
+    assert same_bits(values, before)
+    assert payload.shape == (codec.payload_bytes(numel),)
+    codec.validate(payload, numel)
+    expected = reference(codec, values)
+    decoded = codec.decode(payload, numel).double()
+    # a value at the border between two codes may fall to either side of it in float32
+    close = (decoded - expected).abs() <= 2.0**-7 * expected.abs() + 1e-12
+    assert int((~close).sum()) <= numel // 1000
+    assert ((decoded == 0) == (expected == 0)).all()
+
+
+@any_codec
+@settings(max_examples=100, deadline=None)
+@given(values=vectors)
+def test_any_finite_values_stay_finite_and_keep_their_sign(name: str, values: Tensor) -> None:
+    codec = CODECS[name]()
+    payload = codec.encode(values)
+    codec.validate(payload, len(values))
+    decoded = codec.decode(payload, len(values))
+    assert decoded.isfinite().all()
+    assert (decoded * values.sign() >= 0).all()
+    assert float(decoded.abs().max() if len(values) else 0.0) <= 2.0 * float(values.abs().max() if len(values) else 0.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(Int2, BLOCK), partial(Int2, 256), TopK2],
+    ids=["int2", "int2-256", "topk2"],
+)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_implementations_agree_bit_for_bit(make: Callable[..., Codec], data: st.DataObject) -> None:
+    first, second = make(implementation="torch"), make()
+    numel = data.draw(st.sampled_from(SIZES[:-1]) | st.integers(0, 3 * TILE))
+    kind = data.draw(st.sampled_from(["spread", "equal", "few"]))
+    values = spread_values(numel, seed=numel)
+    if kind == "equal":
+        values = values.sign()
+    elif kind == "few":
+        values = values.where(torch.arange(numel) % 97 == 0, torch.zeros(()))
+    weight = data.draw(finite_floats.filter(lambda x: abs(x) < 1e30))
+    payload = first.encode(values)
+    assert torch.equal(payload, second.encode(values))
+    assert same_bits(first.decode(payload, numel), second.decode(payload, numel))
+    sums = [torch.ones(numel), torch.ones(numel)]
+    first.accumulate(payload, sums[0], weight)
+    second.accumulate(payload, sums[1], weight)
+    assert same_bits(*sums)
+
+
+@any_codec
+@pytest.mark.parametrize("numel", SIZES)
+def test_accumulate_is_a_rounded_product_then_a_rounded_sum(name: str, numel: int) -> None:
+    codec = CODECS[name]()
+    payload = codec.encode(spread_values(numel).clamp(-1e30, 1e30))
+    out = torch.randn(numel, generator=torch.Generator().manual_seed(1)).clamp_(min=0.01)
+    expected = out + codec.decode(payload, numel) * 0.3
+    codec.accumulate(payload, out, 0.3)
+    assert same_bits(out, expected)
+
+
+@any_codec
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_what_is_cut_out_is_the_payload_of_those_values(name: str, offset: int) -> None:
+    codec = CODECS[name]()
+    size = codec.block_size
+    values = spread_values(5 * size + 3)
+    message = torch.cat([torch.zeros(offset, dtype=torch.uint8), codec.encode(values)])[offset:]
+    for start, stop in [(0, size), (2 * size, 4 * size), (4 * size, len(values)), (size, size)]:
+        part = codec.cut(message, len(values), start, stop)
+        assert torch.equal(part, codec.encode(values[start:stop]))
+        codec.validate(part, stop - start)
+        assert same_bits(codec.decode(part, stop - start), codec.decode(message, len(values))[start:stop])
+
+
+@any_codec
+def test_the_largest_float32_is_clamped_not_overflowed(name: str) -> None:
+    codec = CODECS[name]()
+    decoded = codec.decode(codec.encode(torch.full((TILE,), LARGEST)), TILE)
+    assert decoded.isfinite().all()
+    assert float(decoded.max()) >= codec.saturation_limit
+
+
+@any_codec
+def test_zeros_of_a_block_without_anything_else_come_back(name: str) -> None:
+    codec, values = CODECS[name](), torch.zeros(2 * TILE)
+    values[TILE:] = 1.0
+    decoded = codec.decode(codec.encode(values), len(values))
+    assert (decoded[:TILE] == 0).all()
+    assert float(decoded[TILE:].max()) >= 0.5
+
+
+def tampered(payload: Tensor, at: int, *values: int) -> Tensor:
+    payload = payload.clone()
+    payload[at : at + len(values)] = torch.tensor(values, dtype=torch.uint8)
+    return payload
+
+
+@pytest.mark.parametrize(
+    ("at", "values"),
+    [
+        (0, (0xC0, 0x7F)),  # NaN
+        (0, (0x80, 0x7F)),  # infinity
+        (0, (0x80, 0xBF)),  # -1
+        (2, (0x00, 0x00)),  # high below low
+        (4, (0xFF, 0xFF, 0xFF)),  # positions that do not ascend
+        (4, (0x00, 0x00, 0x00)),  # twice the same
+    ],
+)
+@pytest.mark.parametrize("numel", [TILE, 300])
+def test_sparse_payloads_that_no_encoder_writes_are_refused(at: int, values: tuple[int, ...], numel: int) -> None:
+    codec = TopK2()
+    good = codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(CodecError, match="out of order or out of range in tile 0"):
+        codec.validate(tampered(good, at, *values), numel)
+
+
+def test_positions_beyond_a_short_tile_and_unused_bits_are_refused() -> None:
+    codec = TopK2()
+    good = codec.encode(torch.ones(65))  # two kept: 3 bytes of positions, 1 of codes
+    for bad in (tampered(good, 6, 0xFF), tampered(good, 7, 0xF0)):
+        with pytest.raises(CodecError, match="in tile 0"):
+            codec.validate(bad, 65)
+
+
+@settings(max_examples=200, deadline=None)
+@given(payload=st.binary(min_size=10, max_size=10))
+def test_no_payload_of_the_right_size_does_harm(payload: bytes) -> None:
+    codec, numel = TopK2(), 130
+    assert codec.payload_bytes(numel) == 10
+    bytes_ = torch.tensor(list(payload), dtype=torch.uint8)
+    out = torch.zeros(numel + 1)
+    codec.accumulate(bytes_, out[:numel])  # writes nowhere else, validated or not
+    assert out[numel] == 0
+    try:
+        codec.validate(bytes_, numel)
+    except CodecError:
+        return
+    assert codec.decode(bytes_, numel).isfinite().all()
+
+
+@any_codec
+def test_with_error_feedback_nothing_is_lost_in_the_long_run(name: str) -> None:
+    """What was sent in n rounds is n times the values, but for the residual, which stays bounded."""
+    codec = ErrorFeedback(CODECS[name](), TILE)
+    values = torch.randn(TILE, generator=torch.Generator().manual_seed(3))
+    sent, norms = torch.zeros(TILE), []
+    for _ in range(400):
+        codec.accumulate(codec.encode(values), sent)
+        codec.commit()
+        norms.append(float(codec.residual.norm()))
+    assert norms[-1] < 1.2 * norms[200]
+    assert float((sent / 400 - values).norm()) <= 1.01 * norms[-1] / 400
