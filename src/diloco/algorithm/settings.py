@@ -98,6 +98,13 @@ class CodecSettings:
     """Values that share one scale (int8, fp4, int2)."""
     error_feedback: bool = False
     """Keep what the codec lost and add it to the next pseudo-gradient; 4 bytes per parameter more."""
+    error_feedback_decay: float = 1.0
+    """What is left, after each round, of what still waits to be sent: 1 all of it; SparseLoCo has 0.95."""
+
+    @property
+    def kept_loss(self) -> float:
+        """`DiLoCo`'s ``error_feedback``."""
+        return self.error_feedback_decay if self.error_feedback else 0.0
 
     def arguments(self) -> Mapping[str, int]:
         """The codec's own parameters, by name."""

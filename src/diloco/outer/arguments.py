@@ -29,7 +29,7 @@ def facts_of_arguments(
     fragments: Sequence[Fragment],
     codec: Codec,
     *,
-    error_feedback: bool,
+    error_feedback: bool | float,
     outer_optimizer: object,
     merge: object,
     clipping: Clipping,

@@ -52,7 +52,8 @@ class DiLoCo:
         merge: default: with overlap `RebaseMerge`, which keeps the drift of the overlapped steps; without overlap
             ``AlphaMerge(0)``, which takes the global parameters and is then the same.
         codec: a codec or its name; default: float32.
-        error_feedback: keep what the codec loses for the next round; 4 bytes per parameter.
+        error_feedback: how much of what the codec loses is kept for the next round, 4 bytes per parameter: True or 1
+            all of it, 0.95 forgets slowly, False nothing.
         global_device: where global parameters and outer state live, e.g. "cpu"; None: beside the model.
         weight: of this replica in a mean, for a full window of training. It is multiplied by the fraction of the window
             that the replica trained. Give it where replicas have different batch sizes.
@@ -87,7 +88,7 @@ class DiLoCo:
         outer_optimizer: OuterOptimizer | None = None,
         merge: MergeRule | None = None,
         codec: Codec | str = "float32",
-        error_feedback: bool = False,
+        error_feedback: bool | float = False,
         global_device: torch.device | str | None = None,
         weight: float = 1.0,
         clipping: Clipping | None = None,

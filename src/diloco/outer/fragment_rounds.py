@@ -53,7 +53,7 @@ class FragmentRounds:
         transport: this replica's way to the others.
         merge_rule: how local parameters take up the global ones.
         codec: of the payloads.
-        error_feedback: whether what the codec loses is kept for the next round.
+        error_feedback: how much of what the codec loses is kept for the next round; 0: nothing.
         clipping: how large a contribution may be.
 
     Attributes:
@@ -72,10 +72,12 @@ class FragmentRounds:
         *,
         merge_rule: MergeRule,
         codec: Codec,
-        error_feedback: bool,
+        error_feedback: float,
         clipping: Clipping,
     ) -> None:
-        self._feedback = {f.index: ErrorFeedback(codec, f.numel) for f in loop.fragments if error_feedback}
+        self._feedback = {
+            f.index: ErrorFeedback(codec, f.numel, decay=error_feedback) for f in loop.fragments if error_feedback
+        }
         self.codecs: tuple[Codec, ...] = tuple(self._feedback.get(f.index, codec) for f in loop.fragments)
         self.shared = SharedState(loop)
         self.taking_over = TakingOver(self.shared, transport)

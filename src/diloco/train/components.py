@@ -117,7 +117,7 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
         "outer_optimizer": make_outer_optimizer(settings.outer, steps // settings.schedule.inner_steps),
         "merge": make_merge_rule(settings.merge),
         "codec": make_configured_codec(settings.codec),
-        "error_feedback": settings.codec.error_feedback,
+        "error_feedback": settings.codec.kept_loss,
         "clipping": make_clipping(settings.outer),
     }
 

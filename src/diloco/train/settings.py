@@ -47,7 +47,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "a number from 0 to 1",
         lambda value: 0 <= value <= 1,
-        ("inner.final_ratio", "outer.learning_rate_final_ratio", "merge.alpha"),
+        ("inner.final_ratio", "outer.learning_rate_final_ratio", "merge.alpha", "codec.error_feedback_decay"),
     ),
     ("0 or more and less than 1", lambda value: 0 <= value < 1, ("outer.momentum",)),
     ("two numbers from 0 to less than 1", lambda value: all(0 <= beta < 1 for beta in value), ("outer.betas",)),
