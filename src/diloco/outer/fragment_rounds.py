@@ -76,7 +76,9 @@ class FragmentRounds:
         clipping: Clipping,
     ) -> None:
         self._feedback = {
-            f.index: ErrorFeedback(codec, f.numel, decay=error_feedback) for f in loop.fragments if error_feedback
+            f.index: ErrorFeedback(codec, f.numel, decay=float(error_feedback))
+            for f in loop.fragments
+            if error_feedback
         }
         self.codecs: tuple[Codec, ...] = tuple(self._feedback.get(f.index, codec) for f in loop.fragments)
         self.shared = SharedState(loop)
