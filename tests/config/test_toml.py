@@ -27,7 +27,7 @@ WRONG_FILES = [
     ("steps = 5", ["unknown key 'steps'", "did you mean 'train.steps'?"]),
     ("[schedule]\ninner-steps = 5", ["'schedule.inner-steps'", "did you mean 'schedule.inner_steps'?"]),
     ("[shedule]\nxyz = 5", ["'shedule'", "did you mean '[schedule]'?"]),
-    ("[codec]\ncolour = 1", ["'codec.colour'", "[codec] has: block_size, error_feedback, name."]),
+    ("[codec]\ncolour = 1", ["'codec.colour'", "[codec] has: block_size, error_feedback, error_feedback_decay, name."]),
     ('[train]\nsteps = "many"', ['train.steps = "many" does not fit', "a whole number is needed"]),
     ("[train]\nsteps = 5.0", ["train.steps = 5.0", "a whole number is needed"]),
     ("[train]\nsteps = true", ["train.steps = true", "a whole number is needed"]),
