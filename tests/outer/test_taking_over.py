@@ -353,6 +353,7 @@ def test_who_goes_on_from_a_checkpoint_with_an_old_state_is_told_so() -> None:
     assert not [each for each in said if isinstance(each, Note)]
     joiner.step()
     one().load_state_dict(joiner.state_dict())
+    assert joiner.state_dict()["finished_rounds"] == [0], "the round is not in the state that it shows to others"
     (note,) = (each for each in said if isinstance(each, Note))
     assert note.text == "This was saved while the state of fragment 0 was being fetched. It will be fetched again."
 
