@@ -1,0 +1,131 @@
+"""Rounds of one rank, driven event by event: which votes count, what is said once a view ends, what time is left."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId
+from diloco.algorithm.codec import make_codec
+from diloco.errors import RoundVoidError
+from diloco.membership.ballot import Vote
+from diloco.membership.quorum import Policy
+from diloco.membership.view import View
+from diloco.protocol.actions import Action, Commit, Send, SetTimer, StartExchange, Void
+from diloco.protocol.events import Begin, Computed, Connected, Event, ExchangeEnded, HandedIn, Lost, Received
+from diloco.protocol.failure_detector import Loss
+from diloco.protocol.headers import Header, header_of
+from diloco.protocol.machine import Machine
+from diloco.protocol.messages import RoundVote
+from diloco.protocol.rules import Policies, Rules
+
+VIEW, ROUND = View(3, (0, 1, 2)), RoundId(0, 4)
+TIMEOUT_S = 10.0
+CODEC = make_codec("float32")
+A = TypeVar("A", bound=Action)
+
+
+def contribution(replica: int = 0, round_id: RoundId = ROUND) -> Contribution:
+    payload = CODEC.encode(torch.ones(2))
+    return Contribution(round=round_id, replica=replica, codec=CODEC, numel=2, payload=payload, weight=1.0, digest="d")
+
+
+class Member:
+    """Rank 0 of three replicas, in a view with the others; it does nothing of what it wants to do."""
+
+    def __init__(self) -> None:
+        policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+        self.machine = Machine(Rules(0, 0, 1, None, TIMEOUT_S, 1 << 19), policies)
+        for rank in (1, 2):
+            self.handle(Connected(rank, 10 + rank, f"host:{rank}"))
+        self.handle(Begin(VIEW, member=True))
+
+    def handle(self, event: Event, now_s: float = 0.0) -> list[Action]:
+        return self.machine.handle(event, now_s)
+
+    def hand_in(self, round_id: RoundId = ROUND, *, now_s: float = 0.0, sent_s: float = 0.0) -> list[Action]:
+        given = contribution(0, round_id)
+        return self.handle(HandedIn(given, header_of(given), 5, sent_s), now_s)
+
+    def header(self, rank: int, round_id: RoundId = ROUND) -> list[Action]:
+        return self.hear(rank, header_of(contribution(rank, round_id)))
+
+    def vote(self, rank: int, digest: str = "mean", reason: str = "") -> list[Action]:
+        return self.hear(rank, RoundVote(ROUND, Vote(not reason, "" if reason else digest, reason)))
+
+    def hear(self, rank: int, said: Header | RoundVote) -> list[Action]:
+        return self.handle(Received(rank, said.to_message(self.machine.views.view.id)))
+
+    def compute(self) -> list[Action]:
+        return self.handle(
+            Computed(VIEW.id, ROUND, Mean(values=torch.ones(2), contributors=(0, 1, 2), weight=3.0), "mean")
+        )
+
+
+def of(kind: type[A], actions: list[Action]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def said(kind: str, actions: list[Action]) -> dict[int, Any]:
+    return {each.rank: each.message for each in of(Send, actions) if each.message["kind"] == kind}
+
+
+@pytest.fixture
+def member() -> Member:
+    """All have contributed to the round."""
+    member = Member()
+    (start,) = of(StartExchange, member.hand_in())
+    assert start.contribution.round == ROUND
+    for rank in (1, 2):
+        member.header(rank)
+    return member
+
+
+def test_a_round_is_committed_once_all_votes_are_there(member: Member) -> None:
+    assert said("vote", member.compute()).keys() == {1, 2}
+    assert not of(Commit, member.vote(1))
+    (commit,) = of(Commit, member.vote(2))
+    assert (commit.round, commit.mean.contributors) == (ROUND, (0, 1, 2))
+
+
+def test_only_the_first_vote_of_a_rank_counts(member: Member) -> None:
+    """Others may have committed the round by it."""
+    member.vote(1)
+    assert not member.vote(1, reason="it has changed its mind")
+    member.compute()
+    assert of(Commit, member.vote(2))
+
+
+@pytest.mark.parametrize("failure", ["", "it was too large"])
+def test_once_a_view_ends_nothing_is_voted_for_any_more(member: Member, failure: str) -> None:
+    """What it has reported it holds to: the survivors may find the round void, whoever is lost may not commit it."""
+    ends = said("change", member.handle(Lost(2, Loss("silent", "nothing came"))))
+    assert ends.keys() >= {1}
+    late = member.handle(ExchangeEnded(VIEW.id, ROUND, failure)) if failure else member.compute()
+    assert not said("vote", late)
+    member.vote(1)
+    assert not of(Commit, member.vote(2))
+
+
+def test_what_is_left_of_a_rounds_time_goes_along_into_the_next_view(member: Member) -> None:
+    timers = of(SetTimer, member.hand_in(RoundId(1, 4), now_s=7.0, sent_s=3.0))
+    assert [timer.delay_s for timer in timers if timer.timer.kind == "expire"] == [TIMEOUT_S - 4.0]
+
+
+def test_a_contribution_that_comes_twice_is_refused_and_told_of(member: Member) -> None:
+    member.header(1)
+    member.compute()
+    member.vote(1)
+    (commit,) = of(Commit, member.vote(2))
+    assert "a contribution of replica 1" in commit.note
+    assert "it had contributed to it before" in commit.note
+
+
+def test_averages_that_differ_make_the_round_void(member: Member) -> None:
+    member.compute()
+    member.vote(1)
+    (void,) = of(Void, member.vote(2, digest="another"))
+    assert isinstance(void.failure, RoundVoidError)
+    assert "holds another average" in str(void.failure)
