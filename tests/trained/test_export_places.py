@@ -97,4 +97,4 @@ def test_a_size_of_files_that_means_nothing_is_refused(trained: Trained, tmp_pat
 @pytest.mark.parametrize("flag", ["--max-length 9", "--max-shard-size 5GB"])
 def test_what_one_file_has_no_use_for_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "absent", "weights.safetensors", "--to", "safetensors", *flag.split()]) == 2
-    assert f"{flag.split()[0]} was given with --to safetensors" in capsys.readouterr().err
+    assert f"{flag.split()[0]} needs --to hf" in capsys.readouterr().err

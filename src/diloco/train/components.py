@@ -54,7 +54,7 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
     """The partition of resolved settings.
 
     Raises:
-        FragmentError: if the model can't be divided so, whose depth may not have been known when they were resolved.
+        FragmentError: if the model can't be divided so; its depth may not have been known when they were resolved.
     """
     number = settings.num_fragments or 1
     try:
@@ -63,8 +63,8 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
         if settings.strategy in ("balanced", "patterns"):
             raise
         raise FragmentError(
-            f"fragments.num_fragments={number} was given for a model that can't be divided by layers into so many; "
-            'fewer, or fragments.strategy = "balanced", which may cut layers, would work. Nothing was started.'
+            f"fragments.num_fragments={number} was given, but this model can't be divided by layers into so many. Use "
+            'fewer, or fragments.strategy = "balanced", which may cut layers. Nothing was started.'
         ) from error
 
 
@@ -123,7 +123,7 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
 
 
 def make_links(settings: TransportSettings) -> list[Link]:
-    """The emulated link of each replica; one that nothing was said about is ideal."""
+    """The emulated link of each replica; ideal where nothing is said about it."""
     bandwidths = _each(settings.bandwidth_bits_per_s or (math.inf,), settings.replicas)
     latencies = _each(settings.latency_s or (0.0,), settings.replicas)
     return [Link(bandwidth, latency) for bandwidth, latency in zip(bandwidths, latencies, strict=True)]

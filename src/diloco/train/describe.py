@@ -59,7 +59,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
 
 
 def _origin(settings: RunSettings, model: LanguageModel) -> str:
-    """Of a model from a source, what it is and from where."""
+    """What a model from a source is, and where it is from."""
     if settings.model.source is None:
         return ""
     kind = type(getattr(model, "wrapped", model)).__name__
@@ -83,7 +83,7 @@ def _algorithm(settings: RunSettings) -> str:
 
 
 def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> dict[str, str]:
-    """Schedule, codec, merge, outer optimizer and traffic of the two algorithms with an outer loop."""
+    """Schedule, codec, merge, outer optimizer and traffic of an algorithm with an outer loop."""
     replicas, start = settings.transport.replicas, settings.train.data_parallel_steps
     local_steps = settings.train.steps - start
     schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)

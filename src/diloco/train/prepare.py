@@ -1,7 +1,7 @@
-"""What is done to a model's blocks and its loss before it trains, so that it takes less time or memory.
+"""Changes to a model's blocks and its loss before training, to save time or memory.
 
-None of it changes what is computed, only when and by which kernels: recomputing gives the same bits; what is compiled
-and chunked gives the same values to round-off.
+They change when and by which kernels values are computed: recomputing gives the same bits; compiling and chunking give
+the same values to round-off.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from diloco.train.settings import TrainSettings
 
 __all__ = ["blocks_of", "prepare_blocks", "prepare_model"]
 
-Checkpointing = Literal["none", "full", "selective"]
-
 
 def prepare_model(model: LanguageModel, settings: TrainSettings) -> None:
-    """As ``settings`` say; before the model is laid out over the ranks of its replica."""
+    """Apply what ``settings`` ask for, before the model is laid out over the ranks of its replica."""
     model.loss_chunks = LossChunks(settings.loss_chunk_tokens, settings.compile)
     prepare_blocks(
         model,
@@ -37,15 +35,15 @@ def prepare_model(model: LanguageModel, settings: TrainSettings) -> None:
 def prepare_blocks(
     model: nn.Module,
     *,
-    checkpointing: Checkpointing = "none",
+    checkpointing: Literal["none", "full", "selective"] = "none",
     compiled: bool = False,
     backend: str = "inductor",
     whole_graphs: bool = True,
 ) -> None:
-    """Recompute and compile each block of ``model`` where gradients are computed; elsewhere it stays as it is.
+    """Recompute and compile each block of ``model`` where gradients are computed.
 
-    Each block is compiled by itself: they are alike, so what is compiled for the first serves all, and whatever gathers
-    and drops its parameters stays outside. Evaluation and generation, whose shapes vary, run uncompiled.
+    Blocks are compiled one by one: they are alike, so what is compiled for the first serves all, and whatever gathers
+    and drops their parameters stays outside. Evaluation and generation, whose shapes vary, run uncompiled.
 
     Args:
         model: any with a list of blocks, also one that calls them with keywords.
@@ -53,7 +51,7 @@ def prepare_blocks(
             backward pass; ``selective``: outputs of matrix products and attention are kept as well.
         compiled: with torch.compile, for the shapes that come.
         backend: of torch.compile.
-        whole_graphs: a break in a block's graph, which costs speed, is an error; False: it is taken.
+        whole_graphs: whether a break in a block's graph, which costs speed, is an error.
     """
     run = {"none": _whole, "full": _recomputed, "selective": _partly_recomputed}[checkpointing]
     trained = torch.compile(run, backend=backend, dynamic=False, fullgraph=whole_graphs) if compiled else run
@@ -90,25 +88,18 @@ def _partly_recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """What selective recomputing keeps: it is dear to compute, and the rest is cheap."""
+    """Keep what is expensive to compute."""
     return CheckpointPolicy.MUST_SAVE if operation in _products() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
 def _products() -> frozenset[Any]:
-    """Matrix products and attention, of every device; those that this torch does not have are left out."""
+    """Matrix products and attention on every device, as far as this version of torch has them."""
     aten = torch.ops.aten
+    attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     names = (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "linear",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
+        *("mm", "addmm", "bmm", "baddbmm", "linear"),
+        *(f"_scaled_dot_product_{name}" for name in (*attention, "fused_attention_overrideable")),
     )
     kept = {getattr(aten, name).default for name in names if hasattr(aten, name)}
     flex = getattr(torch.ops.higher_order, "flex_attention", None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from diloco.model.language_model import LanguageModel, document_numbers
 
 __all__ = [
     "Evaluation",
-    "Window",
     "document_streams",
     "evaluate",
     "evaluate_windows",
@@ -47,11 +45,6 @@ class Evaluation:
     bits_per_byte: float
     tokens: int
     num_bytes: int
-
-    @classmethod
-    def of(cls, nats: float, tokens: int, num_bytes: int) -> Evaluation:
-        """From sums over tokens."""
-        return cls(nats / tokens, nats / math.log(2) / max(1, num_bytes), tokens, num_bytes)
 
     @property
     def perplexity(self) -> float:
@@ -90,31 +83,24 @@ def evaluate(
     return _evaluate_batches(model, tokenizer, batches, document_masks)
 
 
-class Window(NamedTuple):
-    """Inputs ``tokens[begin:end]``, of which those from ``first`` on predict what counts."""
-
-    begin: int
-    end: int
-    first: int
-
-
-def sliding_windows(num_targets: int, length: int, stride: int) -> Iterator[Window]:
+def sliding_windows(num_targets: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """Windows in which each of ``num_targets`` tokens, after a first one that is only seen, is predicted once.
 
-    A window is ``length`` tokens wide, or as wide as there are, and ends ``stride`` tokens after the one before it, the
-    last one where the tokens end. So all but the first ``length`` are predicted from at least ``length - stride``.
+    A window ``(begin, end, first)`` has the inputs ``tokens[begin:end]``, of which those from ``first`` on predict what
+    counts. It is ``length`` tokens wide, or as wide as there are, and ends ``stride`` tokens after the one before it,
+    the last one where the tokens end. So all but the first ``length`` are predicted from at least ``length - stride``.
 
-    >>> [tuple(window) for window in sliding_windows(10, length=4, stride=2)]
+    >>> list(sliding_windows(10, length=4, stride=2))
     [(0, 4, 0), (2, 6, 4), (4, 8, 6), (6, 10, 8)]
-    >>> [tuple(window) for window in sliding_windows(10, length=4, stride=4)]
+    >>> list(sliding_windows(10, length=4, stride=4))
     [(0, 4, 0), (4, 8, 4), (6, 10, 8)]
     """
     end = min(length, num_targets)
     if end:
-        yield Window(0, end, 0)
+        yield 0, end, 0
     while end < num_targets:
         first, end = end, min(end + stride, num_targets)
-        yield Window(end - length, end, first)
+        yield end - length, end, first
 
 
 def document_streams(tokens: np.ndarray, end: int) -> list[np.ndarray]:
@@ -142,13 +128,10 @@ def evaluate_windows(
     """Evaluate ``model`` on every token of every stream but its first, which is only seen; see `sliding_windows`.
 
     Args:
-        model: on any device; its mode is put back afterwards.
-        tokenizer: tells how many bytes each token stands for.
+        model, tokenizer, batch_size, document_masks: as those of `evaluate`, with windows in place of sequences.
         streams: each ``(n,)`` integers; nothing is seen across them.
         sequence_length: tokens that the model sees at most.
         stride: tokens from the end of a window to the end of the next, 1 to ``sequence_length``.
-        batch_size: windows per forward pass; fewer where their logits would take more than `LOGITS_BYTES`.
-        document_masks: whether no token is to see those of other documents in its window.
 
     Raises:
         ConfigurationError: for a stride out of range.
@@ -156,16 +139,15 @@ def evaluate_windows(
     """
     if not 1 <= stride <= sequence_length:
         raise ConfigurationError(
-            f"a stride of {stride} was given; 1 to the sequence length, {sequence_length}, would work. "
-            "Nothing was evaluated."
+            f"a stride of {stride} was given; use 1 to {sequence_length}, the sequence length. Nothing was evaluated."
         )
     windows = [
         (tokens, window) for tokens in streams for window in sliding_windows(len(tokens) - 1, sequence_length, stride)
     ]
     if not windows:
-        raise DataError("There is no token to predict; text with at least one would work. Nothing was evaluated.")
+        raise DataError("There is no token to predict in the text. Nothing was evaluated.")
     batch_size = _fitting(batch_size, sequence_length, model)
-    windows.sort(key=lambda pair: pair[1].begin - pair[1].end)  # batches of like lengths, the longest first
+    windows.sort(key=lambda pair: pair[1][0] - pair[1][1])  # batches of like lengths, the longest first
     starts = range(0, len(windows), batch_size)
     batches = (_padded(windows[start : start + batch_size]) for start in starts)
     return _evaluate_batches(model, tokenizer, batches, document_masks)
@@ -198,7 +180,7 @@ def _evaluate_batches(
                 num_bytes += tokenizer.num_bytes(counted)
     finally:
         model.train(was_training)
-    return Evaluation.of(nats, count, num_bytes)
+    return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count, num_bytes)
 
 
 def _fitting(batch_size: int, sequence_length: int, model: LanguageModel) -> int:
@@ -206,9 +188,9 @@ def _fitting(batch_size: int, sequence_length: int, model: LanguageModel) -> int
     return max(1, min(batch_size, LOGITS_BYTES // (4 * sequence_length * model.vocab_size)))
 
 
-def _padded(windows: Sequence[tuple[np.ndarray, Window]]) -> tuple[Tensor, Tensor]:
+def _padded(windows: Sequence[tuple[np.ndarray, tuple[int, int, int]]]) -> tuple[Tensor, Tensor]:
     """Inputs and targets, ``(batch, longest)`` int64; padding is behind, where a causal model does not see it."""
-    longest = max(window.end - window.begin for _, window in windows)
+    longest = max(end - begin for _, (begin, end, _) in windows)
     inputs = torch.zeros(len(windows), longest, dtype=torch.int64)
     targets = torch.full((len(windows), longest), _NOT_COUNTED)
     for row, (tokens, (begin, end, first)) in enumerate(windows):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,27 +29,10 @@ def generate(
     stop_token: int | None = None,
     window: int | None = None,
 ) -> Iterator[int]:
-    """Continue ``prompt_tokens``. The model is in evaluation mode meanwhile and in its own mode afterwards.
-
-    A token is seen together with at most the ``window - 1`` before it. When the window is full, the later half of it
-    is read anew and generation goes on from there: a token costs at most two forward passes of one token on average,
-    and always sees at least half a window (or all there is).
-
-    Args:
-        prompt_tokens: token ids, at least one; of a prompt longer than the window, its end is read.
-        generator: of the draws, on the model's device.
-        max_new_tokens: tokens to generate, at least 0.
-        sampling: how they are drawn.
-        stop_token: end when the model gives this token.
-        window: tokens of context; default: the model's ``max_sequence_length``. A model does poorly beyond the
-            sequence length it was trained with, so that length is the one to give.
+    """Continue ``prompt_tokens`` once, as `generate_together` does.
 
     Returns:
         An iterator of the new tokens, without the prompt and without ``stop_token``; each is computed when asked for.
-
-    Raises:
-        ConfigurationError: for an argument that cannot work; at once.
-        NonFiniteError: if the model gives logits that are not finite; when that token is asked for.
     """
     together = generate_together(
         model,
@@ -74,25 +56,35 @@ def generate_together(
     stop_token: int | None = None,
     window: int | None = None,
 ) -> Generator[tuple[int | None, ...]]:
-    """Continue one prompt several times, in one batch: each text is the one that `generate` gives with its generator.
+    """Continue one prompt several times, in one batch; the model is in evaluation mode meanwhile.
 
-    But for the round-off of the logits, which is another for another size of the batch: where two tokens are equally
-    likely to the last bits, it may decide.
+    A token is seen together with at most the ``window - 1`` before it. When the window is full, its later half is read
+    anew and generation goes on from there: a token costs at most two forward passes of one token on average, and always
+    sees at least half a window (or all there is).
+
+    Each text is the one that its generator gives alone, but for the round-off of the logits, which depends on the size
+    of the batch and may decide between tokens that are equally likely to the last bits.
 
     Args:
-        generators: one for each text; all other arguments as those of `generate`.
+        model: on any device; its own mode is put back afterwards.
+        prompt_tokens: token ids, at least one; of a prompt longer than the window, its end is read.
+        generators: of the draws, one for each text, on the model's device.
+        max_new_tokens: tokens to generate, at least 0.
+        sampling: how they are drawn.
+        stop_token: end when the model gives this token.
+        window: tokens of context; default: the model's ``max_sequence_length``. A model does poorly beyond the
+            sequence length it was trained with, so that length is the one to give.
 
     Returns:
         An iterator of the next token of each text, None for one that has ended; it ends when all have.
 
     Raises:
         ConfigurationError: for an argument that cannot work; at once.
-        NonFiniteError: as `generate`.
+        NonFiniteError: if the model gives logits that are not finite; when that token is asked for.
     """
-    longest = model.max_sequence_length
+    longest, vocabulary = model.max_sequence_length, model.vocab_size
     window = longest if window is None else window
     device = next(model.parameters()).device
-    vocabulary = model.vocab_size
     _check(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}", "0 or more")
     _check(1 <= window <= longest, f"window={window}", f"1 to model.max_sequence_length={longest}")
     _check(len(prompt_tokens) >= 1, "an empty prompt", "at least one token, such as the end-of-document token")
@@ -100,60 +92,38 @@ def generate_together(
         _check(0 <= token < vocabulary, f"token {token}", f"0 to {vocabulary - 1}, the model's vocabulary")
     _check(len(generators) >= 1, "no generator", "one for each text")
     for generator in generators:
-        _check(
-            generator.device.type == device.type,
-            f"a generator on {generator.device} with a model on {device}",
-            f'torch.Generator("{device.type}")',
-        )
-    texts = [_Text(list(prompt_tokens), generator) for generator in generators]
-    return _together(model, texts, max_new_tokens, sampling, stop_token, window)
+        fits = generator.device.type == device.type
+        given = f"a generator on {generator.device} with a model on {device}"
+        _check(fits, given, f'torch.Generator("{device.type}")')
 
+    def together() -> Generator[tuple[int | None, ...]]:
+        texts = [list(prompt_tokens) for _ in generators]
+        ended = [False] * len(texts)
+        unread, cache, was_training = window, model.new_cache(), model.training
+        model.eval()
+        try:
+            for _ in range(max_new_tokens):
+                if cache.length + unread > window:
+                    unread, cache = max(1, window // 2), model.new_cache()
+                # Not around the yield, where it would hold for whoever asks for the tokens. Not inference mode: what
+                # FSDP gathers in it could not be trained afterwards.
+                with torch.no_grad():
+                    # `__call__` but for one thing: a compiled model would compile anew for every length of the cache.
+                    call: Callable[..., Tensor] = model._call_impl
+                    logits = call(torch.tensor([text[-unread:] for text in texts], device=device), cache)[:, -1]
+                    for number, (text, of_text) in enumerate(zip(texts, logits.float(), strict=True)):
+                        # a text that has ended repeats its last token, for nothing: the others are in the same batch
+                        token = text[-1] if ended[number] else sampling.draw(of_text, text, generators[number])
+                        text.append(token)
+                        ended[number] = token == stop_token
+                if all(ended):
+                    break
+                unread = 1
+                yield tuple(None if over else text[-1] for text, over in zip(texts, ended, strict=True))
+        finally:
+            model.train(was_training)
 
-@dataclass
-class _Text:
-    """One of those that are continued together, with its prompt; of one length all of them."""
-
-    tokens: list[int]
-    generator: torch.Generator
-    ended: bool = False
-
-
-def _together(
-    model: LanguageModel,
-    texts: Sequence[_Text],
-    max_new_tokens: int,
-    sampling: Sampling,
-    stop_token: int | None,
-    window: int,
-) -> Generator[tuple[int | None, ...]]:
-    device = next(model.parameters()).device
-    unread = window
-    cache = model.new_cache()
-    was_training = model.training
-    model.eval()
-    try:
-        for _ in range(max_new_tokens):
-            if cache.length + unread > window:
-                unread = max(1, window // 2)
-                cache = model.new_cache()
-            # Not around the yield, where it would hold for whoever asks for the tokens. Not inference mode: what FSDP
-            # gathers in it could not be trained afterwards.
-            with torch.no_grad():
-                # `__call__` but for one thing: a compiled model would compile anew for every length of the cache.
-                call: Callable[..., Tensor] = model._call_impl
-                logits = call(torch.tensor([text.tokens[-unread:] for text in texts], device=device), cache)[:, -1]
-                for text, of_text in zip(texts, logits.float(), strict=True):
-                    # One that has ended goes on with its last token, for nothing: the others are in the same batch.
-                    last = text.tokens[-1]
-                    token = last if text.ended else sampling.draw(of_text, text.tokens, text.generator)
-                    text.tokens.append(token)
-                    text.ended = token == stop_token
-            if all(text.ended for text in texts):
-                break
-            unread = 1
-            yield tuple(None if text.ended else text.tokens[-1] for text in texts)
-    finally:
-        model.train(was_training)
+    return together()
 
 
 def _only(together: Generator[tuple[int | None, ...]]) -> Iterator[int]:
