@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 from tyro.conf import arg
 
+from diloco.cli.sites import SiteOptions
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
 from diloco.units import parse_share
@@ -27,36 +28,20 @@ Exit code 1: nothing reaches the target; what would is printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(SiteOptions):
     """What follows `diloco plan`."""
 
-    preset: Annotated[str | None, arg(help_behavior_hint="")] = None
-    """A model of `diloco presets`, with its training settings."""
-    parameters: Annotated[str | None, arg(help_behavior_hint="")] = None
-    """Or a model by numbers: its parameters, 1e9 or 1.1B, all of them in ..."""
-    layers: Annotated[int | None, arg(help_behavior_hint="")] = None
-    """... so many layers that are alike."""
     replicas: int = 4
     """M."""
-    bandwidth: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
-    """Each way, such as 500Mbit; one for all replicas, or one for each."""
-    latency: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
-    """One way, such as 80ms; one for all replicas, or one for each. Default: 0."""
     step_time: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
     """Compute time of one inner step, such as 0.8s; one for all replicas, or one for each."""
     measure: bool = False
     """Time the preset's inner step here, and the links to --peers, in place of what is not given."""
     peers: Annotated[tuple[str, ...], arg(metavar="HOST:PORT...", help_behavior_hint="")] = ()
-    """With --measure: replicas, or listening doctors (`diloco doctor --listen`); planned for is the slowest way."""
+    """With --measure: replicas, or listening doctors (`diloco doctor --listen`). The plan is for the slowest way."""
     device: str = "auto"
     """What trains. With --measure: cpu, cuda, cuda:N or auto, to time. Without, the work of sends and merges is counted
     as it was measured on a CPU; with cuda none is, since it was not measured there."""
-    transport: Literal["torch", "hivemind"] = "torch"
-    """What will carry the payloads."""
-    congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"
-    """Of TCP on the machines that send: `sysctl net.ipv4.tcp_congestion_control` there."""
-    loss: str = "0%"
-    """Packets that the links lose, in per cent."""
     target_utilization: str = "95%"
     """Compute utilisation to reach, in per cent."""
     steps: Annotated[int | None, arg(help_behavior_hint="")] = None

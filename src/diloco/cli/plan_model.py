@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.checkpoint.disk import write_whole
-from diloco.cli.sites import each, make_conditions, make_links, make_workload
+from diloco.cli.sites import each
 from diloco.cli.tables import columns, facts_table
 from diloco.config.configuration import Configuration
 from diloco.config.keys import build
@@ -65,7 +65,7 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
     """Where the run takes place, and what was measured of it."""
     measured: dict[str, Any] = {}
     on_cpu = options.measure or not options.device.startswith("cuda")
-    conditions = make_conditions(options.transport, options.congestion_control, options.loss, on_cpu=on_cpu)
+    conditions = options.conditions(on_cpu=on_cpu)
     if options.step_time:
         times = [parse_duration_s(text, "--step-time") for text in options.step_time]
     else:
@@ -82,7 +82,7 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
         )
     times = each(times, options.replicas, "--step-time")
     if options.bandwidth:
-        links = make_links(options.bandwidth, options.latency or ("0ms",), options.replicas)
+        links = options.links()
     else:
         from diloco.simulate.measure import measure_links
 
@@ -90,8 +90,9 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
         measured["links"] = {peer: dataclasses.asdict(link) for peer, link in zip(options.peers, found, strict=True)}
         slowest = Link(min(link.bandwidth_bits_per_s for link in found), max(link.latency_s for link in found))
         links = [slowest] * options.replicas
-    workload = make_workload(options.preset, options.parameters, options.layers, max(times))
-    return Site(workload=workload, links=tuple(links), step_time_s=tuple(times), conditions=conditions), measured
+    return Site(
+        workload=options.workload(max(times)), links=tuple(links), step_time_s=tuple(times), conditions=conditions
+    ), measured
 
 
 def _record(made: Plan, site: Site, steps: int, options: PlanOptions) -> dict[str, Any]:

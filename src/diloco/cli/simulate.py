@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
+from diloco.cli.sites import SiteOptions
 from diloco.cli.tables import columns
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
@@ -32,34 +33,22 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
+class SimulateOptions(SiteOptions):
     """What follows `diloco simulate`."""
 
     table: Annotated[Literal["streaming-diloco"] | None, arg(help_behavior_hint="")] = None
     """Print a paper's table, the simulated cell beside the published one. Takes no other option but --json."""
-    preset: Annotated[str | None, arg(help_behavior_hint="")] = None
-    """A model of `diloco presets`."""
-    parameters: Annotated[str | None, arg(help_behavior_hint="")] = None
-    """Or a model by numbers: its parameters, 1e9 or 1.1B, all of them in ..."""
-    layers: Annotated[int | None, arg(help_behavior_hint="")] = None
-    """... so many layers that are alike."""
     step_time: tuple[str, ...] = ("0.1s",)
     """Compute time of one inner step; one for all replicas, or one for each."""
-    replicas: int = 2
-    """M."""
-    bandwidth: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
-    """Each way, such as 500Mbit; one for all replicas, or one for each."""
-    latency: tuple[str, ...] = ("0ms",)
-    """One way, such as 80ms; one for all replicas, or one for each."""
     dynamic_steps: bool = False
     """A replica slower than the fastest leaves out inner steps, as with --swarm.dynamic-steps, and keeps nobody
     waiting."""
     clipping: bool = False
-    """Contributions are clipped (outer.max_norm, outer.median_norm_factor): every payload goes to everybody then."""
+    """Contributions are clipped (outer.max_norm, outer.median_norm_factor), so every payload goes to every replica."""
     half_duplex: bool = False
     """Sending and receiving take turns."""
     jitter: float = 0.0
-    """Standard deviation of a step's time, as a part of it."""
+    """Standard deviation of a step's time over its mean."""
     seed: int = 0
     """Of the jitter."""
     method: Annotated[tuple[str, ...], arg(metavar="METHOD...", help_behavior_hint="")] = ()
@@ -74,16 +63,11 @@ class SimulateOptions:
     """What payloads are sent as. Default: the method's own, fp4 or bfloat16."""
     assume: Literal["paper", "trainer"] = "paper"
     """paper: no costs but the payload, and each layer may leave while the backward pass goes on; trainer: what
-    `diloco train` does, with what its runs were measured to spend beside it."""
+    `diloco train` does, with what its runs were measured to spend beside it, by --device, --transport,
+    --congestion-control and --loss."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """With --assume trainer: what trains. The work of sends and merges is counted as it was measured on a CPU; with
-    cuda none is, since it was not measured there."""
-    transport: Literal["torch", "hivemind"] = "torch"
-    """With --assume trainer: what carries the payloads."""
-    congestion_control: Literal["bbr", "cubic", "reno"] = "cubic"
-    """With --assume trainer: of TCP on the machines that send."""
-    loss: str = "0%"
-    """With --assume trainer: packets that the links lose, in per cent."""
+    """What trains. The work of sends and merges is counted as it was measured on a CPU; with cuda none is, since it was
+    not measured there."""
     targets: str = "50,80,90,95,99"
     """Compute utilisations in per cent."""
     json: bool = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diloco.algorithm.codec import make_codec
-from diloco.cli.sites import each, make_conditions, make_links, make_workload
+from diloco.cli.sites import each
 from diloco.cli.tables import columns
 from diloco.errors import ConfigurationError
 from diloco.simulate.bandwidth import METHODS, Method, Needed, bandwidth_needed, method_named, utilization_curve
@@ -66,7 +66,7 @@ def run(options: SimulateOptions) -> int:
             f"{' '.join(options.bandwidth) or 'left out'}. Nothing was computed."
         )
     cluster = _cluster(options)
-    workload = make_workload(options.preset, options.parameters, options.layers, float(cluster.step_time_s.mean()))
+    workload = options.workload(float(cluster.step_time_s.mean()))
     traffics = {method: _traffic(options, method, workload) for method in methods}
     clusters = {method: _for_method(options, method, cluster) for method in methods}
     facts = _facts(options, workload, cluster)
@@ -85,9 +85,8 @@ def run(options: SimulateOptions) -> int:
 
 
 def _cluster(options: SimulateOptions) -> Cluster:
-    links = make_links(options.bandwidth or ("1Tbit",), options.latency, options.replicas, options.half_duplex)
     return Cluster.of(
-        links,
+        options.links(unless_given="1Tbit", half_duplex=options.half_duplex),
         each([parse_duration_s(text, "--step-time") for text in options.step_time], options.replicas, "--step-time"),
         jitter=options.jitter,
         seed=options.seed,
@@ -98,9 +97,7 @@ def _cluster(options: SimulateOptions) -> Cluster:
 def _overheads(options: SimulateOptions) -> Overheads:
     if options.assume == "paper":
         return IDEAL
-    on_cpu = options.device == "cpu"
-    conditions = make_conditions(options.transport, options.congestion_control, options.loss, on_cpu=on_cpu)
-    return conditions.overheads(options.replicas - 1)
+    return options.conditions(on_cpu=options.device == "cpu").overheads(options.replicas - 1)
 
 
 def _traffic(options: SimulateOptions, method: Method, workload: Workload) -> Traffic:

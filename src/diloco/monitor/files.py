@@ -138,13 +138,17 @@ class TensorBoardSink:
 
     def handle(self, event: events.Event) -> None:
         """Take in ``event``; TensorBoard's own thread writes."""
-        if isinstance(event, events.RunStarted):
-            self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
-        self._draw(self._curves.take(event))
-        if isinstance(event, events.SampleGenerated):
-            self._writer.add_text("sample", _literal(event.prompt + event.text), event.step)
-        elif isinstance(event, events.RunFinished):
-            self._writer.flush()
+        point = self._curves.take(event)
+        match event:
+            case events.RunStarted():
+                self._writer = self._make_writer(str(self._folder), purge_step=event.step + 1, flush_secs=10)
+            case events.SampleGenerated():
+                self._writer.add_text("sample", _literal(event.prompt + event.text), event.step)
+            case events.RunFinished():
+                self._draw(point)
+                self._writer.flush()
+            case _:
+                self._draw(point)
 
     def close(self) -> None:
         """Write what is left, and end TensorBoard's thread."""
