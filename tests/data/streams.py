@@ -15,6 +15,7 @@ from diloco.data.heldout import is_heldout
 from diloco.data.packed import Mixture, PackedTokens
 from diloco.data.prefetch import Prefetcher
 from diloco.data.sampler import Sampler
+from diloco.data.sources import DocumentSource
 from diloco.data.stream import DocumentStream
 from diloco.data.tokenizer import ByteTokenizer
 
@@ -41,7 +42,7 @@ class Records:
 
 
 def stream(
-    sources: Sequence[Sequence[str]],
+    sources: Sequence[list[str] | DocumentSource],
     replica: int,
     replicas: int,
     *,
@@ -53,14 +54,14 @@ def stream(
     tokenizer = ByteTokenizer()
     readers = [
         BlockReader(
-            Records(records, sized=sized),
+            Records(source, sized=sized) if isinstance(source, list) else source,
             name=str(number),
             size=block,
             tokenizer=tokenizer,
             heldout_fraction=HELDOUT,
             seed=seed,
         )
-        for number, records in enumerate(sources)
+        for number, source in enumerate(sources)
     ]
     return DocumentStream(
         readers,

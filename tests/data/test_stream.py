@@ -157,8 +157,7 @@ def test_an_error_leaves_the_cursor_where_it_was() -> None:
                 raise DataError("the network is gone")
 
     source = Breaks()
-    reader, whole = stream([numbered(20)], 0, 1), stream([numbered(20)], 0, 1)
-    reader._readers[0]._source = source
+    reader, whole = stream([source], 0, 1), stream([numbered(20)], 0, 1)
     before = reader.state_dict()
 
     def go_on() -> None:

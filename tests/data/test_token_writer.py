@@ -103,11 +103,11 @@ def test_who_comes_second_changes_nothing(tmp_path: Path, there: bool) -> None:
         with second.writing({}):
             second.add([("second", False)])
             if there:  # as if the first had looked before the second began
-                shutil.move(second._folder, tmp_path / "aside")
+                shutil.move(second.folder, tmp_path / "aside")
             with first.writing({}):
                 first.add([("first", False)])
             if there:
-                shutil.move(tmp_path / "aside", second._folder)
+                shutil.move(tmp_path / "aside", second.folder)
 
     with pytest.raises(DataError, match="tokens can't be written"):
         write_both()

@@ -149,9 +149,9 @@ def test_what_is_compiled_has_no_graph_break_and_the_same_values() -> None:
     from diloco.model import loss as projected_loss
 
     hidden, weight, targets = draw(8, 4, 6)
-    kernel = torch.compile(projected_loss._losses_and_gradient, backend="eager", fullgraph=True, dynamic=False)
+    kernel = torch.compile(projected_loss.losses_and_gradient, backend="eager", fullgraph=True, dynamic=False)
     logits = (hidden @ weight.T).detach()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         compiled = kernel(logits.clone(), targets, 0.01)
-    torch.testing.assert_close(compiled, projected_loss._losses_and_gradient(logits.clone(), targets, 0.01))
+    torch.testing.assert_close(compiled, projected_loss.losses_and_gradient(logits.clone(), targets, 0.01))

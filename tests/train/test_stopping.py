@@ -137,8 +137,8 @@ def test_a_signal_that_a_launcher_passes_on_is_the_same_request(monkeypatch: pyt
         assert stop.signal == "SIGTERM"
         ended: list[int] = []
         monkeypatch.setattr("os._exit", ended.append)
-        monkeypatch.setattr("diloco.train.stopping._ECHO_S", 0.0)
-        monkeypatch.setattr("diloco.train.stopping._HANDLED_S", 60.0)
+        monkeypatch.setattr("diloco.train.stopping.ECHO_S", 0.0)
+        monkeypatch.setattr("diloco.train.stopping.HANDLED_S", 60.0)
         signal.raise_signal(signal.SIGTERM)
         assert ended == [130]
 

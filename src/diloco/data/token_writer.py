@@ -113,6 +113,9 @@ class TokenWriter:
 
     Raises:
         ConfigurationError: something is there already.
+
+    Attributes:
+        folder: what is written so far.
     """
 
     def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
@@ -124,8 +127,8 @@ class TokenWriter:
         self._dtype = tokenizer.dtype.newbyteorder("<")
         partial = f".{place.name}.{secrets.token_hex(4)}.partial"
         self._is_there = place.exists()  # perhaps a mounted disk, or where somebody works: no other can take its place
-        self._folder = place / partial if self._is_there else place.with_name(partial)
-        self._splits = {name: _SplitWriter(self._folder, name, shard_tokens) for name in SPLITS}
+        self.folder = place / partial if self._is_there else place.with_name(partial)
+        self._splits = {name: _SplitWriter(self.folder, name, shard_tokens) for name in SPLITS}
 
     @contextmanager
     def writing(self, made: Mapping[str, Any]) -> Iterator[TokenWriter]:
@@ -138,7 +141,7 @@ class TokenWriter:
             DataError: it can't be written, such as for want of room.
         """
         try:
-            self._folder.mkdir(parents=True)
+            self.folder.mkdir(parents=True)
             yield self
             for split in self._splits.values():
                 split.close()
@@ -146,7 +149,7 @@ class TokenWriter:
         except BaseException as error:
             for split in self._splits.values():
                 split.drop()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise DataError(
                     f"{self.place} can't be written: {error}. Give a place that can be written to, with enough room. "
@@ -171,11 +174,11 @@ class TokenWriter:
             split.bytes += self.tokenizer.num_bytes(packed)
 
     def _finish(self, made: Mapping[str, Any]) -> None:
-        self.tokenizer.save(self._folder)
+        self.tokenizer.save(self.folder)
         splits = {name: split.manifest() for name, split in self._splits.items()}
         pieces = {
             name: [
-                map_file(self._folder / file_name(name, number, "tokens"), self._dtype)
+                map_file(self.folder / file_name(name, number, "tokens"), self._dtype)
                 for number in range(len(split.shards))
             ]
             for name, split in splits.items()
@@ -190,25 +193,25 @@ class TokenWriter:
             **{name: asdict(split) for name, split in splits.items()},
             "made": {"diloco": version("diloco"), **made},
         }
-        with (self._folder / MANIFEST).open("w", encoding="utf-8") as file:
+        with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
             file.write(json.dumps(members, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         if not self._is_there:
-            os.replace(self._folder, self.place)
+            os.replace(self.folder, self.place)
             return
-        if os.listdir(self.place) != [self._folder.name]:
+        if os.listdir(self.place) != [self.folder.name]:
             raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(self.place))
-        for part in sorted(self._folder.iterdir(), key=lambda part: part.name == MANIFEST):
+        for part in sorted(self.folder.iterdir(), key=lambda part: part.name == MANIFEST):
             os.replace(part, self.place / part.name)
-        self._folder.rmdir()
+        self.folder.rmdir()
 
 
 class _SplitWriter:
     """The files of one split while they are written."""
 
     def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
-        self._folder = folder
+        self.folder = folder
         self._name = name
         self._shard_tokens = shard_tokens
         self._digest = xxhash.xxh3_64()
@@ -232,7 +235,7 @@ class _SplitWriter:
     def _write(self, tokens: NDArray[Any], ends: NDArray[np.int64]) -> None:
         if not self._files:
             names = [file_name(self._name, len(self._shards), kind) for kind in ("tokens", "ends")]
-            self._files = tuple((self._folder / name).open("wb") for name in names)
+            self._files = tuple((self.folder / name).open("wb") for name in names)
         data = np.ascontiguousarray(tokens).data
         self._digest.update(data)
         self._files[0].write(data)

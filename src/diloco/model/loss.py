@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["cross_entropy_with_z_loss", "product_dtype", "projected_cross_entropy"]
+__all__ = ["cross_entropy_with_z_loss", "losses_and_gradient", "product_dtype", "projected_cross_entropy"]
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
@@ -119,7 +119,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         differentiate: bool,
         compiled: bool,
     ) -> tuple[Tensor, Tensor]:
-        kernel = _compiled_kernel() if compiled else _losses_and_gradient
+        kernel = _compiled_kernel() if compiled else losses_and_gradient
         narrow, matrix = hidden.to(dtype), weight.to(dtype)
         sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         for_hidden = torch.empty_like(narrow) if differentiate else None
@@ -155,7 +155,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         return for_hidden, for_weight, None, None, None, None, None, None
 
 
-def _losses_and_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+def losses_and_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """Of a chunk: the sums of loss and cross-entropy, ``(2,)`` float32, and the gradient of the first one's summands.
 
     ``softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)``, not divided by the number of tokens, since it is in
@@ -177,7 +177,7 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tupl
 
 @cache
 def _compiled_kernel() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    return torch.compile(_losses_and_gradient, dynamic=False, fullgraph=True)
+    return torch.compile(losses_and_gradient, dynamic=False, fullgraph=True)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

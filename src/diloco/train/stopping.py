@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["StopAsked", "StopRequest", "is_echo"]
+__all__ = ["ECHO_S", "HANDLED_S", "StopAsked", "StopRequest", "is_echo"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ECHO_S = 5.0
-_HANDLED_S = 1.0
+ECHO_S = 5.0
+"""A launcher passes a signal on within this time."""
+
+HANDLED_S = 1.0
+"""A second signal's handler has this long to end the process by itself."""
 
 
 class StopAsked(Exception):
@@ -96,7 +99,7 @@ class StopRequest:
                 if number in SIGNALS and not first:
                     first, first_s = signal.Signals(number).name, time.monotonic()
                 elif number in SIGNALS and not is_echo(number, first, time.monotonic() - first_s):
-                    time.sleep(_HANDLED_S)  # in which the handler ends the process, if it can
+                    time.sleep(HANDLED_S)  # in which the handler ends the process, if it can
                     if self._pipe is not None:
                         _end()
 
@@ -113,7 +116,7 @@ class StopRequest:
 
 def is_echo(number: int, first: str, later_s: float) -> bool:
     """Whether a signal that came so much later than the ``first`` is the same request."""
-    return number == signal.SIGTERM and first == "SIGTERM" and later_s < _ECHO_S
+    return number == signal.SIGTERM and first == "SIGTERM" and later_s < ECHO_S
 
 
 def _end() -> None:
