@@ -138,7 +138,7 @@ def test_all_ranks_hear_what_the_leader_hears(tmp_path: Path) -> None:
     assert leader.pop("own failure").startswith("KeyError")
     for position in (1, 2):
         words = ranks[position].pop("own failure")
-        assert words.startswith("ReplicaLostError: position 0 of replica 1")
+        assert words.startswith("ReplicaLostError: Position 0 of replica 1")
         assert "nobody foresaw it" in words
         assert [key for key in leader if not same(leader[key], ranks[position][key])] == []
 

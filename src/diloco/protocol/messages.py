@@ -16,6 +16,7 @@ from diloco.protocol.headers import Header
 from diloco.protocol.registry import Entry
 
 __all__ = [
+    "PROTOCOL_VERSION",
     "Adopted",
     "ChangeReport",
     "Leaving",
@@ -28,6 +29,9 @@ __all__ = [
     "speed_message",
     "speed_of",
 ]
+
+PROTOCOL_VERSION = 4
+"""Raised whenever a replica of the version before would misread one of this version."""
 
 _MOST_REPLICAS = 1 << 31
 

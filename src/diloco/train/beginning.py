@@ -11,8 +11,8 @@ from diloco.checkpoint.reading import Checkpoint, open_checkpoint
 from diloco.errors import CheckpointError
 from diloco.events import Event, Note
 from diloco.train.fleet.peer_fleet import PeerFleet
-from diloco.train.handshake import model_fingerprint
 from diloco.train.joining import join_run
+from diloco.train.reports import model_fingerprint
 from diloco.train.resuming import checkpoint_home
 from diloco.train.session import Session
 from diloco.train.session_state import load_session

@@ -1,7 +1,7 @@
-"""Which of the scheduled steps a replica of a swarm trains, by its own clock and what the others say of theirs (DyLU).
+"""Which of the scheduled steps a replica of a swarm trains, by its own speed and those that the others report (DyLU).
 
-A step that is left out only advances the schedule: learning rate, rounds and data go on as for everybody, and the
-sequences of that step are trained by nobody in this epoch.
+A step that is left out only advances the schedule. Learning rate, rounds and data go on as for everybody, and nobody
+trains the sequences of that step in this epoch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class DynamicSteps:
     """The pace of one replica.
 
     Args:
-        replica: which one.
+        replica: its number.
         inner_steps: H.
-        others: the way to them.
+        others: its way to the others.
     """
 
     def __init__(self, replica: int, inner_steps: int, others: PeerFleet) -> None:
@@ -34,12 +34,12 @@ class DynamicSteps:
         return self._trains(self._replica, step)
 
     def members_training(self, step: int) -> int:
-        """How many members train a scheduled step, as far as is known here."""
+        """How many members train a scheduled step, as far as this replica knows."""
         return sum(self._trains(member, step) for member in self._others.view.members)
 
     @property
     def fraction(self) -> float:
-        """Of the scheduled steps, that this replica trains now."""
+        """The fraction of the scheduled steps that this replica trains now."""
         return self._steps(self._replica) / self._inner_steps
 
     def trained(self, compute_s: float) -> None:
@@ -47,7 +47,7 @@ class DynamicSteps:
         self._rate.add(compute_s)
 
     def tell(self, step: int) -> None:
-        """Tell the others after ``step`` scheduled ones, if that is due: once in H, and when the members change."""
+        """After scheduled step ``step``: tell the others, once in H steps and whenever the members change."""
         speed, view = self._rate.steps_per_s, self._others.view
         if speed is None:
             return

@@ -1,9 +1,9 @@
-"""All that a rank of a replica must keep to go on, in three kinds.
+"""What a rank of a replica must save to go on, in three kinds.
 
-- values in the shape of a parameter, which the ranks share out as they do the parameter: ``model/NAME``,
+- values in the shape of a parameter, which are sharded over the ranks as the parameter is: ``model/NAME``,
   ``inner/SLOT/NAME``, ``global/NAME``, ``outer/SLOT/NAME`` and ``residual/NAME`` (of error feedback)
-- what all ranks have alike: steps, learning rates, the gradient scaler, counters
-- what only this rank can go on with: rounds in flight, which were encoded shard by shard
+- what is the same on all ranks: steps, learning rates, the gradient scaler, counters
+- what only this rank can use: rounds in flight, which were encoded shard by shard
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ReplicaState", "with_rounds_void"]
 
 
 class ReplicaState:
-    """The state of an inner loop and, once it is there, the `DiLoCo` around it.
+    """The state of an inner loop and, if there is one, of the `DiLoCo` around it.
 
     Args:
         inner: of this rank.
@@ -58,7 +58,7 @@ class ReplicaState:
         return {name: self._laid_out(values, name) for name, values in named.items()}
 
     def common(self) -> dict[str, Any]:
-        """What all ranks have alike, as a nested state."""
+        """What is the same on all ranks, as a nested state."""
         rest: dict[str, dict[str, Any]] = {}
         for parameter, slots in self.inner.optimizer.state.items():
             kept = {slot: value for slot, value in slots.items() if not _is_shaped_as(value, parameter)}
@@ -70,7 +70,7 @@ class ReplicaState:
         }
 
     def own(self) -> dict[str, Any]:
-        """What only this rank can go on with, as a nested state."""
+        """What only this rank can use, as a nested state."""
         if self.diloco is None:
             return {}
         state = self.diloco.state_dict()
@@ -78,16 +78,16 @@ class ReplicaState:
         return {"in_flight": state["in_flight"], "candidates": candidates}
 
     def load(self, saved: SavedValues, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[RoundId, ...]:
-        """Go on where the three were taken, on any number of ranks; the `DiLoCo` must be there if it was then.
+        """Go on where the three were saved, on any number of ranks; a `DiLoCo` must be there if one was saved.
 
         Args:
             saved: the values.
             common: of `common`.
-            own: of `own`, at the same position among as many ranks; None: another number of ranks goes on, and the
-                rounds in flight, encoded for theirs, count as void.
+            own: of `own`, from the same position among as many ranks; None: another number of ranks goes on, for which
+                the rounds in flight were not encoded, so they count as void.
 
         Returns:
-            The rounds that are void for that reason. Global parameters did not move, so the next round has the work.
+            The rounds that are void. Global parameters did not move, so the next rounds have the work.
 
         Raises:
             CheckpointError: if it was taken of another model, optimizer or algorithm.
@@ -97,21 +97,21 @@ class ReplicaState:
         values |= {name: value for name, (_, _, value) in slots.items()}
         if odd := sorted(values.keys() ^ saved.sizes.keys()):
             raise CheckpointError(
-                f"{saved.checkpoint.path} is of another model, optimizer or algorithm: {', '.join(odd[:5])} is only "
-                "there, or only here. Nothing was started."
+                f"{saved.checkpoint.path} is of another model, optimizer or algorithm: only one side has "
+                f"{', '.join(odd[:5])}. Nothing was started."
             )
         saved.load_into(values)
         self._load_inner(slots, common["inner"])
         return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own)
 
     def _laid_out(self, local: Tensor, name: str) -> Tensor:
-        """``local``, of this rank's share of parameter ``name``, as the whole that it is a share of."""
+        """``local``, shaped as this rank's shard of parameter ``name``, as a DTensor if the parameter is one."""
         parameter: Any = self.parameters[name]
         if not hasattr(parameter, "to_local"):
             return local
         from torch.distributed.tensor import DTensor
 
-        # on a mesh of where it lies, which need not be where the parameter is: else it would be copied
+        # on a mesh of its own device, which need not be the parameter's, or it would be copied
         mesh = self.inner.parallel.group.mesh(local.device)
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
@@ -164,7 +164,7 @@ class ReplicaState:
         now = diloco.state_dict()
         void = () if own is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
         candidates = own["candidates"] if own is not None else [None] * len(diloco.fragments)
-        # values are loaded where they lie; loaded from there they stay as they are
+        # the values were loaded in place, so loading them from there changes nothing
         state = {
             **common,
             "fragments": [
@@ -182,7 +182,7 @@ class ReplicaState:
 
 
 def with_rounds_void(state: Mapping[str, Any], void: Sequence[RoundId]) -> dict[str, Any]:
-    """A state of `DiLoCo` in which the rounds ``void``, which were in flight, are over."""
+    """A state of `DiLoCo` in which the rounds ``void`` are finished instead of in flight."""
     finished = list(state["finished_rounds"])
     for round_id in void:
         finished[round_id.fragment] = round_id.outer_step + 1

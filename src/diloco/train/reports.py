@@ -1,25 +1,79 @@
-"""What a run reports: facts at its start, evaluations and samples, what a checkpoint notes, and the summary."""
+"""What a run says of itself: facts to compare and to print, evaluations, samples, notes in checkpoints, the summary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from torch import nn
 
 from diloco.algorithm.exchange import data_parallel_bytes
+from diloco.algorithm.fragments import trainable_parameters
 from diloco.cores import usable_cores
 from diloco.events import Evaluated, SampleGenerated
-from diloco.train.components import make_configured_codec
+from diloco.model.language_model import LanguageModel
+from diloco.outer.arguments import facts_of_arguments
+from diloco.protocol.messages import PROTOCOL_VERSION
+from diloco.train.components import make_configured_codec, outer_arguments
 from diloco.train.describe import describe
-from diloco.train.handshake import model_fingerprint
 from diloco.train.session import Session
+from diloco.train.settings import RunSettings
 from diloco.trained.evaluate import evaluate, mean_evaluation
 from diloco.trained.generate import generate
 from diloco.units import format_count
 
-__all__ = ["checkpoint_about", "evaluate_session", "run_facts", "run_summary", "sample_session"]
+__all__ = [
+    "checkpoint_about",
+    "evaluate_session",
+    "handshake_facts",
+    "model_fingerprint",
+    "run_facts",
+    "run_summary",
+    "sample_session",
+]
+
+
+def handshake_facts(settings: RunSettings, model: LanguageModel, corpus_fingerprint: str) -> Mapping[str, str]:
+    """Name -> value, the likeliest mistakes first.
+
+    Args:
+        settings: resolved.
+        model: the one to be trained; a model on the meta device will do.
+        corpus_fingerprint: of the training data.
+    """
+    train, transport = settings.train, settings.transport
+    replicas = f"{transport.replicas} of {transport.replica_size} ranks"
+    if transport.name == "hivemind":
+        replicas = f"any number, {settings.swarm.start_replicas} to begin with"
+    outer = {"codec": str(settings.codec.name)}
+    if settings.algorithm in ("streaming", "diloco"):
+        outer = facts_of_arguments(model, **outer_arguments(settings, model))
+    return {
+        "protocol version": str(PROTOCOL_VERSION),
+        "model": model_fingerprint(model),
+        "algorithm": settings.algorithm,
+        "steps": f"{train.steps}, {train.data_parallel_steps} of them shared ones",
+        **outer,
+        "token weighting": f"by the steps trained, in batches of {train.batch_size} x {train.sequence_length}",
+        "dynamic steps": "yes" if settings.swarm.dynamic_steps else "no",
+        "replicas": replicas,
+        "seed": str(settings.seed),
+        "data": corpus_fingerprint,
+    }
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Parameters in number, and a digest of their names, shapes and dtypes."""
+    parameters = trainable_parameters(model)
+    digest = xxhash.xxh3_64()
+    for name, parameter in parameters.items():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+    numel = sum(parameter.numel() for parameter in parameters.values())
+    dtypes = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()}))
+    return f"{numel:,} parameters of {dtypes}, {digest.hexdigest()}"
 
 
 def run_facts(session: Session, folder: Path) -> dict[str, str]:

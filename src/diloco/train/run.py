@@ -32,9 +32,15 @@ from diloco.train.describe import describe_environment
 from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet.base import Fleet, InProcessFleet
 from diloco.train.fleet.peer_fleet import PeerFleet
-from diloco.train.handshake import handshake_facts
 from diloco.train.joining import follow_views
-from diloco.train.reports import checkpoint_about, evaluate_session, run_facts, run_summary, sample_session
+from diloco.train.reports import (
+    checkpoint_about,
+    evaluate_session,
+    handshake_facts,
+    run_facts,
+    run_summary,
+    sample_session,
+)
 from diloco.train.session import Session
 from diloco.train.session_state import save_session
 from diloco.train.settings import RunSettings

@@ -27,16 +27,16 @@ HANDLED_S = 1.0
 
 
 class StopAsked(Exception):
-    """Somebody asks to stop while the run waits for what may take long."""
+    """Somebody asked to stop during a long wait."""
 
 
 class StopRequest:
-    """While entered, ``signal`` is None until somebody asks to stop, then the signal's name.
+    """While entered, ``signal`` is None until somebody asks to stop, and then the signal's name.
 
     Outside the main thread, where Python takes no signals, nothing is installed.
 
     Args:
-        asked: called once, in the moment somebody asks.
+        asked: called once, at the moment somebody asks.
 
     >>> with StopRequest() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -79,7 +79,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside, a request to stop raises `StopAsked`, also one that came before. For waits that change nothing."""
+        """Inside, a request to stop raises `StopAsked`, even one that came before. For waits that change nothing."""
         self._interrupts = True
         try:
             self._raise_if_asked()
@@ -92,7 +92,7 @@ class StopRequest:
             raise StopAsked
 
     def _watch(self, signals: int) -> None:
-        """In a thread: Python handles signals in the main thread, and only when what it waits for in C has ended."""
+        """In a thread: Python handles signals in the main thread, and not while that waits inside a C library."""
         first, first_s = "", 0.0
         with os.fdopen(signals, "rb", buffering=0) as pipe:
             while number := int.from_bytes(pipe.read(1)):

@@ -23,7 +23,7 @@ _COUNT_AGAIN_S = 5.0
 
 
 def choose_threads(wanted: int | None, processes: int = 1) -> None:
-    """Compute with ``wanted`` threads, or, where nobody chose a number, with at most this process's share.
+    """Compute with ``wanted`` threads, or, if nobody chose a number, with at most this process's share of the cores.
 
     Args:
         wanted: ``train.threads``.
@@ -36,11 +36,12 @@ def choose_threads(wanted: int | None, processes: int = 1) -> None:
 
 
 class Seats:
-    """The processes of one user on this machine that hold a place here: one locked file each, which the system unlocks
-    when its process ends, however it ends.
+    """Counts one user's processes on this machine.
+
+    Each process locks a file of its own, a seat. The system unlocks it when the process ends, however it ends.
 
     Args:
-        folder: of the files, made where there is none. One that belongs to somebody else is not used.
+        folder: of the files, made if missing. A folder that belongs to another user is not used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,17 +55,17 @@ class Seats:
             if folder.stat().st_uid != os.getuid():
                 return
             for number in count():
-                held = self._lock(number, fcntl.LOCK_EX, os.O_RDWR | os.O_CREAT)
-                if held is not None:
-                    self._mine, self._number = held, number
+                self._mine = self._lock(number, fcntl.LOCK_EX, os.O_RDWR | os.O_CREAT)
+                if self._mine is not None:
+                    self._number = number
                     return
 
     def taken(self) -> int:
-        """How many there are now, this one included; at least 1."""
+        """How many processes there are now, this one included; at least 1."""
         others = 0
         if self._mine is None:
             return 1
-        with contextlib.suppress(FileNotFoundError):  # behind the last one
+        with contextlib.suppress(FileNotFoundError):  # behind the last seat
             for number in count():
                 if number == self._number:
                     continue
@@ -76,7 +77,7 @@ class Seats:
         return 1 + others
 
     def leave(self) -> None:
-        """Give the place back."""
+        """Give the seat back."""
         if self._mine is not None:
             os.close(self._mine)
             self._mine = None
@@ -93,10 +94,10 @@ class Seats:
 
 
 class PeerThreads:
-    """Lets the peers of swarms on this machine, which come and go, divide its cores.
+    """Divides the cores of this machine among the peers of swarms on it, which come and go.
 
-    A peer computes what it would on any machine, so the number of its threads may change while it trains. Peers of
-    other users and in other containers are not seen.
+    What a peer computes need not have the same bits on every machine, so its threads may change while it trains. Peers
+    of other users and in other containers are not seen.
 
     Args:
         wanted: ``train.threads``.
@@ -104,24 +105,24 @@ class PeerThreads:
     """
 
     def __init__(self, wanted: int | None, seats: Seats | None = None) -> None:
-        self._seats = seats or Seats(Path(tempfile.gettempdir()) / f"diloco-peers-{_user()}")
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        self._seats = seats or Seats(Path(tempfile.gettempdir()) / f"diloco-peers-{user}")
         self._chosen = wanted is not None or threads_are_chosen(os.environ)
-        self._most = torch.get_num_threads()
-        self._threads = self._most
+        self._most = self._threads = torch.get_num_threads()
         self._counted_s = float("-inf")
         self.follow()
 
     def follow(self) -> str:
-        """Count the peers again, if the last time was some seconds ago, and take the share of the cores.
+        """Count the peers again, unless that was seconds ago, and take the share of the cores.
 
         Returns:
-            What changed, in words; "": nothing.
+            What changed, as a sentence; "" for nothing.
         """
         now_s = time.monotonic()
         if self._chosen or now_s - self._counted_s < _COUNT_AGAIN_S:
             return ""
         self._counted_s = now_s
-        if torch.get_num_threads() != self._threads:  # somebody else has set it: it is theirs to choose
+        if torch.get_num_threads() != self._threads:  # somebody else has set it, and goes on choosing
             self._chosen = True
             return ""
         peers = self._seats.taken()
@@ -134,9 +135,5 @@ class PeerThreads:
         return f"{on_it} on this machine: this one computes with {threads} thread{'s' if threads > 1 else ''}."
 
     def leave(self) -> None:
-        """Its cores are the others' from now on."""
+        """Leave the cores to the others."""
         self._seats.leave()
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0

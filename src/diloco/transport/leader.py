@@ -1,4 +1,4 @@
-"""A replica whose ranks all hold everything: position 0 talks to the other replicas, and its ranks hear what it hears.
+"""A replica whose ranks all hold the whole model: position 0 talks to the other replicas, and tells its ranks.
 
 So every rank applies the same average, or none, at the same step (invariant 10), and each value crosses the link
 between replicas once.
@@ -26,8 +26,8 @@ __all__ = ["LeaderTransport"]
 class LeaderTransport(Transport):
     """The transport of one rank of a replica, around that of the replica's position 0.
 
-    `agree`, `average`, `Pending.wait`, `fetch` and `shared` must be called on all ranks in the same order. What one of
-    them raises on position 0 is raised on every rank, of the same class and with the same words.
+    `agree`, `average`, `Pending.wait`, `fetch` and `shared` must be called on all ranks in the same order. An error on
+    position 0 is raised on every rank, of the same class and with the same words.
 
     Args:
         group: the replica's ranks.
@@ -43,8 +43,8 @@ class LeaderTransport(Transport):
         wrong = group.leads == (transport is None)
         if group.any(wrong):
             raise ConfigurationError(
-                f"position 0 of a replica needs a transport to the other replicas, and its other ranks have none; "
-                f"position {group.position} was given {'none' if transport is None else 'one'}"
+                f"Position 0 of a replica needs a transport to the other replicas, and its other ranks must have none. "
+                f"Here position {group.position} was given {'none' if transport is None else 'one'}"
                 f"{'' if wrong else ', as it should be, but another rank was not'}. Nothing was started."
             )
         self.group = group
@@ -72,8 +72,9 @@ class LeaderTransport(Transport):
             self.transport.tick()
 
     def shared(self, ask: Callable[[Transport], Any]) -> Any:
-        """What ``ask`` gives on position 0's transport, which JSON must be able to hold, or the error it raises there:
-        on every rank. View and traffic are then position 0's, too.
+        """On every rank, what ``ask`` returns on position 0's transport, as JSON can hold it, or the error it raises.
+
+        View and traffic are then position 0's, too.
         """
         told: dict[str, Any] = {}
         raised: Exception | None = None
@@ -82,7 +83,7 @@ class LeaderTransport(Transport):
                 told["value"] = ask(self.transport)
             except DiLoCoError as error:
                 raised, told["error"] = error, _described(error)
-            except Exception as error:  # nobody's plan, but the others shall not wait for ever
+            except Exception as error:  # a defect, but the others must not wait for ever
                 raised, told["error"] = error, _described(_failed(self.group, error))
             told["view"] = [self.transport.view.id, *self.transport.view.members]
             told["traffic"] = [self.transport.sent_bytes, self.transport.received_bytes]
@@ -133,7 +134,7 @@ class _LeaderPending:
 
 
 def _described(error: DiLoCoError) -> dict[str, Any]:
-    """All there is to an error, as JSON."""
+    """An error as JSON."""
     fields = {name: value for name, value in vars(error).items() if name in ("round", "replicas", "donor")}
     return {"class": type(error).__name__, "message": str(error), "fields": fields}
 
@@ -146,7 +147,7 @@ def _rebuilt(described: Mapping[str, Any]) -> DiLoCoError:
 
 def _failed(group: ReplicaGroup, error: Exception) -> ReplicaLostError:
     return ReplicaLostError(
-        f"position 0 of replica {group.replica}, which speaks with the other replicas, has failed: {error!r}. This "
-        "rank can't go on without it.",
+        f"Position 0 of replica {group.replica}, which talks to the other replicas, has failed: {error!r}. This rank "
+        "can't go on without it.",
         replicas=[group.replica],
     )
