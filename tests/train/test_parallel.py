@@ -266,7 +266,7 @@ def test_what_can_not_work_is_refused(ranks: tuple[str, list[dict[str, Any]]]) -
     expected = [
         "strategy 'none' was given to a replica of 2 ranks",
         "a batch of 1 sequences was given to a replica of 2 ranks",
-        "has a process group of 2 already",
+        "already has a process group of 2",
         "'Adafactor' can't step parameters that are sharded",
         "inner.arguments.fused was given to SGD",
     ]

@@ -28,14 +28,14 @@ def wires() -> Iterator[Wires]:
 def say_again(transport: PeerTransport, fragment: int, outer_step: int) -> None:
     """Replica 1 sends replica 0 a header that nothing follows."""
     given = contribution(1, fragment=fragment, outer_step=outer_step)
-    message = header_of(given, taking_over=False).to_message(transport.view.id)
+    message = header_of(given).to_message(transport.view.id)
     transport.connections.post(transport.connections.send, 0, message)
 
 
 def test_who_contributes_twice_is_named_and_the_first_one_stands(wires: Wires) -> None:
     first, second = wires.meet(2)
     pending = second.average(contribution(1))
-    forged = replace(header_of(contribution(1, weight=5.0), taking_over=False), weight=5.0)
+    forged = replace(header_of(contribution(1, weight=5.0)), weight=5.0)
     second.connections.post(second.connections.send, 0, forged.to_message(second.view.id))
     average = first.average(contribution(0)).wait()
     assert torch.equal(average.values, pending.wait().values)
@@ -82,7 +82,7 @@ def test_whose_contribution_makes_a_round_void_is_named(wires: Wires, change: di
     transports = wires.meet(3)
     headers = [contribution(m) for m in range(3)]
     pending = [transports[m].average(headers[m]) for m in (0, 2)]
-    given = replace(header_of(headers[1], taking_over=False), **change)  # type: ignore[arg-type]  # as strangers might
+    given = replace(header_of(headers[1]), **change)  # type: ignore[arg-type]  # as strangers might
     for rank in (0, 2):
         transports[1].connections.post(transports[1].connections.send, rank, given.to_message(transports[1].view.id))
     for each in pending:
