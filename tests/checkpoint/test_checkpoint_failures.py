@@ -204,3 +204,18 @@ def test_one_that_cannot_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CheckpointError, match=r"step-00000002 is saved, but .*step-00000001 can't be deleted: in use"):
         save(tmp_path, 2, 2.0, keep=1)
     assert mark_of(tmp_path) == 2.0
+
+
+def test_one_that_cannot_be_replaced_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, replace = save(tmp_path, 1, 1.0), os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if target == place and source.suffix == ".partial":
+            raise PermissionError("in use")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(CheckpointError, match="in use"):
+        save(tmp_path, 1, 2.0)
+    assert names(tmp_path) == {"latest", "step-00000001"}
+    assert mark_of(tmp_path) == 1.0

@@ -229,11 +229,9 @@ class Rank:
                 case actions.GiveVerdict(view_id, round_id) if (view_id, round_id) in self._exchanges:
                     self._exchanges[view_id, round_id] = action
                 case actions.Commit(round_id):
-                    assert self._step_of(round_id) not in self.averages
-                    self.averages[self._step_of(round_id)] = action
+                    self.averages[self._undecided_step_of(round_id)] = action
                 case actions.Void(round_id, failure):
-                    assert self._step_of(round_id) not in self.outcomes
-                    self.errors[self._step_of(round_id)] = failure
+                    self.errors[self._undecided_step_of(round_id)] = failure
                 case actions.Adopt(following, _, joined, welcome):
                     self.changes.append(following)
                     for rank in joined:
@@ -316,6 +314,12 @@ class Rank:
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)
+
+    def _undecided_step_of(self, round_id: RoundId) -> int:
+        step = self._step_of(round_id)
+        assert step not in self.averages
+        assert step not in self.errors
+        return step
 
     def _leave(self, why: str) -> None:
         self.left = self.left or why

@@ -11,10 +11,11 @@ from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.algorithm.codec import make_codec
 from diloco.errors import RoundVoidError
 from diloco.membership.ballot import Vote
+from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, Commit, Send, SetTimer, StartExchange, Void
-from diloco.protocol.events import Begin, Computed, Connected, Event, ExchangeEnded, HandedIn, Lost, Received
+from diloco.protocol.events import Begin, Computed, Connected, Enter, Event, ExchangeEnded, HandedIn, Lost, Received
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.headers import Header, header_of
 from diloco.protocol.machine import Machine
@@ -27,20 +28,29 @@ CODEC = make_codec("float32")
 A = TypeVar("A", bound=Action)
 
 
-def contribution(replica: int = 0, round_id: RoundId = ROUND) -> Contribution:
+def contribution(replica: int = 0, round_id: RoundId = ROUND, digest: str = "d") -> Contribution:
     payload = CODEC.encode(torch.ones(2))
-    return Contribution(round=round_id, replica=replica, codec=CODEC, numel=2, payload=payload, weight=1.0, digest="d")
+    return Contribution(
+        round=round_id, replica=replica, codec=CODEC, numel=2, payload=payload, weight=1.0, digest=digest
+    )
 
 
 class Member:
-    """Rank 0 of three replicas, in a view with the others; it does nothing of what it wants to do."""
+    """Rank 0 of three replicas, in a view with the others; it does nothing of what it wants to do.
 
-    def __init__(self) -> None:
+    Args:
+        joins: whether the others were in a view before, in which they have trained.
+    """
+
+    def __init__(self, *, joins: bool = False) -> None:
         policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
         self.machine = Machine(Rules(0, 0, 1, None, TIMEOUT_S, 1 << 19), policies)
         for rank in (1, 2):
             self.handle(Connected(rank, 10 + rank, f"host:{rank}"))
-        self.handle(Begin(VIEW, member=True))
+        self.handle(Begin(View(-1, (0,)) if joins else VIEW, member=not joins))
+        if joins:
+            following = NextView(VIEW, View(2, (1, 2)), from_step=5, commits={}, reason="", joined=(0,))
+            self.handle(Enter(following, {1: 11, 2: 12}))
 
     def handle(self, event: Event, now_s: float = 0.0) -> list[Action]:
         return self.machine.handle(event, now_s)
@@ -49,8 +59,8 @@ class Member:
         given = contribution(0, round_id)
         return self.handle(HandedIn(given, header_of(given), 5, sent_s), now_s)
 
-    def header(self, rank: int, round_id: RoundId = ROUND) -> list[Action]:
-        return self.hear(rank, header_of(contribution(rank, round_id)))
+    def header(self, rank: int, round_id: RoundId = ROUND, digest: str = "d") -> list[Action]:
+        return self.hear(rank, header_of(contribution(rank, round_id, digest)))
 
     def vote(self, rank: int, digest: str = "mean", reason: str = "") -> list[Action]:
         return self.hear(rank, RoundVote(ROUND, Vote(not reason, "" if reason else digest, reason)))
@@ -129,3 +139,14 @@ def test_averages_that_differ_make_the_round_void(member: Member) -> None:
     (void,) = of(Void, member.vote(2, digest="another"))
     assert isinstance(void.failure, RoundVoidError)
     assert "holds another average" in str(void.failure)
+
+
+@pytest.mark.parametrize("others", ["d", "another"])
+def test_who_joins_has_a_say_about_a_fragment_once_its_state_is_the_others(others: str) -> None:
+    member = Member(joins=True)
+    assert said("header", member.hand_in())[1]["taking_over"]
+    for rank in (1, 2):
+        member.header(rank, digest=others)
+    again = said("header", member.hand_in(RoundId(0, 5)))[1]
+    assert again["taking_over"] == (others != "d")
+    assert said("header", member.hand_in(RoundId(1, 4)))[1]["taking_over"], "of each fragment by itself"
