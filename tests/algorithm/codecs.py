@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int8
+from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2
 from diloco.algorithm.codec.base import pieces
 
 BLOCK = 8
@@ -23,6 +23,12 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "fp4": lambda: FP4(BLOCK, implementation="torch"),
     "int8-built": lambda: Int8(BLOCK),
     "fp4-built": lambda: FP4(BLOCK),
+}
+COARSE: dict[str, Callable[[], Codec]] = {
+    "int2": lambda: Int2(BLOCK, implementation="torch"),
+    "int2-built": lambda: Int2(BLOCK),
+    "topk2": lambda: TopK2(implementation="torch"),
+    "topk2-built": lambda: TopK2(),
 }
 """The ones called "built" run the C kernels where a compiler was found, and torch elsewhere."""
 

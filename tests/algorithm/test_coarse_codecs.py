@@ -16,18 +16,12 @@ from diloco.algorithm.codec import Codec, Int2, TopK2
 from diloco.algorithm.codec.base import pieces
 from diloco.algorithm.error_feedback import ErrorFeedback
 from diloco.errors import CodecError
-from tests.algorithm.codecs import BLOCK, LARGEST, finite_floats, same_bits, spread_values, vectors
+from tests.algorithm.codecs import BLOCK, COARSE, LARGEST, finite_floats, same_bits, spread_values, vectors
 
 TILE = 4096
 PIECE = next(pieces(1 << 30, torch.device("cpu"), TILE))[1]
-CODECS: dict[str, Callable[[], Codec]] = {
-    "int2": lambda: Int2(BLOCK, implementation="torch"),
-    "int2-built": lambda: Int2(BLOCK),
-    "topk2": lambda: TopK2(implementation="torch"),
-    "topk2-built": lambda: TopK2(),
-}
 SIZES = [0, 1, 2, 3, 5, BLOCK, BLOCK + 1, 63, 64, 65, 257, TILE - 1, TILE, TILE + 1, 3 * TILE + 70, PIECE + TILE + 5]
-any_codec = pytest.mark.parametrize("name", CODECS)
+any_codec = pytest.mark.parametrize("name", COARSE)
 
 
 def reference(codec: Codec, values: Tensor) -> Tensor:
@@ -65,7 +59,7 @@ def _topk2(tile: Tensor) -> list[float]:
 @any_codec
 @pytest.mark.parametrize("numel", SIZES)
 def test_it_decodes_to_what_its_docstring_says(name: str, numel: int) -> None:
-    codec, values = CODECS[name](), torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    codec, values = COARSE[name](), torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     before = values.clone()
     payload = codec.encode(values)
     assert same_bits(values, before)
@@ -83,7 +77,7 @@ def test_it_decodes_to_what_its_docstring_says(name: str, numel: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(values=vectors)
 def test_any_finite_values_stay_finite_and_keep_their_sign(name: str, values: Tensor) -> None:
-    codec = CODECS[name]()
+    codec = COARSE[name]()
     payload = codec.encode(values)
     codec.validate(payload, len(values))
     decoded = codec.decode(payload, len(values))
@@ -121,7 +115,7 @@ def test_implementations_agree_bit_for_bit(make: Callable[..., Codec], data: st.
 @any_codec
 @pytest.mark.parametrize("numel", SIZES)
 def test_accumulate_is_a_rounded_product_then_a_rounded_sum(name: str, numel: int) -> None:
-    codec = CODECS[name]()
+    codec = COARSE[name]()
     payload = codec.encode(spread_values(numel).clamp(-1e30, 1e30))
     out = torch.randn(numel, generator=torch.Generator().manual_seed(1)).clamp_(min=0.01)
     expected = out + codec.decode(payload, numel) * 0.3
@@ -132,7 +126,7 @@ def test_accumulate_is_a_rounded_product_then_a_rounded_sum(name: str, numel: in
 @any_codec
 @pytest.mark.parametrize("offset", [1, 2, 3])
 def test_what_is_cut_out_is_the_payload_of_those_values(name: str, offset: int) -> None:
-    codec = CODECS[name]()
+    codec = COARSE[name]()
     size = codec.block_size
     values = spread_values(5 * size + 3)
     message = torch.cat([torch.zeros(offset, dtype=torch.uint8), codec.encode(values)])[offset:]
@@ -145,7 +139,7 @@ def test_what_is_cut_out_is_the_payload_of_those_values(name: str, offset: int) 
 
 @any_codec
 def test_the_largest_float32_is_clamped_not_overflowed(name: str) -> None:
-    codec = CODECS[name]()
+    codec = COARSE[name]()
     decoded = codec.decode(codec.encode(torch.full((TILE,), LARGEST)), TILE)
     assert decoded.isfinite().all()
     assert float(decoded.max()) >= codec.saturation_limit
@@ -153,7 +147,7 @@ def test_the_largest_float32_is_clamped_not_overflowed(name: str) -> None:
 
 @any_codec
 def test_zeros_of_a_block_without_anything_else_come_back(name: str) -> None:
-    codec, values = CODECS[name](), torch.zeros(2 * TILE)
+    codec, values = COARSE[name](), torch.zeros(2 * TILE)
     values[TILE:] = 1.0
     decoded = codec.decode(codec.encode(values), len(values))
     assert (decoded[:TILE] == 0).all()
@@ -212,7 +206,7 @@ def test_no_payload_of_the_right_size_does_harm(payload: bytes) -> None:
 @any_codec
 def test_with_error_feedback_nothing_is_lost_in_the_long_run(name: str) -> None:
     """What was sent in n rounds is n times the values, but for the residual, which stays bounded."""
-    codec = ErrorFeedback(CODECS[name](), TILE)
+    codec = ErrorFeedback(COARSE[name](), TILE)
     values = torch.randn(TILE, generator=torch.Generator().manual_seed(3))
     sent, norms = torch.zeros(TILE), []
     for _ in range(400):

@@ -14,6 +14,7 @@ from typing import TypeVar
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError, nearest
+from diloco.train.refusals import check_clipping, check_lengths, check_transport, refuse_if
 from diloco.train.settings import RunSettings
 
 __all__ = ["CODEC_NAMES", "notes", "resolve"]
@@ -26,19 +27,6 @@ _GRADIENT_CODECS = ("float32", "float16", "bfloat16")
 
 _LAYERS_PER_FRAGMENT = 3
 """Streaming DiLoCo, Fig. 6: three layers per fragment at every scale."""
-
-_IN_A_SWARM = {
-    "transport.replica_size": 1,
-    "data.sharding": "shuffled",
-    "transport.rendezvous": None,
-    "transport.host": None,
-    "transport.interface": None,
-    "transport.ports": "0",
-    "transport.bandwidth_bits_per_s": (),
-    "transport.latency_s": (),
-    "transport.restarts": 0,
-}
-"""The only values of these settings that fit replicas that come and go."""
 
 S = TypeVar("S", bound=RunSettings)
 
@@ -62,11 +50,11 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     if settings.transport.name == "hivemind":  # peers come and go; a plan reckons with those that begin
         settings = _with(settings, {"transport.replicas": settings.swarm.start_replicas})
     train, inner, resume = settings.train, settings.inner, settings.checkpoint.resume
-    _check_lengths(settings, max_sequence_length)
-    _check_clipping(settings)
-    _check_transport(settings)
+    check_lengths(settings, max_sequence_length)
+    check_clipping(settings)
+    check_transport(settings)
     check_device("train.device", train.device)
-    _refuse_if(
+    refuse_if(
         resume is not None and train.init_from is not None,
         f"checkpoint.resume={resume} was given together with train.init_from={train.init_from}. Use one of them: "
         "--resume goes on with a run, --init-from begins a new one from its parameters.",
@@ -119,140 +107,31 @@ def _with(settings: S, values: Mapping[str, object]) -> S:
     return settings
 
 
-def _refuse_if(wrong: bool, message: str) -> None:
-    if wrong:
-        raise ConfigurationError(f"{message} Nothing was started.")
-
-
-def _check_lengths(settings: RunSettings, longest: int | None) -> None:
-    """Numbers of steps and tokens against each other; ``longest`` is the model's sequence, where known."""
-    train, model, inner, steps = settings.train, settings.model, settings.inner, settings.train.steps
-    if longest is None and model.source is None:
-        longest = model.max_sequence_length
-    limit = f"the {longest} tokens of {model.source}" if model.source else f"model.max_sequence_length={longest}"
-    _refuse_if(
-        longest is not None and train.sequence_length > longest,
-        f"train.sequence_length={train.sequence_length} exceeds {limit}. Use at most {longest}, or a model that reads "
-        "longer sequences.",
-    )
-    divisor = max(n for n in range(1, train.gradient_accumulation + 1) if train.batch_size % n == 0)
-    _refuse_if(
-        divisor != train.gradient_accumulation,
-        f"train.gradient_accumulation={train.gradient_accumulation} does not divide "
-        f"train.batch_size={train.batch_size}; {divisor} does.",
-    )
-    for name, least in (("train.data_parallel_steps", 0), ("train.stop_after", 1), ("inner.warmup_steps", 0)):
-        value = attrgetter(name)(settings)
-        wrong = value is not None and not least <= value <= steps
-        _refuse_if(wrong, f"{name}={value} was given with train.steps={steps}. Use {least} to {steps}.")
-    rest = steps - inner.warmup_steps
-    _refuse_if(
-        inner.decay_steps is not None and not 0 <= inner.decay_steps <= rest,
-        f"inner.decay_steps={inner.decay_steps} was given, and {rest} steps follow the warm-up. Use 0 to {rest}.",
-    )
-
-
-def _check_clipping(settings: RunSettings) -> None:
-    """Clipping takes the norm of whole contributions."""
-    for name in ("max_norm", "median_norm_factor"):
-        if (bound := getattr(settings.outer, name)) is None:
-            continue
-        _refuse_if(
-            settings.algorithm not in ("streaming", "diloco"),
-            f"outer.{name}={bound} was given with algorithm={settings.algorithm!r}, but only the contributions of "
-            "streaming and diloco are clipped; inner.clip_norm clips gradients.",
-        )
-        _refuse_if(
-            settings.transport.replica_size > 1 and settings.train.parallelism == "fsdp",
-            f"outer.{name}={bound} needs whole contributions, and with train.parallelism='fsdp' and "
-            f"transport.replica_size={settings.transport.replica_size} no rank has one. Use --train.parallelism ddp.",
-        )
-
-
-def _check_transport(settings: RunSettings) -> None:
-    """What each way between replicas can't do."""
-    transport, swarm = settings.transport, settings.swarm
-    given = f"transport.name={transport.name!r}"
-    if transport.name != "in-process":
-        for name in ("faults", "step_time_s"):
-            wrong = bool(getattr(transport, name))
-            _refuse_if(wrong, f"transport.{name} was given with {given}. Use --transport in-process, or leave it out.")
-        _refuse_if(
-            settings.data.streaming and transport.restarts > 0,
-            f"transport.restarts={transport.restarts} was given with data.streaming=true, but nobody knows what a "
-            "lost replica has read. Use a folder made by `diloco tokenize` as --data, or --resume without restarts.",
-        )
-        _refuse_if(
-            settings.algorithm == "none",
-            f"algorithm='none', which sends nothing, was given with {given}. Use --transport in-process.",
-        )
-    if transport.name == "hivemind":
-        _check_swarm(settings)
-    else:
-        _refuse_if(swarm.run is not None, f"swarm.run={swarm.run!r} was given with {given}. Use --transport hivemind.")
-        _refuse_if(
-            swarm.dynamic_steps,
-            f"swarm.dynamic_steps=true was given with {given}, but replicas know each other's speeds only in a swarm. "
-            "Use --transport hivemind, or let all replicas take every step (--swarm.no-dynamic-steps).",
-        )
-
-
-def _check_swarm(settings: RunSettings) -> None:
-    """What a swarm needs, and what can't be elastic."""
-    transport, swarm, least = settings.transport, settings.swarm, settings.transport.min_replicas
-    without = "transport.name='hivemind' was given without swarm.run"
-    _refuse_if(swarm.run is None, f"{without}. Use --run NAME, the same for all peers of the run.")
-    for name, works in _IN_A_SWARM.items():
-        value = attrgetter(name)(settings)
-        _refuse_if(value != works, f"{name}={value!r} was given with transport.name='hivemind'. Use {works!r}.")
-    _refuse_if(
-        settings.data.streaming,
-        "data.streaming=true was given with transport.name='hivemind', but replicas that come and go can't share out "
-        "what is read while training. Use a folder made by `diloco tokenize` as --data, or --transport torch.",
-    )
-    _refuse_if(
-        settings.algorithm == "data-parallel",
-        "algorithm='data-parallel' was given with transport.name='hivemind', but replicas that come and go can't "
-        "average gradients at every step. Use --algorithm streaming or diloco, or --transport torch.",
-    )
-    _refuse_if(
-        least > swarm.start_replicas,
-        f"transport.min_replicas={least} was given with swarm.start_replicas={swarm.start_replicas}. "
-        f"Use --start-replicas {least} or more.",
-    )
-    beat_s = transport.heartbeat_s
-    _refuse_if(
-        swarm.straggler == "skip" and swarm.join_window_s < 2 * beat_s,
-        f"swarm.join_window_s={swarm.join_window_s:g} was given with transport.heartbeat_s={beat_s:g}, so that a "
-        f"replica would count as late between two heartbeats. Use {2 * beat_s:g} or more.",
-    )
-
-
 def _codec(settings: RunSettings) -> str:
     codec, algorithm = settings.codec, settings.algorithm
     default = "fp4" if algorithm == "streaming" else "float32"
     name = default if codec.name is None else codec.name
-    _refuse_if(name not in CODEC_NAMES, f"codec.name={name!r} is not a codec; {nearest(name, CODEC_NAMES)}")
-    _refuse_if(
+    refuse_if(name not in CODEC_NAMES, f"codec.name={name!r} is not a codec; {nearest(name, CODEC_NAMES)}")
+    refuse_if(
         algorithm == "data-parallel" and name not in _GRADIENT_CODECS,
         f"codec.name={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
         f"{', '.join(_GRADIENT_CODECS)}, or --algorithm streaming or diloco, which send pseudo-gradients.",
     )
-    _refuse_if(
+    refuse_if(
         algorithm == "none" and name != "float32",
         f"codec.name={name!r} was given with algorithm='none', whose independent replicas send nothing. Leave it out.",
     )
-    _refuse_if(
+    refuse_if(
         codec.error_feedback and (name == "float32" or algorithm in ("data-parallel", "none")),
         f"codec.error_feedback=true was given with codec.name={name!r} and algorithm={algorithm!r}, where there is "
         "no loss to feed back. Use a lossy codec such as --codec int8 with --algorithm streaming or diloco.",
     )
-    _refuse_if(
+    refuse_if(
         name == "int2" and codec.block_size % 4 != 0,
         f"codec.block_size={codec.block_size} was given with codec.name='int2', which packs four values to a byte. "
         "Use a multiple of 4 from 4 to 65536.",
     )
-    _refuse_if(
+    refuse_if(
         name == "topk2" and not codec.error_feedback,
         "codec.name='topk2' drops 98 % of the values, which are lost without error feedback. "
         "Add --codec.error-feedback.",
@@ -263,17 +142,17 @@ def _codec(settings: RunSettings) -> str:
 def _merge(settings: RunSettings) -> tuple[str, float | None]:
     """The rule, and alpha where the rule has one."""
     merge, algorithm = settings.merge, settings.algorithm
-    _refuse_if(
+    refuse_if(
         merge.alpha is not None and merge.rule == "rebase",
         f"merge.alpha={merge.alpha} was given with merge.rule='rebase', which has no alpha. Use one of the two.",
     )
-    _refuse_if(
+    refuse_if(
         bool(merge.alpha) and algorithm != "streaming",
         f"merge.alpha={merge.alpha} was given with algorithm={algorithm!r}, which does not mix. "
         "Use --algorithm streaming.",
     )
     rule = merge.rule or ("rebase" if algorithm == "streaming" and merge.alpha is None else "alpha")
-    _refuse_if(
+    refuse_if(
         rule == "rebase" and algorithm == "diloco",
         "merge.rule='rebase' was given with algorithm='diloco', which merges in the step in which it sends and so has "
         "nothing to rebase. Use --algorithm streaming.",
@@ -286,13 +165,13 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
     fragments, schedule, algorithm = settings.fragments, settings.schedule, settings.algorithm
     streaming, longest_cycle = algorithm == "streaming", max(1, schedule.inner_steps)
     number, listed, overlap = fragments.num_fragments, len(fragments.patterns), schedule.overlap_steps
-    _refuse_if(
+    refuse_if(
         listed > 0 and number not in (None, listed),
         f"fragments.num_fragments={number} was given with {listed} lists in fragments.patterns. Use {listed}, or "
         "leave it out.",
     )
     number = number or listed or (None if streaming else 1)
-    _refuse_if(
+    refuse_if(
         algorithm == "diloco" and number != 1,
         f"{number} fragments were given with algorithm='diloco', which sends the whole model at once. "
         "Use --algorithm streaming.",
@@ -305,13 +184,13 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
         # One fragment more for what is in no layer; no more than H, so that no two need the same step.
         number = min(math.ceil(num_layers / _LAYERS_PER_FRAGMENT) + 1, longest_cycle)
     if num_layers is not None and fragments.strategy in ("strided", "sequential"):
-        _refuse_if(
+        refuse_if(
             number - 1 > num_layers,
             f"fragments.num_fragments={number} was given for a model of {num_layers} layers. Use 1 to "
             f"{min(num_layers + 1, longest_cycle)} (one is for what is in no layer), or --fragments.strategy "
             "balanced, which may cut layers.",
         )
-    _refuse_if(
+    refuse_if(
         bool(overlap) and not streaming,
         f"schedule.overlap_steps={overlap} was given with algorithm={algorithm!r}, but only Streaming DiLoCo trains "
         "on while a fragment is on its way. Use --algorithm streaming.",
