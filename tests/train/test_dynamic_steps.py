@@ -110,7 +110,7 @@ class AtShare(DynamicSteps):
         super().__init__(0, 4, Others((0,)))
         self.steps = steps
 
-    def _steps(self, replica: int) -> int:
+    def steps_of(self, replica: int) -> int:
         return self.steps
 
 

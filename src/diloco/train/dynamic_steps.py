@@ -40,7 +40,7 @@ class DynamicSteps:
     @property
     def fraction(self) -> float:
         """The fraction of the scheduled steps that this replica trains now."""
-        return self._steps(self._replica) / self._inner_steps
+        return self.steps_of(self._replica) / self._inner_steps
 
     def trained(self, compute_s: float) -> None:
         """A step was trained, in ``compute_s`` seconds of pure compute."""
@@ -57,9 +57,10 @@ class DynamicSteps:
             self._others.note(pace=self.fraction)
 
     def _trains(self, replica: int, step: int) -> bool:
-        return trains_at(step, self._steps(replica), self._inner_steps)
+        return trains_at(step, self.steps_of(replica), self._inner_steps)
 
-    def _steps(self, replica: int) -> int:
+    def steps_of(self, replica: int) -> int:
+        """How many of H scheduled steps a member trains, as far as this replica knows."""
         known = dict(self._others.speeds())
         if (mine := self._rate.steps_per_s) is not None:
             known[self._replica] = mine

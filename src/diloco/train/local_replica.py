@@ -37,7 +37,7 @@ AHEAD = 4
 
 @dataclass(eq=False)
 class Replica:
-    """One replica's own things."""
+    """What belongs to one replica."""
 
     number: int
     model: LanguageModel
@@ -49,7 +49,7 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """What of it the ranks of the replica share out."""
+        """What the ranks of the replica save of it."""
         return ReplicaState(self.inner, self.diloco)
 
 
@@ -62,12 +62,12 @@ def make_replica(
     initial: Mapping[str, Tensor] | None,
     definition: Mapping[str, Any] | None = None,
 ) -> Replica:
-    """Replica ``number`` at its beginning, without an outer loop.
+    """Replica ``number`` at step 0, without an outer loop.
 
     Args:
         settings: resolved.
-        corpus: to draw from.
-        fleet: which replicas there are.
+        corpus: the data.
+        fleet: the replicas of this process.
         device: to train on.
         number: of the replica.
         initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
