@@ -116,12 +116,13 @@ def test_who_opened_a_connection_says_that_it_stands_and_not_with_the_next_beat(
     first, second = pair(make_rank, Timing(heartbeat_s=300.0, silence_s=900.0))  # the second one opened it
 
     async def heard() -> None:
-        while not first.connections.words(1):
+        while (connection := first.connections.get(1)) is None or not connection.words:
             first.connections.arrived.clear()
             await first.connections.arrived.wait()
 
     first.connections.call(heard(), LIMIT_S)
-    assert second.connections.words(0) == 0
+    assert (connection := second.connections.get(0)) is not None
+    assert connection.words == 0
 
 
 def test_who_hangs_up_hears_no_loss_and_the_other_one_does(make_rank: MakeRank) -> None:
@@ -154,12 +155,12 @@ def test_a_member_that_sends_what_is_no_message_is_lost(make_rank: MakeRank) -> 
 
 def test_a_new_connection_of_a_rank_takes_the_place_of_the_old_one_which_is_told(make_rank: MakeRank) -> None:
     first, second = pair(make_rank)
-    before = first.connections.connection(1)
+    before = first.connections.get(1)
     again = make_rank(1)
     again.reach(first)
     assert second.heard.get(timeout=LIMIT_S)[1] == {"kind": "replaced"}
     first.settled()
-    assert first.connections.connection(1) not in (None, before)
+    assert first.connections.get(1) not in (None, before)
     again.say(0, {"kind": "me"})
     assert first.heard.get(timeout=LIMIT_S)[1] == {"kind": "me"}
     assert first.losses.empty(), "who comes in its place says so itself"

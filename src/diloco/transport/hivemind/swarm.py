@@ -169,7 +169,8 @@ class MemberDialer:
         return False
 
     async def _connected_to(self, rank: int) -> None:
-        while not self._connections.words(rank):  # its first message says that the connection stands there, too
+        # its first message says that the connection stands there, too
+        while (connection := self._connections.get(rank)) is None or not connection.words:
             self._connections.arrived.clear()
             await self._connections.arrived.wait()
 

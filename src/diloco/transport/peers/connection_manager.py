@@ -1,8 +1,8 @@
-"""This rank's connections to all others, for small messages: they never wait behind payloads, and tell who is there.
+"""The control connections of a rank: small messages that never wait behind payloads, and who is there.
 
-One thread runs an event loop; everything that happens is told in that thread, one event after the other. Each pair of
-ranks shares one connection, on which both send a beat every ``heartbeat_s``. A rank is lost when its connection ends,
-or when nothing came from it for ``silence_s``. No clock is compared with another machine's.
+One thread runs an event loop and reports what happens, one event after the other. Each pair of ranks shares one
+connection, over which both send a heartbeat every ``heartbeat_s``. A rank is lost when its connection ends, or when
+nothing came from it for ``silence_s``. No clock is compared with another machine's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco.errors import TransportError
 from diloco.protocol.events import Connected, Disconnected, Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.transport.address import Address
-from diloco.transport.peers.control_connection import ControlConnection, inquire
+from diloco.transport.peers.control_connection import ControlConnection, say_who
 from diloco.transport.peers.streams import Streams, hear_out, pack, read_frame, within
 
 __all__ = ["ConnectionManager", "Service"]
@@ -28,48 +28,49 @@ __all__ = ["ConnectionManager", "Service"]
 T = TypeVar("T")
 Message = Mapping[str, Any]
 Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Takes over a connection whose first message asked for it; the connection is closed when it returns."""
+"""Serves a connection whose first message asked for it; the connection is closed when the service returns."""
 
 _BEAT: Message = {"kind": "beat"}
 FIRST_MESSAGE_S = 10.0
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
 CLOSING_S = 8.0
-"""What has not ended by then ends with the process: a network that answers nothing any more, a busy thread."""
+"""Whatever has not ended by then ends with the process: a network that no longer answers, a busy thread."""
 
 
 class ConnectionManager:
-    """Connections by rank.
+    """Control connections by rank.
 
     Args:
-        rank: mine; -1 for somebody who is no member (a launcher).
+        rank: of this process; -1 for one that is no member, such as a launcher.
         timing: of heartbeats.
-        streams: of the network.
-        tell: called with each connection that is made or ends, each message that comes, and, once, each rank that is
-            lost. An error of what was said ends the connection.
+        streams: the network.
+        tell: called in the loop's thread when a connection is made or ends, when a message comes, and once for each
+            rank that is lost. If it raises because of a message, that message's connection ends.
 
     Attributes:
-        pulse: this process's own signs of life.
+        address: where this process listens.
+        services: by the kind of the first message.
+        admits: whether a rank may connect from an address.
+        arrived: set when a connection is made, and when its first message comes.
+        pulse: whether this process itself has stood still.
+        loop: the event loop.
     """
 
     def __init__(
-        self,
-        rank: int,
-        timing: Timing,
-        streams: Streams,
-        tell: Callable[[Event], object] = lambda event: None,
+        self, rank: int, timing: Timing, streams: Streams, tell: Callable[[Event], object] = lambda event: None
     ) -> None:
         self.rank = rank
         self.timing = timing
         self.streams = streams
         self.address = Address("", 0)
-        self.services: dict[str, Service] = {"who": _say_who}
+        self.services: dict[str, Service] = {"who": say_who}
         self.arrived = asyncio.Event()
         self.admits: Callable[[int, Address], bool] = lambda rank, address: True
         self._tell = tell
-        self._lines: dict[int, ControlConnection] = {}
+        self._standing: dict[int, ControlConnection] = {}
         self._numbers = itertools.count(1)
-        self._connections: WeakSet[asyncio.WriteTransport] = WeakSet()  # all that were made, while anything holds them
+        self._opened: WeakSet[asyncio.WriteTransport] = WeakSet()  # every connection that anything still holds
         self._watch: asyncio.Task[None] | None = None
         self._closing = False
         self.pulse = Pulse(timing)
@@ -84,8 +85,8 @@ class ConnectionManager:
         """Run ``coroutine`` in the loop's thread and wait for it.
 
         Raises:
-            TransportError: after `close`.
-            TimeoutError: if it takes longer than ``timeout_s``; it is cancelled then.
+            TransportError: the manager is closed.
+            TimeoutError: it took longer than ``timeout_s``, and was cancelled.
         """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -99,75 +100,57 @@ class ConnectionManager:
             raise
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call ``function`` in the loop's thread, soon; after `close`, not at all."""
+        """Call ``function`` in the loop's thread soon, unless the manager is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def listen(self, *where: Any) -> Address:
-        """Accept connections; ``where`` is what the network's own `Streams.listen` takes.
-
-        Raises:
-            TransportError: if it can't.
-        """
+        """Accept connections at ``where``, which is what `Streams.listen` of the network takes; `TransportError` if
+        that is impossible."""
         return self.call(self.listen_at(*where))
 
     def close(self) -> None:
-        """End all connections and the thread, in some seconds, whatever the network does. Nobody is told of a loss."""
+        """End all connections and the thread within seconds, whatever the network does. No loss is reported."""
         if self.loop.is_closed():
             return
         if not self._closing:
             self._closing = True
             asyncio.run_coroutine_threadsafe(self._close_and_stop(), self.loop)
         self._thread.join(2 * CLOSING_S)
-        if self._thread.is_alive():  # it is busy, and ends when it is not
+        if self._thread.is_alive():  # busy: it ends when it no longer is
             return
-        self.loop.run_until_complete(self._end_tasks())  # of calls that came in the last moment
+        self.loop.run_until_complete(self._end_tasks())  # tasks of calls that came at the last moment
         self.loop.close()
 
     # In the loop's thread.
 
     @property
     def connected(self) -> frozenset[int]:
-        """Ranks with a standing connection."""
-        return frozenset(self._lines)
+        """Ranks to which a connection stands."""
+        return frozenset(self._standing)
 
-    def address_of(self, rank: int) -> Address | None:
-        """Where a connected rank listens."""
-        line = self._lines.get(rank)
-        return line.address if line is not None else None
-
-    def connection(self, rank: int) -> int | None:
-        """Number of the connection to ``rank``: another one once another process of that rank has come."""
-        line = self._lines.get(rank)
-        return line.number if line is not None else None
-
-    def words(self, rank: int) -> int:
-        """How many messages have come over the connection to ``rank``, beats included; 0 where there is none."""
-        line = self._lines.get(rank)
-        return line.words if line is not None else 0
+    def get(self, rank: int) -> ControlConnection | None:
+        """The connection to ``rank``, if one stands."""
+        return self._standing.get(rank)
 
     def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
-        """Send a message, if there is a connection; else it is dropped, as its receiver is lost."""
-        line = self._lines.get(rank)
-        if line is not None:
-            line.writer.write(pack(message, blob))
+        """Send a message, or drop it if no connection stands: its receiver is lost."""
+        connection = self._standing.get(rank)
+        if connection is not None:
+            connection.writer.write(pack(message, blob))
 
     async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """As `Streams.open`; `close` ends the connection, whatever it still has to send.
-
-        Raises:
-            OSError: as there.
-        """
+        """As `Streams.open`; `close` aborts the connection, even if it still has something to send."""
         reader, writer = await self.streams.open(address)
-        self._connections.add(writer.transport)
+        self._opened.add(writer.transport)
         return reader, writer
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
 
         Raises:
-            OSError: if nobody answers there.
-            TransportError: if somebody else does.
+            OSError: nobody answers there.
+            TransportError: somebody else does.
         """
         reader, writer = await self.open(address)
         try:
@@ -182,29 +165,29 @@ class ConnectionManager:
             writer.close()
             raise
         self._register(rank, address, reader, writer)
-        self.send(rank, _BEAT)  # so that the other end knows that the connection stands here, too
+        self.send(rank, _BEAT)  # tells the other end that the connection stands here too
 
     def hang_up(self, rank: int) -> None:
-        """End the connection to ``rank``; nobody is told of a loss."""
-        line = self._lines.pop(rank, None)
-        if line is not None:
-            if line.task is not None:
-                line.task.cancel()
-            line.writer.close()
+        """End the connection to ``rank`` without reporting a loss."""
+        connection = self._standing.pop(rank, None)
+        if connection is not None:
+            if connection.task is not None:
+                connection.task.cancel()
+            connection.writer.close()
 
     def give_up(self, ranks: Collection[int]) -> None:
-        """Nothing has come from these ranks for too long: all of them are lost at once."""
-        lines = [self._lines[rank] for rank in ranks]
-        for line in lines:
-            line.writer.write(pack({"kind": "given-up"}))  # for one that only stood still
-            self.hang_up(line.rank)
-            self._tell(Disconnected(line.rank))
-        for line in lines:
-            text = f"nothing came from {line.address} for {self.timing.silence_s:g} s"
-            self._tell(Lost(line.rank, Loss("silent", text)))
+        """Give up ranks from which nothing has come for too long; all of them are lost at once."""
+        given_up = [self._standing[rank] for rank in ranks]
+        for connection in given_up:
+            connection.writer.write(pack({"kind": "given-up"}))  # in case it only stood still
+            self.hang_up(connection.rank)
+            self._tell(Disconnected(connection.rank))
+        for connection in given_up:
+            text = f"nothing came from {connection.address} for {self.timing.silence_s:g} s"
+            self._tell(Lost(connection.rank, Loss("silent", text)))
 
     def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A task that nobody waits for has failed, such as a library's: a line and no page, and nothing at the end."""
+        """Log the failure of a task that nobody awaits, such as a library's, in one line; at the end, not at all."""
         error = context.get("exception")
         said = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         level = logging.DEBUG if self._closing else logging.WARNING
@@ -222,7 +205,7 @@ class ConnectionManager:
         return self.address
 
     def _arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Coroutine[Any, Any, None]:
-        self._connections.add(writer.transport)  # at once: the task that looks after it may be ended before it begins
+        self._opened.add(writer.transport)  # now: the task that would close it may be cancelled before it begins
         return self._accept(reader, writer)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -240,43 +223,40 @@ class ConnectionManager:
             if service is not None:
                 await service(message, blob, reader, writer)
         except (OSError, EOFError, TransportError, TimeoutError, KeyError, ValueError, TypeError):
-            pass  # whoever that was, it is not one of us, or has left
+            pass  # a stranger, or somebody who has left
         except asyncio.CancelledError:
-            pass  # this process is leaving; asyncio would print an error of the one who came
+            pass  # this process is closing; asyncio would print an error
         finally:
-            if not any(line.writer is writer for line in self._lines.values()):
+            if not any(connection.writer is writer for connection in self._standing.values()):
                 writer.close()
 
     def _register(
         self, rank: int, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        before = self._lines.get(rank)
+        before = self._standing.get(rank)
         if before is not None:
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
         hear_out(writer.transport)
-        line = ControlConnection(rank, next(self._numbers), address, writer, self.loop.time())
-        self._lines[rank] = line
-        self._tell(Connected(rank, line.number, str(address)))
-        line.task = self.loop.create_task(self._listen_to(line, reader))
+        connection = ControlConnection(rank, next(self._numbers), address, writer, self.loop.time())
+        self._standing[rank] = connection
+        self._tell(Connected(rank, connection.number, str(address)))
+        connection.task = self.loop.create_task(self._listen_to(connection, reader))
         self.arrived.set()
 
-    async def _listen_to(self, line: ControlConnection, reader: asyncio.StreamReader) -> None:
-        ended = await line.listen(reader, self.arrived, self._hand_on)
-        if self._lines.get(line.rank) is not line:
+    async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:
+        ended = await connection.listen(reader, self.arrived, self._hand_on)
+        if self._standing.get(connection.rank) is not connection:
             return
-        del self._lines[line.rank]  # its task is the one that runs here
-        line.writer.close()
-        self._tell(Disconnected(line.rank))
-        if ended.given_up or self.pulse.stood_still(self.loop.time()):
-            # it may have gone on and ended since: its port has nothing to say
-            why = "gave it up" if ended.given_up else f"ended the connection ({ended.reason})"
-            text = f"{line.address} heard nothing of this process for too long and {why}"
-            self._tell(Lost(line.rank, Loss("cut", text)))
-            return
-        loss = await inquire(self.open, line.address, ended.reason, min(2.0, self.timing.silence_s))
-        if line.rank not in self._lines:  # else another process has come in its place, and says so itself
-            self._tell(Lost(line.rank, loss))
+        del self._standing[connection.rank]  # no hang_up: its task is this one
+        connection.writer.close()
+        self._tell(Disconnected(connection.rank))
+        silence_s = min(2.0, self.timing.silence_s)
+        loss = await connection.why_lost(
+            ended, self.open, silence_s, stood_still=self.pulse.stood_still(self.loop.time())
+        )
+        if connection.rank not in self._standing:  # else another process has taken its place and says so
+            self._tell(Lost(connection.rank, loss))
 
     def _hand_on(self, rank: int, message: dict[str, Any], blob: bytes) -> None:
         if latency_s := self.timing.latency_s:
@@ -290,13 +270,15 @@ class ConnectionManager:
         while True:
             await asyncio.sleep(self.timing.heartbeat_s)
             now_s = self.loop.time()
-            if self.pulse.beat(now_s):  # it was this process that stood still
-                for line in self._lines.values():
-                    line.heard_s = now_s
-            silent = silent_ones({rank: now_s - line.heard_s for rank, line in self._lines.items()}, self.timing)
+            if self.pulse.beat(now_s):  # this process itself stood still
+                for connection in self._standing.values():
+                    connection.heard_s = now_s
+            silent = silent_ones(
+                {rank: now_s - connection.heard_s for rank, connection in self._standing.items()}, self.timing
+            )
             self.give_up(silent)
-            for line in self._lines.values():
-                line.writer.write(beat)
+            for connection in self._standing.values():
+                connection.writer.write(beat)
 
     async def _close_and_stop(self) -> None:
         try:
@@ -307,11 +289,11 @@ class ConnectionManager:
             self.loop.stop()
 
     async def end(self) -> None:
-        """End all connections, also those that come meanwhile, and all tasks but the one that asks for it."""
+        """End all connections, also those that arrive meanwhile, and all tasks but the current one."""
         if self._watch is not None:
             self._watch.cancel()
         await self.streams.refuse()
-        for _ in range(4):  # turns of the loop, in which connections that have just come get the tasks that close them
+        for _ in range(4):  # turns of the loop in which new connections get the tasks that close them
             await asyncio.sleep(0)
         await self._hang_up_all(_FLUSH_S)
         await self.streams.close()
@@ -326,25 +308,17 @@ class ConnectionManager:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=_FLUSH_S)
-            await self._hang_up_all(0.0)  # a task that is told to end may still open a line, if its hello had come
+            await self._hang_up_all(0.0)  # a cancelled task may still have registered a connection
 
     async def _hang_up_all(self, flush_s: float) -> None:
-        """End all connections; what the other side does not take in ``flush_s`` it never will."""
-        flushed = [asyncio.create_task(line.writer.wait_closed()) for line in self._lines.values()]
+        """End all connections; what the other side has not taken within ``flush_s`` is lost."""
+        flushed = [asyncio.create_task(connection.writer.wait_closed()) for connection in self._standing.values()]
         for rank in self.connected:
             self.hang_up(rank)
         if flushed:
             await asyncio.wait(flushed, timeout=flush_s)
-        for connection in list(self._connections):
-            connection.abort()
+        for transport in list(self._opened):
+            transport.abort()
         if flushed:
             await asyncio.wait(flushed, timeout=_FLUSH_S)
-        await asyncio.sleep(0)  # in which connections end
-
-
-async def _say_who(
-    message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """For who wants to know whether it is a diloco that listens here."""
-    writer.write(pack({"kind": "who"}))
-    await writer.drain()
+        await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""One control connection that stands, and what became of the process behind one that has ended."""
+"""One control connection while it stands, and what became of the process behind it once it has ended."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.failure_detector import Loss
 from diloco.transport.address import Address
-from diloco.transport.peers.streams import read_frame, within
+from diloco.transport.peers.streams import pack, read_frame, within
 
-__all__ = ["ControlConnection", "Ending", "inquire"]
+__all__ = ["ControlConnection", "Ending", "say_who"]
 
 _INQUIRIES = 10
 _BETWEEN_INQUIRIES_S = 0.1
@@ -22,11 +22,11 @@ OpenStream = Callable[[Address], Awaitable[tuple[asyncio.StreamReader, asyncio.S
 
 @dataclass(frozen=True)
 class Ending:
-    """Why nothing comes over a connection any more.
+    """Why nothing more comes over a connection.
 
     Attributes:
         reason: in words.
-        given_up: whether the other side says that it heard nothing of this process for too long.
+        given_up: whether the other side says that it heard nothing from this process for too long.
     """
 
     reason: str = ""
@@ -35,16 +35,16 @@ class Ending:
 
 @dataclass(eq=False)
 class ControlConnection:
-    """A connection to a rank.
+    """A control connection.
 
     Attributes:
-        rank: of the process at the other end.
-        number: of its own, also where another process of the same rank comes.
-        address: where the other end listens.
-        writer: to it.
-        heard_s: when something came last, by the clock of the loop.
-        words: messages that have come, beats included.
-        task: that listens.
+        rank: of the other process.
+        number: unique in this process, so that another process of the same rank has another one.
+        address: where the other process listens.
+        writer: to the other process.
+        heard_s: when something last came, by the clock of the loop.
+        words: number of messages that have come, heartbeats included.
+        task: the one that listens.
     """
 
     rank: int
@@ -58,12 +58,13 @@ class ControlConnection:
     async def listen(
         self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[int, dict[str, Any], bytes], None]
     ) -> Ending:
-        """Hand on what comes until nothing comes any more.
+        """Deliver messages until the connection ends.
 
         Args:
-            reader: from the other end.
+            reader: from the other process.
             began: set when the first message has come, of whatever kind.
-            deliver: called with the rank, every message and its blob; an error of what was said ends the connection.
+            deliver: called with the rank, the message and its blob. If it raises because of the message, the connection
+                ends.
         """
         clock = asyncio.get_running_loop()
         try:
@@ -81,28 +82,40 @@ class ControlConnection:
         except (KeyError, ValueError, TypeError, OverflowError) as error:  # in what it said
             return Ending(f"it sent what is no message: {type(error).__name__}: {error}")
 
+    async def why_lost(self, ending: Ending, open_stream: OpenStream, longest_s: float, *, stood_still: bool) -> Loss:
+        """What became of the process behind this connection, which has ended: a refusing port says that it is gone.
 
-async def inquire(open_stream: OpenStream, address: Address, reason: str, longest_s: float) -> Loss:
-    """Whether the process behind a connection that ended is still there: a port that refuses says no.
+        A process that is being ended may keep its port for a moment.
 
-    A process that is being ended may still have its port for a moment.
+        Args:
+            ending: of the connection.
+            open_stream: as `Streams.open`.
+            longest_s: to wait for an answer, each time.
+            stood_still: whether this process did: then the other one may have gone on and ended since, so its port says
+                nothing.
+        """
+        if ending.given_up or stood_still:
+            why = "gave it up" if ending.given_up else f"ended the connection ({ending.reason})"
+            return Loss("cut", f"{self.address} heard nothing of this process for too long and {why}")
+        ended = f"the connection to {self.address} ended ({ending.reason})"
+        for _ in range(_INQUIRIES):
+            try:
+                _, writer = await within(longest_s, open_stream(self.address))
+            except ConnectionRefusedError:
+                return Loss("gone", f"its process at {self.address} has ended")
+            except ConnectionResetError:
+                pass  # it was being ended at that very moment
+            except (OSError, TimeoutError) as error:
+                return Loss("cut", f"{ended} and can't be made anew ({error})")
+            else:
+                writer.close()
+            await asyncio.sleep(_BETWEEN_INQUIRIES_S)
+        return Loss("cut", f"{ended}, though somebody listens there")
 
-    Args:
-        open_stream: as `Streams.open`.
-        address: where it listened.
-        reason: why the connection ended, in words.
-        longest_s: to wait for an answer, each time.
-    """
-    for _ in range(_INQUIRIES):
-        try:
-            _, writer = await within(longest_s, open_stream(address))
-        except ConnectionRefusedError:
-            return Loss("gone", f"its process at {address} has ended")
-        except ConnectionResetError:
-            pass  # it was being ended in that very moment
-        except (OSError, TimeoutError) as error:
-            return Loss("cut", f"the connection to {address} ended ({reason}) and can't be made anew ({error})")
-        else:
-            writer.close()
-        await asyncio.sleep(_BETWEEN_INQUIRIES_S)
-    return Loss("cut", f"the connection to {address} ended ({reason}), though somebody listens there")
+
+async def say_who(
+    message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Answer somebody who asks whether a diloco listens here."""
+    writer.write(pack({"kind": "who"}))
+    await writer.drain()

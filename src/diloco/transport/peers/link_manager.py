@@ -201,9 +201,9 @@ class LinkManager:
 
     def _address_of(self, rank: int) -> Address:
         """Of a rank that is connected, or has been known; `OSError` for any other."""
-        connected = self._connections.address_of(rank)
+        connected = self._connections.get(rank)
         if connected is not None:
-            return connected
+            return connected.address
         if rank not in self._entries:
             raise OSError(f"nobody knows where rank {rank} is")
         return self._connections.streams.address(self._entries[rank].address)
