@@ -71,6 +71,8 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
     """
     going_on = [rank for rank in ranks if not rank.left]
     assert len({rank.view for rank in going_on}) <= 1, "two histories"
+    for rank in ranks:
+        assert not rank.exchanging, "a thread waits for ever"
     for rank in going_on:
         assert rank.step == rank.STEPS, "it never became a member"
         assert sorted(rank.outcomes) == list(range(rank.first_step, rank.STEPS + 1)), "a round was never decided"

@@ -128,6 +128,11 @@ class Rank:
         return {step: contribution.round for step, contribution in self._given.items()}
 
     @property
+    def exchanging(self) -> set[tuple[int, RoundId]]:
+        """View and round of exchanges that have not ended."""
+        return set(self._exchanges)
+
+    @property
     def has_to_do(self) -> bool:
         """Whether it has something to do that nobody else needs to begin."""
         return bool(self._todo)

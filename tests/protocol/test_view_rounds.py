@@ -1,0 +1,72 @@
+"""What a rank does not do any more once a view ends, and what its owner is told of rounds; on the simulated network."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.algorithm.averaging import RoundId
+from diloco.membership.view import View
+from diloco.protocol.actions import GiveVerdict
+from diloco.protocol.events import Received
+from diloco.protocol.headers import Header
+from tests.membership.network import Limits, explore
+from tests.protocol.simulated import begin, rank, settle, simulated
+
+ROUND = RoundId(1, 0)
+
+
+def test_who_has_reported_the_end_of_a_view_casts_no_vote_in_it() -> None:
+    """A report says what it has committed, and is a promise that nothing is added to it."""
+    network = simulated(3)
+    begin(network, 0, 1, 2)
+    rank(network, 0).lose(2, gone=False)
+    assert rank(network, 0).said("change")
+    assert rank(network, 0).act(), "it holds the mean"
+    assert not rank(network, 0).said("vote")
+
+
+def test_who_has_reported_the_end_of_a_view_judges_no_round_of_it() -> None:
+    network = simulated(3)
+    begin(network, 0, 1)
+    rank(network, 0).lose(2, gone=False)
+    header = Header(ROUND, 2, 1.0, "d", None, None, "", taking_over=False)
+    wanted = rank(network, 0).handle(Received(2, header.to_message(0)))
+    assert not any(isinstance(action, GiveVerdict) for action in wanted)
+
+
+def test_an_exchange_that_waits_for_a_verdict_ends_with_its_view() -> None:
+    """And another one begins in the next view."""
+    network = simulated(3, Limits(ends=1))
+    begin(network, 0)
+    assert rank(network, 0).exchanging == {(0, ROUND)}
+    network.happen("ends", 2, 0, 0)
+    settle(network)
+    assert rank(network, 0).act()
+    assert rank(network, 0).exchanging == {(1, ROUND)}
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_round_that_took_too_long_though_all_have_contributed_renews_the_view(who: int) -> None:
+    """A payload connection stands still: TCP may wait for minutes before it tries again."""
+    network = simulated(2)
+    begin(network, 0, 1)
+    mine = rank(network, who)
+    mine.suffer("timers", next(i for i, (_, timer) in enumerate(mine.timers) if timer.kind == "expire"))
+    settle(network)
+    assert mine.act()
+    assert "a payload connection of replica" in mine.said("change")[-1]["why"]
+    explore(network, [])
+    assert [rank(network, number).view for number in (0, 1)] == [View(1, (0, 1))] * 2
+    assert [rank(network, number).outcomes[1] for number in (0, 1)] == [False] * 2
+
+
+def test_a_second_contribution_of_a_member_is_refused_and_told_of() -> None:
+    network = simulated(2)
+    begin(network, 0, 1)
+    header = Header(ROUND, 3, 1.0, "d", None, None, "", taking_over=False)
+    rank(network, 0).handle(Received(1, header.to_message(0)))
+    explore(network, [])
+    assert rank(network, 0).averages[1].note == (
+        "a contribution of replica 1 to fragment 1, outer step 0 was refused: it had contributed to it before"
+    )
+    assert not rank(network, 1).averages[1].note
