@@ -1,4 +1,4 @@
-"""What ranks agree on beside rounds: numbers that each of them says at a barrier, and what their loops were given."""
+"""What ranks agree on besides rounds: numbers that they tell each other at barriers, and their loops' arguments."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Agreement", "Barriers"]
 
 
 class Barriers:
-    """Numbers by the barrier's name and the rank that says them.
+    """The numbers told at each barrier, by rank.
 
     Attributes:
-        stopping: whether somebody has asked for a step after which all stop.
+        stopping: whether a rank has asked all ranks to stop.
 
     >>> barriers = Barriers()
     >>> barriers.say(0, "end", 7)
@@ -27,30 +27,30 @@ class Barriers:
         self._said: dict[str, dict[int, int]] = {}
 
     def say(self, rank: int, name: str, value: int) -> None:
-        """A rank says ``value`` at the barrier ``name``."""
+        """A rank tells ``value`` at the barrier ``name``."""
         self._said.setdefault(name, {})[rank] = value
 
     def said(self, name: str) -> dict[int, int]:
-        """Rank -> what it said."""
+        """Rank -> the value that it told."""
         return dict(self._said.get(name, {}))
 
     def awaited(self, name: str, present: Collection[int]) -> set[int]:
-        """Those of the ranks that are ``present`` that have said nothing yet."""
+        """Ranks that are ``present`` and have not told a value."""
         return set(present) - self._said.get(name, {}).keys()
 
 
 class Agreement:
     """The facts of this rank's loop, and those of the others.
 
-    Each rank tells its facts to all that it is connected to; whoever is told later than it has told answers with its
-    own, so a replica that joins learns those of the members. A rank compares once, when its own loop begins: a joiner
-    with other arguments is refused, and disturbs nobody.
+    Each rank tells its facts to all connected ranks. A rank that has already told its own answers with them, so that a
+    joining replica learns those of the members. A rank compares once, when its own loop begins; so a joiner with other
+    arguments stops, and disturbs nobody.
 
     Args:
         ranks_per_replica: S.
 
     Attributes:
-        mine: what this rank has told; None: nothing yet.
+        mine: what this rank has told, or None.
     """
 
     def __init__(self, ranks_per_replica: int) -> None:
@@ -60,10 +60,10 @@ class Agreement:
         self._were_members: set[int] = set()
 
     def hear(self, sender: int, message: Mapping[str, Any], *, is_member: bool) -> Entry | None:
-        """Another rank tells its facts; what to answer, if anything.
+        """Another rank tells its facts; returns this rank's, if it expects them in answer.
 
         Raises:
-            KeyError, ValueError, TypeError: it does not tell its own facts.
+            KeyError, ValueError, TypeError: the message is malformed, or tells another rank's facts.
         """
         entry, is_answer = Entry.from_message(message), bool(message["answer"])
         if entry.rank != sender:
@@ -74,7 +74,7 @@ class Agreement:
         return None if is_answer else self.mine
 
     def refusal(self, present: Collection[int]) -> str:
-        """Both sides of the first difference from a member, even if it has left by now; "" where there is none."""
+        """Both sides of the first difference from a member, even from one that has left; "" if there is none."""
         if self.mine is None:
             return ""
         counting = sorted((set(present) | self._were_members) & self._theirs.keys())
@@ -82,5 +82,5 @@ class Agreement:
         return next(filter(None, (difference(one, other, self._size) for one, other in pairs)), "")
 
     def awaited(self, present: Collection[int]) -> set[int]:
-        """Those of the ranks that are ``present`` whose facts are not known yet."""
+        """Ranks that are ``present`` and have not told their facts."""
         return set(present) - self._theirs.keys() - (set() if self.mine is None else {self.mine.rank})

@@ -1,4 +1,4 @@
-"""This rank's contributions on their way into the rounds of a view, and why no round takes place any more."""
+"""This rank's contributions on their way into the rounds of a view."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Contributions:
     """Queue of contributions, held while no view is active or a view change is in progress.
 
     Args:
-        rules: who I am, and how rounds go.
+        rules: this rank, and how rounds go.
         policies: what happens when replicas are lost.
-        words: rank -> how many messages have come from it; changes as they come.
-        outbox: gets what is to be done.
+        words: rank -> number of messages that have come from it; kept up to date by the roster.
+        outbox: collects actions.
 
     Attributes:
-        rounds: of the present view; None: this rank is no member yet.
-        failure: why no round takes place any more, or None.
-        reason: why the present view followed the one before, with what happened as this rank heard it.
-        step: inner steps that this rank has begun to synchronise; its owner changes it.
-        from_step: rounds sent at this inner step or later take place in the present view.
-        joined: whether this rank came to a run that was going on; it then has to take over its state.
+        rounds: of the present view; None until this rank is a member.
+        failure: why this rank takes part in no more rounds, or None.
+        reason: why the present view followed the one before, as this rank heard it.
+        step: inner steps that this rank has begun to synchronise; set by its owner.
+        from_step: contributions sent before this inner step are too old for the present view.
+        joined: whether this rank joined a run in progress, so that it has to take over its state.
     """
 
     def __init__(self, rules: Rules, policies: Policies, words: Mapping[int, int], outbox: Outbox) -> None:
@@ -48,12 +48,12 @@ class Contributions:
         self._has_state_of: set[int] = set()
 
     def open(self, view: View, carried: Sequence[HandedIn], void: Rounds) -> None:
-        """Begin the rounds of ``view``, unless this rank takes part no more, and then what waits.
+        """Begin the rounds of ``view``, unless this rank takes part no more, and release what was held.
 
         Args:
-            view: who takes part.
-            carried: contributions to rounds of the view before that go on.
-            void: rounds of earlier views that are known to be void, though I may not have begun them yet.
+            view: the present one.
+            carried: contributions to undecided rounds of the view before.
+            void: rounds of earlier views that others have found void.
         """
         if self.failure is None:
             self.rounds = RoundTable(
@@ -64,7 +64,7 @@ class Contributions:
         self._begin_waiting()
 
     def close(self, failure: TransportError) -> None:
-        """Take part no more; who waits gets ``failure``, unless there was another one before."""
+        """Take part in no more rounds; those in flight end with ``failure``, or with an earlier one."""
         self.failure = self.failure or failure
         if self.rounds is not None:
             self.rounds.freeze()
@@ -72,7 +72,7 @@ class Contributions:
         self._begin_waiting()
 
     def hand_in(self, handed: HandedIn) -> None:
-        """A contribution: to be begun, or held, or void."""
+        """Begin a contribution's round, or hold the contribution, or call its round void."""
         round_id, rounds = handed.contribution.round, self.rounds
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))

@@ -1,7 +1,7 @@
 """The state machine of one rank: events and a time in, actions out.
 
-It owns no thread, clock, socket, future or callback: whoever runs it tells it what happens, one event after the other,
-and carries out what it hands back, in order. What its parts cause in each other is handled before `handle` returns.
+It owns no thread, clock, socket, future or callback. Its owner tells it what happens, one event at a time, and carries
+out the actions that it returns, in order. What one part causes in another is handled before `handle` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diloco.protocol.views import ViewManager
 __all__ = ["Machine"]
 
 _MOST_EARLY = 1000
-"""Messages that are kept of one sender: many times what it says in a view before all have adopted it."""
+"""Messages held back for one sender: many times what it sends in a view before all have adopted it."""
 
 _MOST_ANSWERS = 1000
 
@@ -36,7 +36,7 @@ _FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced", "speed")
 
 @dataclass(frozen=True, eq=False)
 class _Letter:
-    """A message for later; ``connection``: over which it came; None: that had ended by then."""
+    """A message, and the connection over which it came; None: that had ended by then."""
 
     sender: int
     message: Mapping[str, Any]
@@ -44,19 +44,19 @@ class _Letter:
 
 
 class Machine:
-    """One rank's side of everything that ranks agree on.
+    """One rank's part in everything that ranks agree on.
 
     Args:
-        rules: who I am, and how rounds go.
+        rules: this rank, and how rounds go.
         policies: what happens when replicas are lost.
 
     Attributes:
-        roster: who is connected.
+        roster: connected ranks and members.
         views: the present view and its rounds.
-        barriers: numbers that ranks say to each other.
-        agreement: what the loops of all ranks were given.
-        answers: of members to this rank's request to join.
-        speeds: replica -> inner steps per second, of those other members that have told.
+        barriers: numbers that ranks tell each other.
+        agreement: the arguments of all ranks' loops.
+        answers: to this rank's request to join.
+        speeds: replica -> inner steps per second, of other members that have told it.
     """
 
     def __init__(self, rules: Rules, policies: Policies) -> None:
@@ -73,15 +73,15 @@ class Machine:
         self._held_back: list[_Letter] = []
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """What is to be done about ``event``, in this order.
+        """What to do about ``event``, in order.
 
         Args:
             event: what happened.
-            now_s: when, by a clock that never goes back.
+            now_s: when, by a monotonic clock.
 
         Raises:
-            KeyError, ValueError, TypeError, OverflowError: a message that came in is none of this protocol. Nothing
-                has changed by it, and nothing is to be done.
+            KeyError, ValueError, TypeError, OverflowError: the event is a message that is not of this protocol. The
+                state has not changed.
         """
         outbox = self._outbox
         outbox.now_s = now_s
@@ -94,12 +94,12 @@ class Machine:
         return actions
 
     def take_answer(self) -> Answer | None:
-        """What members have answered to this rank's request to join: a welcome, if there is one, else the last."""
+        """The answer to this rank's request to join: a welcome if there is one, else the last answer."""
         answers, self.answers = self.answers, []
         return next((each for each in answers if each[0]["kind"] == "welcome"), answers[-1] if answers else None)
 
     def present(self) -> set[int]:
-        """Ranks of the view that can be reached, and this one."""
+        """Connected ranks of the view, and this one."""
         ranks = self.rules.ranks(self.views.view.members)
         return {rank for rank in ranks if rank == self.rules.rank or rank in self.roster.connections}
 
@@ -170,13 +170,12 @@ class Machine:
             self._outbox.send(self.views.others(), {"kind": "meet", "name": name, "value": value})
 
     def _stop(self) -> None:
-        """Say after which step this rank could stop, once.
+        """Tell the others, once, how many inner steps this rank has begun to synchronise.
 
-        The ranks tell each other how many inner steps they have begun to synchronise, whatever their training waits
-        for; one more than the greatest is where all can stop.
+        All ranks can stop one step after the greatest of these numbers, whatever each of them is waiting for.
         """
         if not self.barriers.stopping:
-            self.barriers.stopping = True  # before the step is read: training begins no second one unaware of it
+            self.barriers.stopping = True  # before the step is read, so that training begins at most one more step
             self._meet("stop", self.views.contributions.step)
 
     # What this rank hears.
@@ -186,7 +185,7 @@ class Machine:
         if sender in self.roster.words:
             self.roster.words[sender] += 1
         if kind in _FOR_MEMBERS and not self._is_member(sender):
-            return  # who is connected and no member has no say
+            return  # only members have a say
         if kind == "beat":
             pass
         elif kind == "meet":
@@ -206,7 +205,7 @@ class Machine:
             raise ValueError("it says too much to somebody who is not ready")
 
     def _read(self, letter: _Letter) -> None:
-        """What is about the present view, or about another one."""
+        """A message that needs a view."""
         sender, message, views = letter.sender, letter.message, self.views
         kind = message["kind"]
         if kind == "speed":
@@ -228,7 +227,7 @@ class Machine:
             self._read_of_a_view(letter)
 
     def _read_of_a_view(self, letter: _Letter) -> None:
-        """One that can't be read makes its sender lost, and raises nothing."""
+        """A message about a round or a view; if it is malformed, its sender is given up."""
         sender, views = letter.sender, self.views
         speaks = self.roster.speaks(sender, letter.connection)
         try:
@@ -240,14 +239,14 @@ class Machine:
             return
         rounds, of_this_view = views.contributions.rounds, view_id == views.view.id
         match said:
-            case Leaving() if speaks:  # true at once, whatever view its sender was in
+            case Leaving() if speaks:  # takes effect at once, whatever view its sender is in
                 views.hear_leaving(sender, said)
             case _ if view_id > views.view.id:
                 self._keep(letter)
             case Header() | RoundVote() if rounds is None:
                 self._keep(letter)
             case _ if not speaks:
-                pass  # it is no member, so it has no say
+                pass  # only members have a say
             case Header() if rounds is not None and of_this_view:
                 rounds.hear_header(sender, said)
             case RoundVote() if rounds is not None and of_this_view:
@@ -263,14 +262,14 @@ class Machine:
             self.views.give_up(letter.sender, words)
 
     def _hold_back(self, letter: _Letter) -> bool:
-        """Keep a letter for later; False if there are too many of its sender."""
+        """Keep a message for later; False if its sender has too many already."""
         if sum(each.sender == letter.sender for each in self._held_back) >= _MOST_EARLY:
             return False
         self._held_back.append(letter)
         return True
 
     def _release(self) -> None:
-        """A view has begun: read what was held back, and hold back again what is about a later one."""
+        """A view has begun: read what was held back; messages about later views are held back again."""
         letters, self._held_back = self._held_back, []
         for letter in letters:
             if letter.message["kind"] in _FOR_MEMBERS and not self._is_member(letter.sender):
@@ -282,5 +281,5 @@ class Machine:
                 self.views.give_up(letter.sender, words)
 
     def _is_member(self, sender: int) -> bool:
-        """As far as is known: before there are views, anybody may be one."""
+        """Whether a rank is a member, as far as is known: before there are views, anybody may be."""
         return not self._began or self.rules.replica_of(sender) in self.views.view.members

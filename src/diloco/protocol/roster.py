@@ -1,4 +1,4 @@
-"""Who is connected, and who of them is a member of the present view rather than another process in its place."""
+"""Connected ranks, and which of them are members of the present view rather than processes that replaced members."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Roster"]
 
 
 class Roster:
-    """Control connections by rank, and those over which the members of the view are known.
+    """Control connections by rank, and the connections of the members of the present view.
 
     Args:
-        rules: who I am.
+        rules: this rank.
 
     Attributes:
-        connections: rank -> number of the connection that stands.
-        addresses: where connected ranks listen.
-        words: rank -> messages that have come over its connection, signs of life included.
+        connections: rank -> number of its connection.
+        addresses: rank -> where it listens.
+        words: rank -> number of messages that have come over its connection, heartbeats included.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -39,13 +39,13 @@ class Roster:
             known.pop(rank, None)
 
     def form(self, view: View) -> None:
-        """The members of ``view`` are those who are connected now, and who was a member before stays the same."""
+        """The members of ``view`` are the processes connected now; those that were members before stay."""
         self._members = {
             rank: self._members.get(rank, self.connections.get(rank)) for rank in self._rules.ranks(view.members)
         }
 
     def remember(self, connections: Mapping[int, int]) -> None:
-        """The members are those who were connected like this, whoever is connected in their place now."""
+        """The members are the processes with these connections, even if others have replaced them since."""
         self._members.update(connections)
 
     def forget(self, rank: int) -> None:
@@ -57,7 +57,7 @@ class Roster:
         return rank in self._members
 
     def speaks(self, rank: int, connection: int | None) -> bool:
-        """Whether what came over this connection came from a member; None: the connection has ended since."""
+        """Whether a message came from a member; ``connection`` is None if it has ended since."""
         return self.has(rank) and (connection is None or connection == self._members[rank])
 
     def is_connected(self, rank: int) -> bool:
@@ -65,7 +65,7 @@ class Roster:
         return self.has(rank) and self._members[rank] == self.connections.get(rank)
 
     def unreached(self, view: View) -> frozenset[int]:
-        """Replicas of ``view``, which is formed, to whose processes no control connection stands."""
+        """Members of ``view``, which is formed, that are not connected."""
         return frozenset(
             member
             for member in view.members
@@ -74,7 +74,7 @@ class Roster:
         )
 
     def replaced(self, replicas: Collection[int]) -> frozenset[int]:
-        """Those in whose places other processes are connected; so they have ended."""
+        """Those of ``replicas`` whose places other processes have taken; so they have ended."""
         return frozenset(
             replica
             for replica in replicas

@@ -1,4 +1,4 @@
-"""One round of one view, as a rank sees it; and what it remembers of the rounds that were decided lately."""
+"""One round of one view, as a rank sees it, and the outcomes of recent rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco.protocol.rules import Rules
 __all__ = ["Decided", "RoundState"]
 
 _MOST_VOID = 8
-"""Rounds of a fragment that are remembered as void; whoever falls behind by more runs into the round's timeout."""
+"""Void rounds of a fragment that are remembered; a rank that is further behind runs into the round's timeout."""
 
 
 @dataclass(eq=False)
@@ -29,19 +29,19 @@ class RoundState:
     Attributes:
         id: which round.
         headers, votes: rank -> what it said.
-        fault: what I get instead of the average, whatever becomes of the round.
-        begun: my contribution; None: I have not begun the round, or it is over.
+        fault: this rank's state differs from the majority's, so it gets this instead of an average.
+        begun: this rank's contribution; None before it contributes and after the round is over.
         plan: how the payloads travel.
-        taking_over: whether I am still taking over the fragment's state.
-        donor: a replica that holds the state which the round applies to, where I don't.
-        verdict: whose contributions are summed; None: not all headers are there.
-        mean: what I hold.
+        taking_over: whether this rank is still taking over the fragment's state.
+        donor: a replica with the state that the round applies to, if this rank has another one.
+        verdict: whose contributions are summed; None until all headers are there.
+        mean: computed by this rank.
         committed: True: applied by all; False: void for all; None: not decided yet.
         reason: why it is void.
-        exchanging: whether payloads still move.
-        concluded: whether its owner has been told.
-        lateness: who keeps it waiting.
-        silence: of whom nothing is heard meanwhile.
+        exchanging: whether payloads are still moving.
+        concluded: whether the outcome was reported.
+        lateness: of replicas that the round waits for.
+        silence: of replicas that send nothing at all.
     """
 
     id: RoundId
@@ -68,16 +68,16 @@ class RoundState:
 
     @property
     def was_begun(self) -> bool:
-        """Whether I contributed to it."""
+        """Whether this rank contributed to it."""
         return self.begun is not None or self.concluded
 
     def free(self) -> None:
-        """Keep no tensors once they are of no use."""
+        """Release tensors that are no longer needed."""
         if self.concluded and not self.exchanging:
             self.begun = self.mean = None
 
     def missing(self, ranks: Sequence[int], rules: Rules) -> tuple[int, ...]:
-        """Replicas of which no header has come; ``ranks``: of the view."""
+        """Replicas whose headers have not come; ``ranks``: of the view."""
         return tuple(sorted({rules.replica_of(rank) for rank in ranks if rank not in self.headers}))
 
     def look(
@@ -87,12 +87,12 @@ class RoundState:
 
         Args:
             ranks: of the view.
-            rules: who I am.
-            words: rank -> how many messages have come from it, of whatever kind.
+            rules: this rank.
+            words: rank -> number of messages that have come from it.
 
         Returns:
-            Replicas that have not contributed; those that don't vote and say nothing else; and, of both, those of which
-            nothing at all is heard.
+            Replicas that have not contributed, replicas that neither vote nor send anything else, and those of both
+            that send nothing at all.
         """
         absent = frozenset(self.missing(ranks, rules))
         seen: dict[int, object] = {}
@@ -104,12 +104,12 @@ class RoundState:
             elif rank not in self.votes:
                 seen[replica] = (seen.get(replica), rank, spoken)
             heard[replica] = (heard.get(replica), spoken)
-        seen.pop(rules.replica, None)  # another rank of my own replica that is late is the others' business
+        seen.pop(rules.replica, None)  # a late rank of this replica is for the other replicas to judge
         late, unheard = self.lateness.look(seen), self.silence.look(heard)
         return late & absent, late - absent, late & (unheard | (late - absent))
 
     def judge(self, members: Sequence[int], rules: Rules) -> Verdict:
-        """The verdict, from the headers of all ranks of ``members``; and who has the state that I take over."""
+        """The verdict that follows from the headers of all ranks of ``members``; also determines `donor`."""
         assert self.begun is not None
         verdict = judge_headers(
             self.headers,
@@ -123,12 +123,12 @@ class RoundState:
         return verdict
 
     def weights(self, members: Sequence[int], rules: Rules) -> Mapping[int, float]:
-        """Replica -> weight of its contribution, as its rank at my position says."""
+        """Replica -> weight of its contribution, from the header of its rank at this rank's position."""
         size = rules.ranks_per_replica
         return {member: self.headers[member * size + rules.position].weight for member in members}
 
     def count(self, sender: int, said: RoundVote, replica: int) -> None:
-        """Take in a vote; it may say that the state of ``replica``, which is mine, is not the majority's."""
+        """Count a vote, which may say that the state of this ``replica`` differs from the majority's."""
         self.votes[sender] = said.vote
         if replica in said.diverged and self.fault is None:
             self.fault = DivergedError(
@@ -139,17 +139,17 @@ class RoundState:
             )
 
     def failure(self, instead: TransportError | None) -> TransportError | None:
-        """Why I get no average, once the round is decided; ``instead``: for a void round, what to say instead."""
+        """Why this rank gets no average, or None; ``instead`` replaces the error of a void round."""
         if self.fault is not None or self.committed:
             return self.fault
         return instead or RoundVoidError(f"{self.id} is void: {self.reason}.", round=str(self.id))
 
 
 class Decided:
-    """Rounds that are committed, with digests of their averages, and rounds that are void.
+    """Recent rounds that are committed, with the digests of their averages, and rounds that are void.
 
     Args:
-        void: those that are so when a view begins.
+        void: rounds that are void when the view begins.
 
     >>> decided = Decided(frozenset({(0, 1)}))
     >>> decided.call_off((0, 2))
@@ -165,14 +165,14 @@ class Decided:
         self.void = void
 
     def commit(self, key: tuple[int, int], digest: str) -> None:
-        """A round, as (fragment, outer step), is applied by all."""
+        """The round (fragment, outer step) is applied by all."""
         fragment, outer_step = key
         recent = {k: d for k, d in self.commits.items() if k[0] != fragment or k[1] >= outer_step - 1}
         self.commits = {**recent, key: digest}
-        # everybody has contributed to this one, so nobody needs those before it any more
+        # everybody has contributed to this round, so nobody asks about earlier ones
         self.void = frozenset(k for k in self.void if k[0] != fragment or k[1] > outer_step)
 
     def call_off(self, key: tuple[int, int]) -> None:
-        """A round, as (fragment, outer step), is void for all."""
+        """The round (fragment, outer step) is void for all."""
         newest = sorted(k for k in self.void | {key} if k[0] == key[0])[-_MOST_VOID:]
         self.void = frozenset(k for k in self.void if k[0] != key[0]).union(newest)

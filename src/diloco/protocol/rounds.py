@@ -1,4 +1,4 @@
-"""The rounds of the present view: headers, verdict, votes, and a decision that is the same for all."""
+"""The rounds of one view: headers, a verdict, votes, and a decision that is the same for all members."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from diloco.protocol.rules import Policies, Rules, expired_words, late_words
 __all__ = ["RoundTable"]
 
 _MOST_TOLD = 8
-"""Refused headers that are told of with the next average."""
+"""Refused headers that are reported with the next average."""
 
 _AGAINST = "somebody voted against it before the view changed"
 
 
 class RoundTable:
-    """The rounds of one view.
+    """Round table: the rounds of one view.
 
     Args:
-        view: who takes part.
-        rules: who I am, and how rounds go.
+        view: the members.
+        rules: this rank, and how rounds go.
         policies: what happens when replicas are lost.
-        words: rank -> how many messages have come from it, of whatever kind; changes as they come.
-        outbox: gets what is to be done.
-        void: rounds of earlier views that are known to be void, though I may not have begun them yet.
-        has_state_of: fragments of which this rank's state is the majority's; grows.
+        words: rank -> number of messages that have come from it; kept up to date by the roster.
+        outbox: collects actions.
+        void: rounds of earlier views that others have found void.
+        has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
 
     Attributes:
-        view: who takes part.
-        frozen: whether no vote is cast and nothing is decided any more.
+        view: the members.
+        frozen: whether voting and deciding have stopped, because the view is ending.
     """
 
     def __init__(
@@ -69,21 +69,20 @@ class RoundTable:
         self._refused: list[str] = []
 
     def freeze(self) -> tuple[Commits, Rounds]:
-        """From now on no vote is cast and nothing is decided; what was committed lately, and what is void."""
+        """Stop voting and deciding; returns what was committed lately, and what is void."""
         self.frozen = True
         return self._decided.commits, self._decided.void
 
     def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[HandedIn]:
-        """The view has ended: a round is committed if any survivor committed it, else it goes on if it can, or is void.
+        """The view has ended. A round that any survivor committed is committed; others are carried over or void.
 
         Args:
-            following: what the survivors adopted; None: nothing.
-            reason: why the other rounds are void, where they can't go on.
-            failure: why I take part in no view any more; None: I go on.
+            following: what the survivors adopted; None if this rank stops by itself.
+            reason: why rounds that are not carried over are void.
+            failure: why this rank takes part in no more rounds; None if it goes on.
 
         Returns:
-            My contributions to rounds that I have not decided, in the order sent, if they go on in the next view; void
-            there are those that others have decided void.
+            This rank's contributions to undecided rounds that are carried over, in the order sent.
         """
         undecided = []
         carried = failure is None and following is not None and following.carries_over
@@ -99,23 +98,23 @@ class RoundTable:
             elif state.begun is not None:
                 undecided.append(state.begun)
                 self._stop_timers(state)
-            if state.verdict is None:  # the exchange that waits for it meets the end of the links
+            if state.verdict is None:  # so that the exchange does not wait for it
                 self._give_verdict(state, Verdict((), reason))
         return sorted(undecided, key=lambda handed: handed.sent_s)
 
     def begin(self, handed: HandedIn, *, joined: bool) -> None:
-        """My contribution, also to a round that I had begun in the view before.
+        """Contribute to a round, which may be carried over from the view before.
 
         Args:
             handed: the contribution.
-            joined: whether I take over the state of fragments that I don't hold yet.
+            joined: whether this rank joined a run in progress, and takes over the state of fragments.
         """
         contribution = handed.contribution
         fragment = contribution.round.fragment
         state = self._state(contribution.round)
         state.begun = handed
         state.taking_over = joined and fragment >= 0 and fragment not in self._has_state_of
-        if state.key in self._decided.void and state.committed is None:  # others had decided so before this view
+        if state.key in self._decided.void and state.committed is None:  # others decided so before this view began
             self._decide(state, False, _AGAINST)
             return
         state.plan = plan_exchange(
@@ -138,10 +137,10 @@ class RoundTable:
             self._conclude(state)
         self._judge(state)
 
-    # What is heard, from members only.
+    # What members say.
 
     def hear_header(self, sender: int, header: Header) -> None:
-        """A header of this view came in."""
+        """A member's contribution to a round was announced."""
         if sender not in self._ranks:
             return
         if refusal := self._refusal(sender, header.round):
@@ -152,34 +151,34 @@ class RoundTable:
         self._judge(state)
 
     def hear_vote(self, sender: int, vote: RoundVote) -> None:
-        """A vote of this view came in."""
+        """A member voted on a round."""
         if sender in self._ranks:
             self._count(self._state(vote.round), sender, vote)
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        """Replicas of which no header of a round has come."""
-        state = self._rounds.get(round_id) or RoundState(round_id)  # nothing has been heard of it
+        """Replicas that have not announced a contribution to a round."""
+        state = self._rounds.get(round_id) or RoundState(round_id)  # not heard of yet
         return state.missing(self._ranks, self._rules)
 
     def goes_on_without_me(self) -> bool:
-        """Whether another rank has contributed to a round that this one has not begun."""
+        """Whether another rank has contributed to a round that this one has not."""
         return any(state.headers and not state.was_begun for state in self._rounds.values())
 
     def lacking(self) -> frozenset[int]:
-        """Replicas that have not contributed to a round that I wait for."""
+        """Replicas that have not contributed to a round that this rank waits for."""
         waited_for = (state for state in self._rounds.values() if state.begun is not None and state.committed is None)
         return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
 
-    # What becomes of the payloads, and of time.
+    # Payloads and timers.
 
     def compute(self, event: Computed) -> None:
-        """This rank holds the mean: vote for it."""
+        """This rank holds a round's mean: vote for it."""
         if state := self._present(event.view_id, event.round):
             state.mean = event.mean
             self._cast(RoundVote(state.id, Vote(True, event.digest)), state)
 
     def end_exchange(self, event: ExchangeEnded) -> str:
-        """The payloads of a round move no more; which payload connection broke, in words, or ""."""
+        """A round's exchange has ended; returns which payload connection broke, in words, or ""."""
         state, broken = self._present(event.view_id, event.round), ""
         if state is None:
             return ""
@@ -192,19 +191,19 @@ class RoundTable:
         return broken
 
     def expire(self, timer: Timer) -> str:
-        """A round has taken too long: vote against it; which payload connection stands still, in words, or ""."""
+        """Vote against a round that takes too long; returns which payload connection is stuck, in words, or ""."""
         state = self._present(timer.view_id, timer.round)
         if state is None or state.committed is not None or self.frozen or self._rules.rank in state.votes:
             return ""
         missing = state.missing(self._ranks, self._rules)
         reason = expired_words(missing, self._rules)
         self._cast(RoundVote(state.id, Vote(False, reason=reason)), state)
-        if not missing and state.exchanging:  # TCP may wait for minutes before it tries again; a new one begins at once
+        if not missing and state.exchanging:  # a new connection sends at once; TCP may wait for minutes to try again
             return f"a payload connection of replica {self._rules.replica} stands still: {reason}"
         return ""
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
-        """Who keeps a round waiting for too long: replicas that are heard, replicas that are not, and what happened."""
+        """Replicas that are late but send something, replicas that send nothing, and a sentence; None if none is."""
         state, late_s = self._present(timer.view_id, timer.round), self._rules.late_s
         if state is None or late_s is None or state.committed is not None or self.frozen:
             return None
@@ -214,14 +213,14 @@ class RoundTable:
         return (absent | silent) - unheard, unheard, late_words(state.id, absent, silent, late_s)
 
     def _look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """See `RoundState.look`; the next look follows, until the round is decided."""
+        """As `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self._timer("look", state), late_s / Lateness.LOOKS))
         return state.look(self._ranks, self._rules, self._words)
 
     # A round.
 
     def _present(self, view_id: int, round_id: RoundId | None) -> RoundState | None:
-        """A round of this view; None for one of a view that is over."""
+        """A round of this view; None if it was of another view."""
         assert round_id is not None
         return self._rounds.get(round_id) if view_id == self.view.id else None
 
@@ -240,10 +239,10 @@ class RoundTable:
         return state
 
     def _refusal(self, sender: int, round_id: RoundId) -> str:
-        """Why a header is not taken, in words that name its sender, or ""."""
+        """Why a header is refused, in words that name its sender, or ""."""
         name = f"a contribution of replica {self._rules.replica_of(sender)} to {round_id} was refused"
         state = self._rounds.get(round_id)
-        if state is not None:  # a header that is late is still waited for, by the exchange of the payloads
+        if state is not None:  # an exchange may still be waiting for a late header
             return f"{name}: it had contributed to it before" if sender in state.headers else ""
         mine = (each for each, s in self._rounds.items() if each.fragment == round_id.fragment and s.was_begun)
         last = max((each.outer_step for each in mine), default=0)
@@ -255,7 +254,7 @@ class RoundTable:
         if any(rank not in state.headers for rank in self._ranks):
             return
         verdict = state.judge(self.view.members, self._rules)
-        if state.taking_over and state.donor is None:  # my state is the majority's
+        if state.taking_over and state.donor is None:  # this rank's state is the majority's
             self._has_state_of.add(state.id.fragment)
         self._give_verdict(state, verdict)
         if verdict.void:
@@ -293,7 +292,7 @@ class RoundTable:
             self._conclude(state, failure)
 
     def _conclude(self, state: RoundState, instead: TransportError | None = None) -> None:
-        """Tell its owner what became of a round."""
+        """Report the outcome of a round."""
         failure = state.failure(instead)
         if failure is not None:
             self._outbox.actions.append(Void(state.id, failure))
@@ -311,7 +310,7 @@ class RoundTable:
         return Timer(kind, self.view.id, state.id)
 
     def _stop_timers(self, state: RoundState) -> None:
-        """Let no timer of a decided round run on."""
+        """Cancel the timers of a round that is decided or carried over."""
         if state.begun is not None:
             self._outbox.actions += [CancelTimer(self._timer("expire", state)), CancelTimer(self._timer("look", state))]
 

@@ -1,4 +1,4 @@
-"""How rounds go, as all of a rank's parts that deal with them are told; and the words for who breaks them."""
+"""The settings of the protocol, and the words for replicas that are late, lost or left out."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Rules:
     """How rounds go.
 
     Attributes:
-        rank, replica: mine.
+        rank, replica: of this process.
         ranks_per_replica: S.
-        min_contributors: None: all that have the state.
-        round_timeout_s: from my contribution to my vote, in however many views.
+        min_contributors: a round with fewer is void; None: all that have the state.
+        round_timeout_s: from this rank's contribution to its vote, over all views that the round takes.
         piece_bytes: about how large a piece of a payload is.
-        late_s: whoever has not contributed to a round this long after I have, or has contributed and says nothing at
-            all for so long while its vote is waited for, counts as lost; None: never.
+        late_s: a replica counts as late if it has not contributed to a round this long after this rank, or if its vote
+            is due and it has sent nothing for so long; None: never.
     """
 
     rank: int
@@ -55,11 +55,11 @@ class Policies:
     """What happens when replicas are lost, and how links are made.
 
     Attributes:
-        quorum: who may go on.
-        go_on: whether survivors go on in a smaller view; else every round from then on is void, or raises.
+        quorum: which replicas may go on.
+        go_on: whether survivors go on in a smaller view; else all later rounds are void, or raise.
         raise_on_loss: whether a round that can't take place raises `ReplicaLostError`; else it is void, and the owner
-            looks at `ViewManager.failure` itself.
-        together: whether all stop when one has to; else each goes its own way.
+            checks `ViewManager.failure`.
+        together: whether all ranks stop when one has to.
         streams: payload connections to each peer.
         connect_timeout_s: the longest that making one may take.
     """
@@ -72,15 +72,15 @@ class Policies:
     together: bool = True
 
     def raises(self, round_id: RoundId) -> bool:
-        """Whether a round that can't take place raises the failure of this rank, rather than being void.
+        """Whether a round that can't take place raises this rank's failure, rather than being void.
 
-        Without gradients no step can be finished, so theirs always do.
+        Rounds of gradients always do: without gradients no step can be finished.
         """
         return self.raise_on_loss or round_id.fragment < 0
 
 
 def late_words(round_id: RoundId, absent: frozenset[int], silent: frozenset[int], late_s: float) -> str:
-    """Why replicas are given up.
+    """Why replicas are given up as late.
 
     >>> late_words(RoundId(0, 3), frozenset({1}), frozenset({2}), 5.0)
     'replica 1 is late: no contribution to fragment 0, outer step 3 came within 5 s; replica 2 is late: no vote on \

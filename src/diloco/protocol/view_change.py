@@ -1,4 +1,4 @@
-"""This rank's side of the end of the present view: what it knows of it, told to the survivors as it grows."""
+"""The change to the next view, as seen by one rank: what it knows is told to the others as it grows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["ViewChange"]
 
 
 class ViewChange:
-    """Nothing is known until something happens; from then on the rounds of the view are frozen.
+    """Idle until something happens to the view; from then on the rounds of the view are frozen.
 
     Args:
-        rules: who I am.
-        policies: who may go on.
-        roster: who is connected.
-        contributions: whose rounds are frozen.
-        outbox: gets what is to be done.
+        rules: this rank.
+        policies: which replicas may go on.
+        roster: connected ranks and members.
+        contributions: of this rank, with the rounds of the view.
+        outbox: collects actions.
 
     Attributes:
-        known: of the end of the view; None: it does not end.
-        agreed: the last view that this rank was ready for, which others may have adopted; None: there was none.
+        known: what is known; None while no change is in progress.
+        agreed: the last view that this rank declared itself ready for, and that others may have adopted; or None.
     """
 
     def __init__(
@@ -50,10 +50,14 @@ class ViewChange:
         left: frozenset[tuple[int, int]] = frozenset(),
         left_commits: frozenset[tuple[int, int, str]] = frozenset(),
     ) -> NextView | None:
-        """Something happened, ``why`` in words: the view ends, unless this rank is no member or takes part no more.
+        """Something happened, ``why`` in words, so the view ends; ignored if this rank does not take part.
+
+        Args:
+            why: in words.
+            unheard, behind, gone, joining, left, left_commits: see `Change.extend`.
 
         Returns:
-            What is to be adopted now, if anything. The facts are those of `Change.extend`.
+            What to adopt now, if anything.
         """
         rounds = self._contributions.rounds
         if self._contributions.failure is not None or rounds is None:
@@ -71,7 +75,7 @@ class ViewChange:
         return self._settle(change, announce=grew or started)
 
     def absorb(self, said: ChangeReport) -> NextView | None:
-        """Another rank says that the view ends; what is to be adopted now, if anything."""
+        """Another rank reports what it knows; returns what to adopt now, if anything."""
         if self._contributions.failure is not None or self._contributions.rounds is None:
             return None
         started, change = self._begin(said.why)
@@ -93,7 +97,7 @@ class ViewChange:
         return True, self.known
 
     def _settle(self, change: Change, *, announce: bool) -> NextView | None:
-        """What to adopt: what all who stay are ready for, or, where none of them hears this rank, that it goes."""
+        """What to adopt, if all who stay are ready, or if none of them hears this rank any more."""
         if announce:
             if change.mine.agreed is not None:
                 self.agreed = change.mine.agreed.following.view

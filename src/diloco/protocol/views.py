@@ -1,4 +1,4 @@
-"""Views as they follow one another: why the present one ends, agreeing on the next one, and handing over the rounds."""
+"""The sequence of views: why the present one ends, the change to the next one, and what happens to its rounds."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _AGAIN = {"kind": "refused", "reason": "the members are changing", "for_good": F
 
 
 class ViewManager:
-    """The present view, and what is known of its end.
+    """View manager: the present view, and the change to the next one.
 
     Args:
-        rules: who I am.
+        rules: this rank.
         policies: what happens when replicas are lost.
-        roster: who is connected.
-        outbox: gets what is to be done.
+        roster: connected ranks and members.
+        outbox: collects actions.
 
     Attributes:
-        view: the present one; for a joiner, without itself.
-        closed_to_joiners: why nobody can join for now; "" where all can.
-        contributions: takes what this rank gives to rounds.
+        view: the present one; a joiner is not in it yet.
+        closed_to_joiners: why nobody can join at present; "" if anybody can.
+        contributions: to the rounds of the view.
     """
 
     def __init__(self, rules: Rules, policies: Policies, roster: Roster, outbox: Outbox) -> None:
@@ -54,7 +54,7 @@ class ViewManager:
 
     @property
     def failure(self) -> TransportError | None:
-        """Why no round takes place any more, or None."""
+        """Why this rank takes part in no more rounds, or None."""
         return self.contributions.failure
 
     @property
@@ -64,7 +64,7 @@ class ViewManager:
 
     @property
     def last_view(self) -> View | None:
-        """The newest view that this rank was a member of, or has agreed to be; None: none yet."""
+        """The newest view that this rank was a member of or has agreed to; None before the first."""
         if not self.is_member:
             return None
         return max((view for view in (self.view, self._ending.agreed) if view is not None), key=lambda view: view.id)
@@ -73,44 +73,40 @@ class ViewManager:
         """All other ranks of the view."""
         return [rank for rank in self._rules.ranks(self.view.members) if rank != self._rules.rank]
 
-    # What this rank does of its own accord.
+    # What the owner of this rank wants.
 
     def begin(self, view: View, *, member: bool, closed: str) -> None:
-        """Begin with ``view``; as one that looks on, if this rank is no ``member`` yet."""
+        """Start in ``view``, or only observe it until `enter` if this rank is not a ``member``."""
         self.view, self.closed_to_joiners = view, closed
         if member:
             self._open((), frozenset())
         self._outbox.queue.append(ViewBegan())
 
     def enter(self, following: NextView, connections: Mapping[int, int]) -> None:
-        """Become a member of a view that was agreed on without me; who was lost before that is lost in it.
+        """Become a member of a view that the others agreed on. Ranks that were lost before are lost in this view.
 
         Args:
             following: the view.
-            connections: rank -> the connection to it when I was told of the view; another process may have come since.
+            connections: rank -> its connection when the welcome came; another process may have taken its place since.
         """
         assert following.view is not None
         self.view = following.view
-        self.contributions.joined = following.from_step > 1  # before it there is no state but the one all begin with
+        self.contributions.joined = following.from_step > 1  # at step 1 everybody has the initial state
         self.contributions.from_step, self.contributions.step = following.from_step, following.from_step - 1
         self._roster.remember(connections)
         self._open((), following.void)
         self._outbox.queue.append(ViewBegan(following))
 
     def leave(self, step: int) -> None:
-        """Leave for good after inner step ``step``: the others go on, and need not find out. Rounds in flight end here.
-
-        All ranks of a replica leave when one of them does.
-        """
+        """Leave for good after inner step ``step``, with all ranks of this replica; rounds in flight end here."""
         if self.failure is None:
-            rounds = self.contributions.rounds
-            commits = rounds.freeze()[0] if rounds is not None else {}
+            commits = self.contributions.rounds.freeze()[0] if self.contributions.rounds is not None else {}
             self._outbox.send(self.others(), Leaving(step, commits).to_message(self.view.id))
-            # the others hang up when they have heard it
+            # the others hang up once they have heard it
             self.close(TransportError(f"replica {self._rules.replica} left after step {step}; it takes part no more."))
 
     def close(self, failure: TransportError) -> None:
-        """Take part no more; who waits gets ``failure``."""
+        """Take part in no more rounds; those in flight end with ``failure``."""
         self._ending.known = None
         self.contributions.close(failure)
         self._outbox.actions.append(CloseLinks(self.view))
@@ -122,7 +118,7 @@ class ViewManager:
         if view_id == self.view.id:
             self._follow(self._ending.absorb(said))
         elif self._last is not None and view_id == self._last.previous.id:
-            self._outbox.send([sender], adopted(self._last))  # it asks about a view that I have left behind
+            self._outbox.send([sender], adopted(self._last))  # it is still in the view before
 
     def hear_adopted(self, following: NextView) -> None:
         """A member has adopted what follows the present view."""
@@ -133,7 +129,7 @@ class ViewManager:
         """A member leaves of its own accord."""
         replica = self._rules.replica_of(sender)
         if replica == self._rules.replica:
-            self.leave(said.step)  # and say so, lest my connections end before its words have come
+            self.leave(said.step)  # and say so, in case my connections end before its message arrives
         else:
             words, left = f"replica {replica} left after step {said.step}", frozenset({(replica, said.step)})
             self._follow(self._ending.extend(words, left=left, left_commits=said.left_commits))
@@ -145,15 +141,15 @@ class ViewManager:
     # Who comes and who goes: each is a reason for the present view to end.
 
     def ask_to_join(self, rank: int, connected: frozenset[int]) -> None:
-        """A rank asks to be a member; its replica joins when all its ranks have asked.
+        """A rank asks to join. Its replica joins once all of its ranks have asked.
 
         Args:
-            rank: that asks.
-            connected: ranks that it is connected to; without all members it is told to look again.
+            rank: the one that asks.
+            connected: ranks that it is connected to. If a member is missing, it is asked to try again.
         """
         replica = self._rules.replica_of(rank)
         if self._roster.is_connected(rank):
-            return  # another member heard it first, and all have agreed since
+            return  # it has joined already: another member heard it first
         if self.closed_to_joiners or self.failure is not None or not self.is_member:
             why = self.closed_to_joiners or str(self.failure or "this replica is joining itself")
             refused = {"kind": "refused", "reason": why, "for_good": self.failure is not None}
@@ -165,22 +161,22 @@ class ViewManager:
             asked = self._asked.setdefault(replica, set())
             asked.add(rank)
             if len(asked) == self._rules.ranks_per_replica:
-                if replica in self.view.members:  # back before anybody noticed its loss; it joins once that is done
+                if replica in self.view.members:  # back before its loss was noticed: lose it first
                     self._follow(self._ending.extend(f"replica {replica} was started again", gone=frozenset({replica})))
                 else:
                     self._let_join(replica)
 
     def lose(self, rank: int, loss: Loss) -> None:
-        """A rank can't be reached any more."""
+        """The connection to a rank was lost."""
         replica = self._rules.replica_of(rank)
         of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
         self.give_up(rank, f"{of_mine}replica {replica} is lost: {loss.text}", gone=loss.kind == "gone")
 
     def give_up(self, rank: int, words: str, *, gone: bool = False) -> None:
-        """A rank is no use any more, for the reason in ``words``; ``gone``: its process is known to have ended."""
+        """Give up a rank for the reason in ``words``; ``gone``: its process is known to have ended."""
         replica = self._rules.replica_of(rank)
         self._asked.pop(replica, None)
-        if not self.is_member and replica != self._rules.replica:  # I have no say yet
+        if not self.is_member and replica != self._rules.replica:
             if gone:
                 self._gone_before.add(replica)
             return
@@ -191,49 +187,47 @@ class ViewManager:
             self._stop(f"{words}.")
         else:
             lost = frozenset({replica})
-            # all that are lost in this moment are told of at once: half of it may look like another one's fault
+            # report all that are lost at this moment together: one of them alone may look like another's fault
             unheard = lost | self._roster.unreached(self.view)
             self._follow(self._ending.extend(words, unheard=unheard, gone=lost if gone else frozenset()))
 
     def give_up_late(self, behind: frozenset[int], unheard: frozenset[int], words: str) -> None:
-        """Replicas keep a round waiting for too long, and of others nothing is heard at all."""
+        """Replicas keep a round waiting for too long; those ``behind`` still send something."""
         if unheard or enough_without(self.view, behind, self._policies.quorum):
             self._follow(self._ending.extend(words, behind=behind, unheard=unheard))
 
     def give_up_unlinked(self, replicas: Sequence[int], reason: str) -> None:
-        """No payload connection came to be to some replicas."""
+        """Payload connections to some replicas could not be made."""
         words = f"replica {replicas[0]} has no payload connection to replica {self._rules.replica}: {reason}"
         self._follow(self._ending.extend(words, unheard=frozenset(replicas)))
 
     def renew_soon(self, words: str) -> None:
-        """A payload connection ended while the control connections stand: the same members connect anew."""
+        """A payload connection has broken, as ``words`` say: let the same members form a new view soon."""
         if words and not self._broken and self._ending.known is None and self.failure is None:
             self._broken = words
             self._outbox.actions.append(SetTimer(Timer("renew", self.view.id), _RENEW_S))
 
     def renew(self, view_id: int) -> None:
-        """Form the view anew, if it is still the one whose payload connection has ended."""
+        """Form a new view, unless the one with the broken payload connection is over."""
         if view_id == self.view.id and self._ending.known is None:
             self._follow(self._ending.extend(self._broken))
 
     def go_on(self, began: ViewBegan) -> None:
-        """A view has begun, and maybe one after it: see to those who could not be reached, and to those who ask."""
-        me, following, mine = self._rules.replica, began.following, began.mine
+        """A view has begun: deal with members that can't be reached, and with replicas that ask to join."""
+        following, mine, unheard = began.following, began.mine, self._roster.unreached(self.view)
         if following is None:
             return
-        unheard = self._roster.unreached(self.view)
         if mine is None:
             if unheard:
                 gone = unheard & (self._gone_before | self._roster.replaced(unheard))
-                self._follow(
-                    self._ending.extend(f"replica {me} can't reach all that it joins", unheard=unheard, gone=gone)
-                )
+                words = f"replica {self._rules.replica} can't reach all that it joins"
+                self._follow(self._ending.extend(words, unheard=unheard, gone=gone))
             return
         if self.view is following.view:
             self._lose_again(mine, unheard)
         complete = [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
         for replica in dict.fromkeys(each for each in (*complete, *mine.joining) if each not in self.view.members):
-            if following.joined or replica in mine.joining:  # it may have no connection to who has just joined
+            if following.joined or replica in mine.joining:  # it may not be connected to the one that has just joined
                 self._asked.pop(replica, None)
                 self._outbox.send(self._rules.ranks((replica,)), _AGAIN)
             else:
@@ -244,7 +238,7 @@ class ViewManager:
         self._follow(self._ending.extend(f"replica {replica} wants to join", joining=frozenset({replica})))
 
     def _lose_again(self, mine: Report, unheard: frozenset[int]) -> None:
-        """Those whom the others agreed on before they heard of their loss; no connection is left that would tell."""
+        """Lose members that were lost before this view was agreed on: no connection is left whose end would tell."""
         me, members = self._rules.replica, frozenset(self.view.members)
         left = frozenset(each for each in mine.left if each[0] in members)
         gone = mine.gone & members
@@ -254,10 +248,8 @@ class ViewManager:
             commits = mine.left_commits if left else frozenset()
             self._follow(self._ending.extend(words, unheard=unheard, gone=gone, left=left, left_commits=commits))
 
-    # The next view.
-
     def _follow(self, following: NextView | None) -> None:
-        """Adopt what follows the present view, if that is known by now."""
+        """Adopt the next view, if it is known by now."""
         if following is not None:
             self._adopt(following)
 
@@ -286,7 +278,7 @@ class ViewManager:
         joined: tuple[int, ...] = ()
         if following.view is not None:
             self.view, joined = following.view, self._rules.ranks(following.joined)
-            # it was agreed on before they were lost, and they may not know
+            # lost after the view was agreed on, so they may not know of it
             self._outbox.send(self._rules.ranks(m for m in staying if m not in change.staying), adopted(following))
         welcome = adopted(following) | {"kind": "welcome"}
         self._outbox.actions.append(Adopt(following, reason, joined, welcome))
@@ -296,7 +288,7 @@ class ViewManager:
         self._outbox.queue.append(ViewBegan(following, change.mine))
 
     def _open(self, carried: Sequence[HandedIn], void: Rounds) -> None:
-        """Begin with the present view, and with rounds that go on in it; ``void`` ones don't."""
+        """Open the present view with the rounds that are carried over; ``void`` ones are not."""
         self._roster.form(self.view)
         self._broken = ""
         if self.failure is None:
@@ -313,7 +305,9 @@ class ViewManager:
         excluded = {"kind": "excluded", "view": following.previous.id, "reason": self.contributions.reason}
         left = dict(following.left)
         for rank in self._rules.ranks(lost):
-            knows = following.view is None or self._rules.replica_of(rank) in left  # or it is the larger side
+            knows = (
+                following.view is None or self._rules.replica_of(rank) in left
+            )  # nobody goes on, or it said so itself
             if self._roster.is_connected(rank):
                 if not knows:
                     self._outbox.send([rank], excluded)

@@ -251,10 +251,8 @@ class ConnectionManager:
         del self._standing[connection.rank]  # no hang_up: its task is this one
         connection.writer.close()
         self._tell(Disconnected(connection.rank))
-        silence_s = min(2.0, self.timing.silence_s)
-        loss = await connection.why_lost(
-            ended, self.open, silence_s, stood_still=self.pulse.stood_still(self.loop.time())
-        )
+        stood_still, longest_s = self.pulse.stood_still(self.loop.time()), min(2.0, self.timing.silence_s)
+        loss = await connection.why_lost(ended, self.open, longest_s, stood_still=stood_still)
         if connection.rank not in self._standing:  # else another process has taken its place and says so
             self._tell(Lost(connection.rank, loss))
 
@@ -273,10 +271,8 @@ class ConnectionManager:
             if self.pulse.beat(now_s):  # this process itself stood still
                 for connection in self._standing.values():
                     connection.heard_s = now_s
-            silent = silent_ones(
-                {rank: now_s - connection.heard_s for rank, connection in self._standing.items()}, self.timing
-            )
-            self.give_up(silent)
+            quiet_s = {rank: now_s - each.heard_s for rank, each in self._standing.items()}
+            self.give_up(silent_ones(quiet_s, self.timing))
             for connection in self._standing.values():
                 connection.writer.write(beat)
 

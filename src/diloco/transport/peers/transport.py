@@ -50,6 +50,7 @@ class PeerTransport(ProtocolRunner, Transport):
         state_bytes_per_s: what those who take over this rank's state get together; None: as much as the way carries.
 
     Attributes:
+        digests: by fragment, of the state that this rank contributed from last.
         last_transfer: bytes of a contribution, and seconds until its round was decided; None: none yet.
         run_is_over: whether others have said that they have finished the run, while this rank was no member.
         welcome_note: what the others' `on_change` gave when this rank joined.
@@ -71,6 +72,7 @@ class PeerTransport(ProtocolRunner, Transport):
         self.run_is_over = False
         self.welcome_note: Mapping[str, Any] = {}
         self.last_transfer: tuple[int, float] | None = None
+        self.digests: Mapping[int, str] = self._contributed.digests
         self._copies = HostCopies()
         self._state = StateTransfer(rules, self.connections, state_bytes_per_s)
 
@@ -97,11 +99,6 @@ class PeerTransport(ProtocolRunner, Transport):
     def last_view(self) -> View | None:
         """The newest view that this rank was a member of, or has agreed to be; None: none yet."""
         return self._machine.views.last_view
-
-    @property
-    def digests(self) -> Mapping[int, str]:
-        """By fragment, of the state that this rank contributed from last."""
-        return self._contributed.digests
 
     def known_entries(self) -> tuple[Entry, ...]:
         """Of all others that are members, or have been or wanted to be."""
