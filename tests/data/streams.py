@@ -42,7 +42,7 @@ class Records:
 
 
 def stream(
-    sources: Sequence[list[str] | DocumentSource],
+    sources: Sequence[Sequence[str] | DocumentSource],
     replica: int,
     replicas: int,
     *,
@@ -54,7 +54,7 @@ def stream(
     tokenizer = ByteTokenizer()
     readers = [
         BlockReader(
-            Records(source, sized=sized) if isinstance(source, list) else source,
+            Records(source, sized=sized) if isinstance(source, Sequence) else source,
             name=str(number),
             size=block,
             tokenizer=tokenizer,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.data.batches import Batches
 from diloco.data.permutation import permute
+from diloco.data.prefetch import Prefetcher
 from diloco.data.stream import DocumentStream
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError, DataError
@@ -144,33 +147,57 @@ def test_the_order_is_the_seeds() -> None:
     assert ways[0] == ways[1] != ways[2]
 
 
-def test_an_error_leaves_the_cursor_where_it_was() -> None:
-    class Breaks:
-        size = None
+class Failing:
+    """Fails once, at record ``at``."""
 
-        def __init__(self) -> None:
-            self.broken = True
+    size: int | None = None
 
-        def records(self, start: int = 0):  # type: ignore[no-untyped-def]
-            yield from numbered(20)
-            if self.broken:
-                raise DataError("the network is gone")
+    def __init__(self, at: int | None) -> None:
+        self._at = at
 
-    source = Breaks()
-    reader, whole = stream([source], 0, 1), stream([numbered(20)], 0, 1)
-    before = reader.state_dict()
+    def records(self, start: int = 0) -> Iterator[str]:
+        for number, document in enumerate(numbered(40)[start:], start):
+            if number == self._at:
+                self._at = None
+                raise DataError("the connection is lost")
+            yield document
 
-    def go_on() -> None:
-        nonlocal before
-        for _ in range(30):
-            before = reader.state_dict()
-            assert lists(reader.next_batch()) == lists(whole.next_batch())
 
-    with pytest.raises(DataError, match="the network is gone"):
-        go_on()
-    assert reader.state_dict() == before
-    source.broken = False
-    assert lists(reader.next_batch()) == lists(whole.next_batch())
+def drawn_from(batches: Batches, count: int, *, once_more: Callable[[], None] = lambda: None) -> list[object]:
+    """So many batches, and the number of failures at the end; a failure leaves the cursor where it was."""
+    found: list[object] = []
+    failures = 0
+    while len(found) < count:
+        before = batches.state_dict()
+        try:
+            found.append(lists(batches.next_batch()))
+        except DataError:
+            failures += 1
+            assert batches.state_dict() == before
+            once_more()
+    return [*found, failures]
+
+
+def failing(at: int | None, replica: int = 0, replicas: int = 1) -> DocumentStream:
+    return stream([Failing(at)], replica, replicas, block=4)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("at", [0, 1, 7, 22, 39])
+def test_a_source_that_is_there_again_goes_on_where_it_was(at: int, replicas: int) -> None:
+    """Where it failed is not where it ends."""
+    broken, whole = (drawn_from(failing(each, replicas - 1, replicas), 150 // replicas)[:-1] for each in (at, None))
+    assert broken == whole
+
+
+@pytest.mark.parametrize("at", [0, 22])
+def test_also_where_it_was_read_ahead(at: int) -> None:
+    ahead = Prefetcher(failing(at), 3)
+    try:
+        found = drawn_from(ahead, 100, once_more=lambda: ahead.load_state_dict(ahead.state_dict()))
+    finally:
+        ahead.close()
+    assert found == [*drawn_from(failing(None), 100)[:-1], 1]
 
 
 def test_sources_without_documents_are_told() -> None:
@@ -205,5 +232,5 @@ def test_a_malformed_cursor_is_refused(change: dict[str, object]) -> None:
 
 
 def test_a_cursor_of_another_number_of_replicas_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="of 2 replicas, and 1 go on"):
+    with pytest.raises(CheckpointError, match="of 2 replicas, not of 1"):
         stream([numbered(9)], 0, 1).load_state_dict(stream([numbered(9)], 0, 2).state_dict())

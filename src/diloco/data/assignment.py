@@ -68,20 +68,20 @@ class Assignment:
         for name, number in (("from_step", self.from_step), ("start", self.start)):
             if not _is_whole(number):
                 raise ConfigurationError(
-                    f"An assignment with {name}={shortened(number)} was given; a whole number from 0 to below 2**62 "
-                    "is needed. Nothing was assigned."
+                    f"{name} of an assignment must be a whole number from 0 to below 2**62, not {shortened(number)}. "
+                    "Nothing was assigned."
                 )
         if not _are_members(self.members):
             raise ConfigurationError(
-                f"An assignment to the members {shortened(self.members)} was given; a tuple of 1 to {_MOST_ENTRIES} "
-                "replica numbers, each once, in ascending order, would work. Nothing was assigned."
+                f"The members of an assignment must be a tuple of 1 to {_MOST_ENTRIES} replica numbers, each once, in "
+                f"ascending order, not {shortened(self.members)}. Nothing was assigned."
             )
         if not _are_ranges(self.returned, self.start):
             raise ConfigurationError(
-                f"An assignment with the returned ranges {shortened(self.returned)} and start={self.start} was given; "
-                f"a tuple of at most {_MOST_ENTRIES} pairs (begin, end) with begin < end <= start would work, in "
-                "ascending order and without overlap: everything from start on is still to be assigned, so nobody can "
-                "return it. Nothing was assigned."
+                f"The returned ranges of an assignment must be a tuple of at most {_MOST_ENTRIES} pairs (begin, end) "
+                "with begin < end <= start, in ascending order and without overlap, not "
+                f"{shortened(self.returned)} with start={self.start}: what begins at start is still to be assigned, so "
+                "nobody can return it. Nothing was assigned."
             )
 
     @classmethod
@@ -89,8 +89,8 @@ class Assignment:
         """Of a run from its first step on, with replicas numbered from 0."""
         if not _is_whole(num_replicas) or not 1 <= num_replicas <= _MOST_ENTRIES:
             raise ConfigurationError(
-                f"An assignment of {shortened(num_replicas)} replicas was asked for; 1 to {_MOST_ENTRIES} would work. "
-                "Nothing was assigned."
+                f"An assignment is of 1 to {_MOST_ENTRIES} replicas, not {shortened(num_replicas)}. Nothing was "
+                "assigned."
             )
         return cls(0, tuple(range(num_replicas)), 0)
 
@@ -104,8 +104,8 @@ class Assignment:
         pieces = self._stretches(begin, begin + batch_size)
         if pieces[-1][1] > _LIMIT:
             raise ConfigurationError(
-                f"Step {step} was asked for in batches of {batch_size} for {len(self.members)} members; only positions "
-                f"below 2**62 can be counted, and it reaches {pieces[-1][1]}. Nothing was assigned."
+                f"Step {step} in batches of {batch_size} for {len(self.members)} members reaches position "
+                f"{pieces[-1][1]}; only positions below 2**62 can be counted. Nothing was assigned."
             )
         return np.concatenate([np.arange(*piece, dtype=np.int64) for piece in pieces])
 
@@ -116,10 +116,7 @@ class Assignment:
             ConfigurationError: no such member, steps before ``from_step``, or steps that leave some out.
         """
         if steps.step != 1:
-            raise ConfigurationError(
-                f"The ranges of {steps} were asked for; steps in a row, range(first, end), would work. "
-                "Nothing was assigned."
-            )
+            raise ConfigurationError(f"{steps} leaves out steps; ranges are of steps in a row. Nothing was assigned.")
         pieces: list[Range] = []
         for step in steps:
             begin = self._first_item(member, step, batch_size)
@@ -155,8 +152,8 @@ class Assignment:
         given = tuple(tuple(each) if isinstance(each, list) else each for each in returned)
         if not all(map(_is_range, given)):
             raise ConfigurationError(
-                f"The ranges {shortened(given)} were returned; pairs (begin, end) of whole numbers with begin < end "
-                "would work. Nothing was assigned."
+                f"Returned ranges must be pairs (begin, end) of whole numbers with begin < end, not "
+                f"{shortened(given)}. Nothing was assigned."
             )
         together = tuple(sorted([*rest, *((begin, end) for begin, end in given)]))
         # Checked before they are merged, as merging would hide what is in there twice.
@@ -182,21 +179,20 @@ class Assignment:
                 # Their types are checked when the assignment is made.
                 return cls(from_step, tuple(members), start, tuple(map(tuple, returned)))
         raise ConfigurationError(
-            f"The message {shortened(message)} was given for an assignment; [from_step, [member, ...], start, [[begin, "
-            "end], ...]] would work. Nothing was assigned."
+            "The message of an assignment must be [from_step, [member, ...], start, [[begin, end], ...]], not "
+            f"{shortened(message)}. Nothing was assigned."
         )
 
     def _items_before(self, step: int, batch_size: int) -> int:
         """How many items of the stream are for steps before this one."""
         if not _is_whole(step) or step < self.from_step:
             raise ConfigurationError(
-                f"step={shortened(step)} was given to an assignment for the steps from {self.from_step} on; one of "
-                "those would work. Nothing was assigned."
+                f"The assignment is for the steps from {self.from_step} on, not for {shortened(step)}. Nothing was "
+                "assigned."
             )
         if not _is_whole(batch_size) or batch_size < 1:
             raise ConfigurationError(
-                f"batch_size={shortened(batch_size)} was given; a whole number from 1 on would work. "
-                "Nothing was assigned."
+                f"batch_size must be a whole number from 1 on, not {shortened(batch_size)}. Nothing was assigned."
             )
         return (step - self.from_step) * len(self.members) * batch_size
 
@@ -204,8 +200,8 @@ class Assignment:
         """Where in the stream a member's batch of a step begins."""
         if member not in self.members:
             raise ConfigurationError(
-                f"What replica {shortened(member)} draws at step {shortened(step)} was asked for; from step "
-                f"{self.from_step} on one of the members {shortened(self.members)} would work. Nothing was assigned."
+                f"Replica {shortened(member)} draws nothing at step {shortened(step)}: from step {self.from_step} on "
+                f"the members are {shortened(self.members)}. Nothing was assigned."
             )
         return self._items_before(step, batch_size) + self.members.index(member) * batch_size
 

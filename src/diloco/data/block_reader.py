@@ -31,7 +31,7 @@ class BlockReader:
         name: of the source, for messages and the shuffle.
         size: records of a block.
         tokenizer: of the documents.
-        heldout_fraction: documents below it by their hash are none to train on.
+        heldout_fraction: of the documents, which are not trained on.
         seed: of the shuffle.
 
     Attributes:
@@ -60,7 +60,7 @@ class BlockReader:
     def read(self, block: int) -> list[TokenArray]:
         """The block's records in the order in which they are drawn, each as its tokens and the one that ends it.
 
-        Records that are no training documents have no tokens.
+        Records that are empty or held out have no tokens.
 
         Raises:
             DataError: the source cannot be read, or has no records.
@@ -82,7 +82,7 @@ class BlockReader:
             if records:
                 return records
             # The end was met for the first time, so now it is known which block this is.
-        raise DataError(f"{self._called()} had {self.blocks} blocks and ends before that now. Nothing was trained.")
+        raise DataError(f"{self._called()} had {self.blocks} blocks and now ends before that. Nothing was trained.")
 
     def _take(self, first: int) -> list[str]:
         """A block's records from number ``first`` on; none where the source ends before."""
@@ -107,7 +107,7 @@ class BlockReader:
 
     def _check_blocks(self, records: int | None) -> None:
         if records == 0:
-            raise DataError(f"{self._called()} has no documents. A source with text would work. Nothing was trained.")
+            raise DataError(f"{self._called()} has no documents. Nothing was trained.")
 
     def _called(self) -> str:
         return f"The source {self.name!r}" if self.name else "The source"

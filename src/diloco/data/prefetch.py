@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ _WAIT_S = 0.01
 
 @dataclass(frozen=True)
 class _Made:
-    """A batch, and what there is to say after it; or why there is none."""
+    """A batch with the cursor and epochs after it, or the error in place of a batch."""
 
     batch: Batch | None
     cursor: dict[str, Any]
@@ -57,7 +57,7 @@ class Prefetcher:
 
     @property
     def order(self) -> str:
-        with _Paused(self):
+        with self._paused():
             return self._batches.order
 
     def next_batch(self) -> Batch:
@@ -77,32 +77,44 @@ class Prefetcher:
         return made.batch
 
     def skip_batch(self) -> None:
-        with _Paused(self):
+        with self._paused():
             self._batches.skip_batch()
 
     def assign(self, assignment: Assignment) -> None:
-        with _Paused(self):
+        with self._paused():
             self._batches.assign(assignment)
 
     def state_dict(self) -> dict[str, Any]:
         return self._cursor
 
     def load_state_dict(self, state: Cursor) -> None:
-        with _Paused(self):
+        with self._paused():
             self._batches.load_state_dict(state)
 
     def go_on_from(self, cursor_of: Callable[[int], Cursor], before: int) -> None:
-        with _Paused(self):
+        with self._paused():
             self._batches.go_on_from(cursor_of, before)
 
     def join_at(self, step: int, order: str) -> None:
-        with _Paused(self):
+        with self._paused():
             self._batches.join_at(step, order)
 
     def close(self) -> None:
         """End the thread; what it made is lost, and the cursor stays."""
         self._end()
         self._batches.close()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Inside, the batches stand where the cursor says, and no thread uses them."""
+        if self._thread is not None or self._failed is not None:
+            self._end()
+            self._batches.load_state_dict(self._cursor)
+            self._failed = None
+        try:
+            yield
+        finally:
+            self._cursor, self._epochs = self._batches.state_dict(), self._batches.epochs
 
     def _make(self) -> None:
         while not self._stop.is_set():
@@ -120,27 +132,9 @@ class Prefetcher:
             return
         self._stop.set()
         while self._thread.is_alive():  # it may wait for room
-            with contextlib.suppress(queue.Empty):
+            with suppress(queue.Empty):
                 self._queue.get_nowait()
             self._thread.join(_WAIT_S)
         self._thread = None
         self._stop.clear()
         self._queue = queue.Queue(self._ahead)
-
-
-class _Paused:
-    """Inside, the batches stand where the cursor says, and no thread uses them."""
-
-    def __init__(self, prefetcher: Prefetcher) -> None:
-        self._prefetcher = prefetcher
-
-    def __enter__(self) -> None:
-        own = self._prefetcher
-        if own._thread is not None or own._failed is not None:
-            own._end()
-            own._batches.load_state_dict(own._cursor)
-            own._failed = None
-
-    def __exit__(self, *_: object) -> None:
-        own = self._prefetcher
-        own._cursor, own._epochs = own._batches.state_dict(), own._batches.epochs

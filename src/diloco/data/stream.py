@@ -14,7 +14,7 @@ of replicas goes on, these are put together and dealt out anew: what was read is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from diloco.data.assignment import Assignment
-from diloco.data.batches import Batch, Cursor
+from diloco.data.batches import Batch, Cursor, check_cursor
 from diloco.data.block_reader import BlockReader
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
@@ -115,7 +115,7 @@ class DocumentStream:
     def next_batch(self) -> Batch:
         """The next batch; where it cannot be read, the cursor stays."""
         batch_size, length = self._shape
-        before = self._snapshot()
+        before = list(self._begun), [replace(place, returned=list(place.returned)) for place in self._places]
         try:
             pieces, missing = [np.array([self._last_token()], dtype=np.int64)], batch_size * length
             while missing:
@@ -137,16 +137,16 @@ class DocumentStream:
     def assign(self, assignment: Assignment) -> None:
         """Replicas that come and go can't share a stream."""
         raise ConfigurationError(
-            f"An assignment from step {assignment.from_step} on was given to a stream, whose replicas know each for "
-            "itself what they have read; tokens made by `diloco tokenize` would work. Nothing was assigned."
+            "Replicas of a stream cannot come and go, as each knows only for itself what it has read. Use tokens made "
+            f"by `diloco tokenize`. Nothing was assigned from step {assignment.from_step} on."
         )
 
     def join_at(self, step: int, order: str) -> None:
         """Nobody can join: what this replica has read is known to its checkpoint alone."""
         raise ConfigurationError(
-            f"Replica {self._replica} came to a run that is going on at step {step} and streams its data; what it has "
-            "read is known to nobody there. Resuming all replicas from their checkpoints, or tokens made by `diloco "
-            "tokenize`, would work. Nothing was started."
+            f"Replica {self._replica} cannot join at step {step} a run that streams its data, as nobody there knows "
+            "what it has read. Resume all replicas from their checkpoints, or use tokens made by `diloco tokenize`. "
+            "Nothing was started."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class DocumentStream:
         drawn, begun, places = self._parsed(state)
         if any(place.stride != self._num_replicas for place in places):
             raise CheckpointError(
-                f"The data cursor is of {places[0].stride} replicas, and {self._num_replicas} go on; it was not loaded."
+                f"The data cursor is of {places[0].stride} replicas, not of {self._num_replicas}. It was not loaded."
             )
         self._go_on(drawn, begun, places)
 
@@ -179,7 +179,7 @@ class DocumentStream:
         drawn = [each[0] for each in parsed]
         if len(set(drawn)) > 1:
             raise CheckpointError(
-                f"The replicas had drawn {drawn} batches; those of one step would work. The cursor was not loaded."
+                f"The cursors are of different steps: the replicas had drawn {drawn} batches. None was loaded."
             )
         begun = sorted(document for _, documents, _ in parsed for document in documents)
         places = []
@@ -212,16 +212,7 @@ class DocumentStream:
             reader.go_on(place.blocks)
 
     def _parsed(self, state: Cursor) -> tuple[int, list[_Begun], list[_Place]]:
-        differences = [
-            f"{name} is {state.get(name)!r} in the cursor and {value!r} here"
-            for name, value in self._origin.items()
-            if state.get(name) != value
-        ]
-        if differences:
-            raise CheckpointError(
-                f"The data cursor belongs to other batches: {'; '.join(differences)}. It can be used only with the "
-                "data and settings it was saved with. The cursor was not loaded."
-            )
+        check_cursor(state, self._origin, ("drawn", "begun", "sources"))
         try:
             begun = [(source, block, record, token) for source, block, record, token in state["begun"]]
             places = [_Place.from_message(message) for message in state["sources"]]
@@ -233,10 +224,6 @@ class DocumentStream:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"The data cursor is malformed: {error!r:.300}. It was not loaded.") from error
         return state["drawn"], begun, places
-
-    def _snapshot(self) -> tuple[list[_Begun], list[_Place]]:
-        places = [_Place.from_message(place.to_message()) for place in self._places]
-        return list(self._begun), places
 
     def _last_token(self) -> int:
         """What stands before the next token to draw."""
@@ -279,16 +266,16 @@ class DocumentStream:
             passed += 1
             if reader.blocks is not None and passed > 2 * reader.blocks + 1:
                 raise DataError(
-                    f"The source {reader.name!r} has no documents to train on: all are empty or held out. More text, "
-                    "or a smaller data.heldout_fraction, would work. Nothing was trained."
+                    f"The source {reader.name!r} has no documents to train on: all are empty or held out. Give more "
+                    "text, or a smaller data.heldout_fraction. Nothing was trained."
                 )
 
     def _document(self, source: int, block: int, record: int) -> NDArray[Any]:
         documents = self._block(source, block)
         if record >= len(documents) or not len(documents[record]):
             raise DataError(
-                f"The source {self._readers[source].name!r} has no document at the place that was saved "
-                f"(block {block}, record {record}); the same text as then would work. Nothing was trained."
+                f"The source {self._readers[source].name!r} has no document where the saved place is (block {block}, "
+                f"record {record}): its text has changed. Nothing was trained."
             )
         return documents[record]
 

@@ -67,8 +67,8 @@ def read_documents(
                     yield document
         if not found:
             raise NoDataError(
-                f"{path} holds no text. A file with text in it, or a folder with files that end in "
-                f"{' '.join(sorted(FOLDER_SUFFIXES))}, would work. The text was not read."
+                f"{path} holds no text. Give a file with text in it, or a folder with files that end in "
+                f"{' '.join(sorted(FOLDER_SUFFIXES))}. The text was not read."
             )
 
 
@@ -100,8 +100,8 @@ def read_standard_library(root: Path | None = None) -> Iterator[str]:
             yield document
     if not found:
         raise DataError(
-            f"No standard library was found as .py files in {folder}. Text of your own would work: "
-            "data.paths (--data PATH). The text was not read."
+            f"No standard library was found as .py files in {folder}. Give text of your own: data.paths (--data PATH). "
+            "The text was not read."
         )
 
 
@@ -109,7 +109,7 @@ def _files(path: Path) -> Iterable[Path]:
     if path.is_dir():
         return [file for file in _walk(path) if file.suffix.lower() in FOLDER_SUFFIXES]
     if not path.exists():
-        raise NoDataError(f"{path} does not exist; a file or a folder would work. The text was not read.")
+        raise NoDataError(f"{path} does not exist. The text was not read.")
     return [path]
 
 
@@ -178,7 +178,7 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8: byte {offset + error.start} is 0x{content[error.start]:02x} ({error.reason}). "
-            "A file converted to UTF-8 would work. The text was not read."
+            "Convert it to UTF-8. The text was not read."
         ) from error
 
 
@@ -196,8 +196,8 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
             raise DataError(f"{path}:{number} is not JSON: {error}. The text was not read.") from error
         if not isinstance(record, dict):
             raise DataError(
-                f"{path}:{number} is a JSON {type(record).__name__}; an object with the field {text_field!r} "
-                "is needed. The text was not read."
+                f"{path}:{number} must be a JSON object with the field {text_field!r}, not a {type(record).__name__}. "
+                "The text was not read."
             )
         if text_field not in record:
             raise missing_field(f"{path}:{number}", text_field, record)
@@ -226,7 +226,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
 
 
 def missing_field(place: str, text_field: str, known: Iterable[str]) -> DataError:
-    """The error for a record or file without the field that shall hold the text."""
+    """The error for a record or file without the field that is to hold the text."""
     hint = nearest(text_field, known)
     return DataError(f"{place} has no field {text_field!r} (data.text_field); {hint} The text was not read.")
 
@@ -235,7 +235,7 @@ def checked_text(value: Any, place: str, text_field: str) -> str:
     """``value`` if it can be a document: text, and text that UTF-8 can encode."""
     if not isinstance(value, str):
         raise DataError(
-            f"{place}: the field {text_field!r} holds {type(value).__name__}; text is needed. The text was not read."
+            f"{place}: the field {text_field!r} holds {type(value).__name__}, not text. The text was not read."
         )
     try:
         value.encode("utf-8")
