@@ -23,6 +23,7 @@ LENGTH, SIZE = 8, 2
 """Tokens of a sequence, and sequences of a batch."""
 
 HELDOUT = 0.2
+TOKENIZER = ByteTokenizer()
 
 
 def numbered(count: int, *, prefix: str = "", longest: int = 30) -> list[str]:
@@ -51,13 +52,12 @@ def stream(
     block: int = 3,
     seed: int = 0,
 ) -> DocumentStream:
-    tokenizer = ByteTokenizer()
     readers = [
         BlockReader(
             Records(source, sized=sized) if isinstance(source, Sequence) else source,
             name=str(number),
             size=block,
-            tokenizer=tokenizer,
+            tokenizer=TOKENIZER,
             heldout_fraction=HELDOUT,
             seed=seed,
         )
@@ -67,7 +67,7 @@ def stream(
         readers,
         weights or [1.0] * len(readers),
         data="test",
-        eos_id=tokenizer.eos_id,
+        eos_id=TOKENIZER.eos_id,
         sequence_length=LENGTH,
         batch_size=SIZE,
         replica=replica,
@@ -76,7 +76,7 @@ def stream(
 
 
 def packed(documents: Sequence[str]) -> np.ndarray:
-    return ByteTokenizer().encode_documents(documents)
+    return TOKENIZER.encode_documents(documents)
 
 
 def trained(records: Sequence[str]) -> list[str]:
@@ -116,10 +116,9 @@ def lists(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
 
 def texts(drawn: Sequence[int]) -> list[str]:
     """The documents that end in the tokens drawn, as text."""
-    eos = ByteTokenizer().eos_id
     found, document = [], bytearray()
     for token in drawn:
-        if token == eos:
+        if token == TOKENIZER.eos_id:
             found.append(document.decode())
             document.clear()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     rows = datasets.Dataset.from_dict({"text": TEXTS, "body": [text.upper() for text in TEXTS]})
     rows.save_to_disk(str(folder / "saved"))
+    datasets.Dataset.from_dict({"text": TEXTS}, split=datasets.Split.TEST).save_to_disk(str(folder / "named"))
     datasets.DatasetDict({"train": rows, "few": rows.select(range(5))}).save_to_disk(str(folder / "splits"))
     (folder / "hub").mkdir()
     rows.to_parquet(str(folder / "hub" / "train-00000-of-00001.parquet"))
@@ -80,7 +82,6 @@ def test_field_split_and_config_are_those_that_were_asked_for(files: Path) -> No
     ("data", "words"),
     [
         ("hf:nobody/nothing", "hub cannot be reached|cannot be read by datasets"),
-        ("hf:{files}/splits:test", "no split 'test'. It has 'train', 'few'"),
         ("hf:{files}/hub:test", "cannot be read by datasets: .*test"),
     ],
 )
@@ -108,7 +109,10 @@ def test_names_that_mean_nothing_are_refused(name: str) -> None:
         ({"a": "x"}, "data.sources.a must be a table"),
         ({"a": {}}, "data.sources.a needs data ="),
         ({"a": {"data": "x", "wieght": 1}}, "key 'wieght'; did you mean 'weight'"),
-        ({"a": {"data": "x", "weight": 0}}, "a positive number"),
+        *(
+            ({"a": {"data": "x", "weight": w}}, "a positive number")
+            for w in (0, -1.0, math.nan, math.inf, 10**400, True)
+        ),
         ({"a": {"data": [1]}}, "text, or a list of texts"),
         ({"a": {"data": "x", "split": ""}}, "text, and not empty"),
         ({"a": {"data": "x", "streaming": 1}}, "true or false"),
@@ -185,3 +189,43 @@ def test_a_bpe_for_a_stream_is_trained_on_its_first_documents(files: Path) -> No
     )
     assert open_stream(settings).tokenizer.vocab_size == 260
     assert open_stream(settings).fingerprint == open_stream(settings).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("data", "split", "expected"),
+    [
+        ("saved", None, TEXTS),
+        ("saved", "train", TEXTS),
+        ("saved", "train[:10%]", TEXTS[:25]),
+        ("saved:train[36:]", None, TEXTS[36:]),
+        ("named", None, TEXTS),
+        ("named", "test[:2]", TEXTS[:2]),
+        ("splits", "few[-3:]+train[:1]", [*TEXTS[2:5], TEXTS[0]]),
+    ],
+)
+def test_a_part_of_what_was_saved_is_that_part(files: Path, data: str, split: str | None, expected: list[str]) -> None:
+    source = open_source(SourceSettings(data=(f"hf:{files}/{data}",), split=split))
+    assert list(source.records()) == expected
+    assert list(source.records(1)) == expected[1:]
+
+
+@pytest.mark.parametrize("data", ["saved:validation", "named:train", "splits:train[:ten]", "splits:other"])
+def test_a_split_that_is_not_there_is_told(files: Path, data: str) -> None:
+    with pytest.raises(DataError, match=r"has no split '\S+'. It has '\w+'.*, and parts of them such as \w+\[:10%\]"):
+        open_source(SourceSettings(data=(f"hf:{files}/{data}",)))
+
+
+@pytest.mark.parametrize(("data", "more"), [("splits:few", {"split": "train"}), ("a/b/en", {"config": "de"})])
+def test_two_answers_to_one_question_are_refused(
+    files: Path, data: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files)
+    with pytest.raises(ConfigurationError, match="give only one"):
+        open_source(SourceSettings(data=(f"hf:{data}",), **more))
+
+
+@pytest.mark.parametrize("more", [{"split": "test"}, {"config": "en"}, {"data_files": "x.json"}])
+def test_what_only_data_sets_have_is_refused_of_files(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"a has {next(iter(more))}, which only hf: names can have"):
+        DataSettings(sources={"a": {"data": "text/", **more}})
+    DataSettings(sources={"a": {"data": ["text/", "hf:json"], **more}})

@@ -17,6 +17,7 @@ from diloco.data.sampler import Sampler
 from diloco.data.settings import DataSettings
 from diloco.data.token_folder import TokenFolder, is_token_folder
 from diloco.data.token_writer import tokenize
+from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
 from tests.runs import train
@@ -40,6 +41,12 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("tokens") / "tokens"
     tokenize(of(text), place, shard_tokens=1000)
     return place
+
+
+@pytest.fixture
+def mine(folder: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(folder, tmp_path / "mine"))
 
 
 @pytest.mark.parametrize(
@@ -83,13 +90,11 @@ def test_a_mapped_folder_gives_the_batches_and_the_cursor_of_the_array(text: Pat
     assert samplers[0].state_dict() == samplers[1].state_dict()
 
 
-def test_opening_a_folder_reads_none_of_its_tokens(folder: Path, tmp_path: Path) -> None:
+def test_opening_a_folder_reads_none_of_its_tokens(folder: Path, mine: Path) -> None:
     """Not for the fingerprint or the digest, which are those of the manifest though the tokens are others."""
-    changed = tmp_path / "changed"
-    shutil.copytree(folder, changed)
-    for file in changed.glob("*.tokens"):
+    for file in mine.glob("*.tokens"):
         np.zeros(file.stat().st_size, dtype=np.uint8).tofile(file)
-    corpus, original = (build_corpus(DataSettings(paths=(path,))) for path in (changed, folder))
+    corpus, original = (build_corpus(DataSettings(paths=(path,))) for path in (mine, folder))
     assert all(isinstance(piece.base, np.memmap) for piece in corpus.train.pieces)
     assert (corpus.fingerprint, corpus.train.digest) == (original.fingerprint, original.train.digest)
 
@@ -163,13 +168,11 @@ def damage_manifest(folder: Path, **members: object) -> None:
         (lambda path: damage_manifest(path, dtype="float64"), "cannot be read"),
     ],
 )
-def test_what_is_not_whole_is_refused(folder: Path, tmp_path: Path, damage, words: str) -> None:  # type: ignore[no-untyped-def]
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    TokenFolder(broken)
-    damage(broken)
+def test_what_is_not_whole_is_refused(mine: Path, damage, words: str) -> None:  # type: ignore[no-untyped-def]
+    TokenFolder(mine)
+    damage(mine)
     with pytest.raises(DataError, match=words):
-        build_corpus(DataSettings(paths=(broken,)))
+        build_corpus(DataSettings(paths=(mine,)))
 
 
 def test_settings_that_tokens_cannot_follow_are_refused(text: Path, folder: Path, tmp_path: Path) -> None:
@@ -208,3 +211,49 @@ def test_the_command(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     facts = ["train", "--data", str(out), "--print-config"]
     assert main(facts) == 0
     assert f'paths = ["{out}"]' in capsys.readouterr().out
+
+
+def write_over(file: Path, place: int, token: int) -> None:
+    tokens = np.fromfile(file, dtype="<u2")
+    tokens[place] = token
+    tokens.tofile(file)
+
+
+@pytest.mark.parametrize("kind", ["one", "two", "mixture"])
+def test_an_id_beyond_the_vocabulary_never_reaches_a_model(folder: Path, mine: Path, kind: str) -> None:
+    settings = {
+        "one": DataSettings(paths=(mine,)),
+        "two": DataSettings(paths=(folder, mine)),
+        "mixture": DataSettings(sources={"a": {"data": str(folder)}, "b": {"data": str(mine)}}),
+    }[kind]
+    whole = build_corpus(settings)
+    assert int(whole.train[:].max()) == 256, "the last id is one"
+    write_over(mine / "train-00000.tokens", 77, 257)
+    write_over(mine / "heldout-00000.tokens", -1, 65535)
+    corpus = build_corpus(settings)
+    sampler = Sampler(corpus.train, sequence_length=16, batch_size=16, replica=0, num_replicas=1, seed=0)
+    drawn = (max(int(each.max()) for each in sampler.next_batch()) for _ in range(200))
+    with pytest.raises(DataError, match="hold the id 257, and their vocabulary ends at 256: a file"):
+        assert all(highest < 257 for highest in drawn)
+    for heldout in (corpus.heldout, heldout_tokens(settings, ByteTokenizer())):
+        with pytest.raises(DataError, match="hold the id 65535"):
+            heldout[:]
+
+
+def test_another_tokenizer_beside_the_tokens_is_refused(text: Path, mine: Path, tmp_path: Path) -> None:
+    other = tokenize(of(text, tokenizer="bpe", bpe_vocab_size=270), tmp_path / "bpe").path
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(other / name, mine / name)
+    with pytest.raises(DataError, match=r"has 270 ids and ends documents with 0, but its tokens have 257"):
+        build_corpus(DataSettings(paths=(mine,)))
+
+
+def test_another_fraction_to_hold_out_is_not_passed_over(text: Path, folder: Path) -> None:
+    """What is held out was settled when the folder was made."""
+    with pytest.raises(ConfigurationError, match=r"tokens was made with a heldout_fraction of 0.2, so"):
+        build_corpus(DataSettings(paths=(folder,), heldout_fraction=0.5))
+    whole = build_corpus(DataSettings(paths=(folder,)))
+    same = build_corpus(DataSettings(paths=(folder,), heldout_fraction=0.2))
+    assert same.heldout[:].tolist() == whole.heldout[:].tolist()
+    sources = {"a": {"data": str(folder)}, "b": {"data": str(text)}}
+    assert build_corpus(DataSettings(sources=sources, heldout_fraction=0.5)).heldout_documents > whole.heldout_documents
