@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.huggingface_folder import CONFIG_NAME, read_json, stored_tensors
+from diloco.model.huggingface_folder import CONFIG_NAME, import_transformers, read_json, stored_tensors
 from diloco.model.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def as_huggingface(model: Transformer) -> PreTrainedModel:
     Raises:
         ConfigurationError: ``transformers`` is not installed.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
     settings = model.settings
     architecture = _architecture_of(settings)
     config = transformers.AutoConfig.for_model(
@@ -176,7 +176,7 @@ def _configuration_in(folder: Path) -> tuple[_Architecture | None, Any]:
     architecture = next((each for each in _ARCHITECTURES if each.model_type == model_type), None)
     if architecture is None:
         return None, model_type
-    auto_config = _transformers().AutoConfig
+    auto_config = import_transformers().AutoConfig
     try:
         return architecture, auto_config.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -212,16 +212,6 @@ def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
                 f"The weights in {folder} {what} {', '.join(sorted(names)[:5])}{more}. Nothing was started."
             )
     return found
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigurationError(
-            "transformers is not installed: pip install 'diloco[hf]'. Nothing was started."
-        ) from error
-    return transformers
 
 
 def _architecture_of(settings: ModelSettings) -> _Architecture:

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError, nearest
 from diloco.model.language_model import LanguageModel, LossParts, TokensSeen
 from diloco.model.loss import cross_entropy_with_z_loss
@@ -39,7 +37,7 @@ class ForeignModel(LanguageModel):
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.z_loss = z_loss
-        self.num_layers = len(group_layers({n: p.numel() for n, p in trainable_parameters(self).items()})[1])
+        self.num_layers = self.count_layers()
         self._takes_documents = "documents" in inspect.signature(wrapped.forward).parameters
 
     def forward(self, tokens: Tensor, cache: TokensSeen | None = None, documents: Tensor | None = None) -> Tensor:

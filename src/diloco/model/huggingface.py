@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.fragments import trainable_parameters
-from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError
 from diloco.model.language_model import LanguageModel, LossParts, TokensSeen
 from diloco.model.loss import cross_entropy_with_z_loss, projected_cross_entropy
@@ -74,7 +72,7 @@ class HuggingFaceModel(LanguageModel):
         head = _head_of(wrapped)
         self.vocab_size = int(config.vocab_size if head is None else head.shape[0])
         self.max_sequence_length = int(getattr(config, "max_position_embeddings", None) or UNLIMITED)
-        self.num_layers = len(group_layers({n: p.numel() for n, p in trainable_parameters(self).items()})[1])
+        self.num_layers = self.count_layers()
         accepted = inspect.signature(wrapped.forward).parameters
         self._caches = "past_key_values" in accepted
         self._takes_positions = "position_ids" in accepted

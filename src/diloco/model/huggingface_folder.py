@@ -10,12 +10,27 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.errors import CheckpointError
+from diloco.errors import CheckpointError, ConfigurationError
 
-__all__ = ["CONFIG_NAME", "has_weights", "is_huggingface_folder", "read_json", "stored_tensors"]
+__all__ = ["CONFIG_NAME", "has_weights", "import_transformers", "is_huggingface_folder", "read_json", "stored_tensors"]
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+
+
+def import_transformers() -> Any:
+    """The library, which takes seconds to import.
+
+    Raises:
+        ConfigurationError: it is not installed, or broken.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError(
+            f"transformers can't be imported ({error}): pip install 'diloco[hf]'. Nothing was started."
+        ) from error
+    return transformers
 
 
 def is_huggingface_folder(path: Path) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.model.huggingface import HuggingFaceModel
-from diloco.model.huggingface_folder import has_weights
+from diloco.model.huggingface_folder import CONFIG_NAME, has_weights, import_transformers
 from diloco.model.settings import ModelSettings, parse_source
 
 if TYPE_CHECKING:
@@ -42,10 +42,7 @@ def build_huggingface(
     Raises:
         ConfigurationError: for what is not there or can't be trained; it says what would work.
     """
-    _require_transformers()
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
+    auto = import_transformers().AutoModelForCausalLM
     folder: Path | None = None
     if definition is not None:
         config = _config_of(dict(definition["config"]), {}, "the checkpoint")
@@ -85,16 +82,6 @@ def build_huggingface(
     return model
 
 
-def _require_transformers() -> None:
-    try:
-        import transformers  # noqa: F401  # seconds; here, so that what follows need not ask
-    except ImportError as error:
-        raise ConfigurationError(
-            f"A model of transformers needs transformers, which can't be imported ({error}): pip install 'diloco[hf]'. "
-            "Nothing was started."
-        ) from error
-
-
 def _find_folder(place: str, *, with_weights: bool) -> Path:
     """The local folder, or the hub's files as they are kept here."""
     local = Path(place).expanduser()
@@ -125,7 +112,7 @@ def _find_folder(place: str, *, with_weights: bool) -> Path:
 def _read_config(folder: Path, arguments: Mapping[str, Any]) -> PretrainedConfig:
     from transformers import PretrainedConfig
 
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG_NAME).is_file():
         raise ConfigurationError(
             f"{folder} has no config.json, which says what the model is; save_pretrained writes one. Nothing was "
             "started."

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from diloco.algorithm.fragments import trainable_parameters
+from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -152,6 +154,10 @@ class LanguageModel(nn.Module, abc.ABC):
             f"{type(self).__name__} does not say which model of transformers it equals; give it a method "
             "to_huggingface. Nothing was exported."
         )
+
+    def count_layers(self) -> int:
+        """The numbered blocks among the trainable parameters, which is what fragments are made of."""
+        return len(group_layers({name: p.numel() for name, p in trainable_parameters(self).items()})[1])
 
     def num_parameters(self) -> int:
         """Trainable and frozen parameters, tied ones once."""
