@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,13 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     failures = 0
     for case in (case for case in CASES if case.name.startswith(tuple(given.only))):
-        started_s = time.perf_counter()
         try:
             row = compare(case, before, after, text)
         except SystemError as error:
             row = ["FAILED", "", "", "", str(error)]
         failures += row[-1] != "same"
-        print(f"| {case.name} | {' | '.join(row)} | {time.perf_counter() - started_s:.0f} |", flush=True)
+        print(f"| {case.name} | {' | '.join(row)} |", flush=True)
     for version in (before, after):
         version.close()
     print(f"\n{failures} runs with a difference" + (f"; all are in {work}" if failures or given.work else ""))

@@ -206,6 +206,14 @@ def test_one_that_cannot_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest
     assert mark_of(tmp_path) == 2.0
 
 
+def test_one_that_was_being_replaced_when_its_save_died_gets_its_name_back(tmp_path: Path) -> None:
+    place = save(tmp_path, 1, 1.0)
+    os.replace(place, hidden_name(place, "replaced"))
+    save(tmp_path, 2, 2.0)
+    assert names(tmp_path) == {"latest", "step-00000001", "step-00000002"}
+    assert mark_of(place) == 1.0
+
+
 def test_one_that_cannot_be_replaced_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, replace = save(tmp_path, 1, 1.0), os.replace
 
