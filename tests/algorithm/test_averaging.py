@@ -63,7 +63,7 @@ class TestJudge:
         [
             ({"withdrawn": "gradients that are not finite"}, "gradients that are not finite"),
             ({"numel": SIZE - 1}, f"holds {SIZE - 1} values instead of {SIZE}"),
-            ({"weight": 0.0}, "has the weight 0.0; 1e-18 to 1e+18 would work"),
+            ({"weight": 0.0}, "has the weight 0.0, which is not from 1e-18 to 1e+18"),
             ({"weight": -1.0}, "has the weight -1.0"),
             ({"weight": float("nan")}, "has the weight nan"),
             ({"weight": float("inf")}, "has the weight inf"),

@@ -122,7 +122,7 @@ def test_cuts_outside_the_payload_are_refused(name: str, bounds: tuple[int, int]
 @pytest.mark.parametrize("bounds", [(2, BLOCK), (0, BLOCK - 1), (BLOCK, 2 * BLOCK + 2), (2 * BLOCK + 3, 2 * BLOCK + 3)])
 def test_cuts_through_a_block_are_refused(name: str, bounds: tuple[int, int]) -> None:
     codec, numel = CODECS[name](), 2 * BLOCK + 3
-    with pytest.raises(CodecError, match=rf"multiples of its block size, {BLOCK}, or {numel} as the end would work"):
+    with pytest.raises(CodecError, match=rf"multiples of its block size, {BLOCK}, .* or {numel} as the end"):
         codec.cut(codec.encode(spread_values(numel)), numel, *bounds)
 
 

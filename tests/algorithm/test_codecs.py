@@ -184,7 +184,7 @@ def test_saturation_limit_is_where_clamping_begins(codec: Codec) -> None:
     ids=["float64", "bfloat16", "matrix", "strided", "scalar"],
 )
 def test_encode_refuses_what_is_not_a_flat_float32_vector(codec: Codec, values: Tensor) -> None:
-    with pytest.raises(CodecError, match="contiguous one of shape"):
+    with pytest.raises(CodecError, match="it must be contiguous, of shape"):
         codec.encode(values)
 
 

@@ -166,7 +166,7 @@ def test_every_encode_has_one_outcome() -> None:
 
 def test_each_fragment_needs_its_own() -> None:
     codec = make()
-    with pytest.raises(CodecError, match="residual of 100 values and was given 99"):
+    with pytest.raises(CodecError, match="residual of 100 values but was given 99"):
         codec.encode(random_values(0, NUMEL - 1))
     assert not codec.pending
 

@@ -81,7 +81,7 @@ def layers() -> nn.Module:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_can_not_work_is_refused_at_once(make: Callable[..., object], given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"(was|were) given.*; .*Nothing was started\.") as caught:
+    with pytest.raises(ConfigurationError, match=r"(was|were) given.*Nothing was started\.") as caught:
         make(**given)
     assert str(next(reversed(given.values()))).strip("(),") in str(caught.value)
 
@@ -99,7 +99,7 @@ def test_a_model_without_numbered_layers_is_told_what_works() -> None:
     with pytest.raises(FragmentError) as caught:
         partition(model, num_fragments=2)
     works = 'partition(model, num_fragments=2, strategy="balanced")'
-    assert f"no numbered layers, of which strided fragments are made. 1 would work, and so would fragments={works}" in (
+    assert f"no numbered layers, of which strided fragments are made. Use 1, or fragments={works}" in (
         str(caught.value)
     )
     assert len(eval(works)) == 2

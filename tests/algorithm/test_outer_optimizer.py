@@ -98,8 +98,8 @@ def test_schedules_are_functions_of_the_outer_step() -> None:
     ("make", "words"),
     [
         (lambda: Sgd(learning_rate=-1.0), "learning_rate=-1.0"),
-        (lambda: Nesterov(momentum=1.5), "0 to 1 would work"),
-        (lambda: Adam(betas=(0.9, 1.0)), "0 <= beta < 1"),
+        (lambda: Nesterov(momentum=1.5), "a number from 0 to 1"),
+        (lambda: Adam(betas=(0.9, 1.0)), "both must be from 0 to less than 1"),
     ],
 )
 def test_impossible_values_are_refused(make: Callable[[], object], words: str) -> None:

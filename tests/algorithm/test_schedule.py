@@ -83,9 +83,9 @@ def test_rounds_counts_the_sends(steps: int, rounds: int) -> None:
     ("arguments", "words"),
     [
         ({"inner_steps": 0}, "inner_steps=0"),
-        ({"inner_steps": 4, "num_fragments": 5}, "1 to 4 would work"),
+        ({"inner_steps": 4, "num_fragments": 5}, "Use 1 to 4"),
         ({"inner_steps": 4, "num_fragments": 0}, "num_fragments=0"),
-        ({"inner_steps": 4, "overlap_steps": 4}, "0 to 3 would work"),
+        ({"inner_steps": 4, "overlap_steps": 4}, "Use 0 to 3"),
         ({"inner_steps": 4, "overlap_steps": -1}, "overlap_steps=-1"),
         ({"inner_steps": 4, "num_fragments": 2, "offsets": (0,)}, "2 values from 0 to 3"),
         ({"inner_steps": 4, "num_fragments": 2, "offsets": (0, 4)}, "2 values from 0 to 3"),

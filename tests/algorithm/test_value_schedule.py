@@ -46,7 +46,7 @@ def test_wsd_stays_then_falls_in_a_straight_line() -> None:
 
 
 def test_impossible_shapes_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="warm-up no longer than"):
+    with pytest.raises(ConfigurationError, match="warm-up can't be longer than"):
         ValueSchedule(peak=1.0, kind="cosine", total_steps=5, warmup_steps=6)
     with pytest.raises(ConfigurationError, match="1 to 3"):
         ValueSchedule(peak=1.0, kind="wsd", total_steps=5, warmup_steps=2, decay_steps=4)

@@ -149,7 +149,7 @@ def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (f"simulate {BY_NUMBERS} --plot x.pdf", ".svg"),
         (f"simulate {BY_NUMBERS} --plot no/such/folder/x.svg", "folder"),
         (f"simulate {BY_NUMBERS} --codec fp5", "there is no codec 'fp5'"),
-        (f"simulate {BY_NUMBERS} --overlap-steps 100", "0 to 99 would work"),
+        (f"simulate {BY_NUMBERS} --overlap-steps 100", "Use 0 to 99"),
         (f"simulate {BY_NUMBERS} --overlap-steps 5 --method streaming", "streaming overlaps nothing"),
         (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "choose 1 to 24"),
         ("simulate --parameters 1e9 --layers 24 --step-time 0s", "above 0"),

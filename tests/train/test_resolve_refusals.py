@@ -18,16 +18,16 @@ from diloco.train.settings import RunSettings
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # the schedule
     ({"schedule.inner_steps": 0}, "inner_steps=0.*at least 1"),
-    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 10}, "overlap_steps=10.*0 to 9 would work"),
-    ({"schedule.overlap_steps": -1}, "overlap_steps=-1.*0 to 99 would work"),
-    ({"schedule.inner_steps": 2, "fragments.num_fragments": 3}, "num_fragments=3.*1 to 2 would work"),
+    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 10}, "overlap_steps=10.*Use 0 to 9"),
+    ({"schedule.overlap_steps": -1}, "overlap_steps=-1.*Use 0 to 99"),
+    ({"schedule.inner_steps": 2, "fragments.num_fragments": 3}, "num_fragments=3.*Use 1 to 2"),
     ({"fragments.num_fragments": 0}, "num_fragments=0.*at least 1"),
     ({"fragments.num_fragments": 6}, "num_fragments=6 was given for a model of 4 layers.*1 to 5.*balanced"),
     (
         {"fragments.num_fragments": 6, "fragments.strategy": "sequential"},
         "num_fragments=6 was given for a model of 4 layers.*1 to 5",
     ),
-    ({"fragments.num_fragments": 2, "schedule.offsets": (0,)}, "offsets=.* 2 fragments; 2 values from 0 to 99"),
+    ({"fragments.num_fragments": 2, "schedule.offsets": (0,)}, "offsets=.* 2 fragments. Use 2 values from 0 to 99"),
     ({"fragments.num_fragments": 1, "schedule.offsets": (100,)}, "offsets=.* from 0 to 99"),
     ({"fragments.num_fragments": 1, "schedule.offsets": (-1,)}, "offsets=.* from 0 to 99"),
     (

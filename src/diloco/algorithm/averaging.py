@@ -103,7 +103,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision about a round, the same for everybody who sees the same contributions.
+    """The decision about a round, the same wherever the same contributions are seen.
 
     Attributes:
         contributors: replicas whose contributions are averaged; empty when the round is void.
@@ -150,7 +150,7 @@ def _refusal(contribution: Contribution, expected: _Layout, *, contents: bool) -
     if layout.integers != expected.integers:
         return f"holds integer buffers of {layout.integers} instead of {expected.integers}"
     if not LEAST_WEIGHT <= contribution.weight <= GREATEST_WEIGHT:
-        return f"has the weight {contribution.weight}; {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g} would work"
+        return f"has the weight {contribution.weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
     if not contents:
         return ""
     if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
@@ -170,15 +170,15 @@ def judge(
     absent: Mapping[int, str],
     contents: bool = True,
 ) -> Verdict:
-    """Decide about a round whose members have all been heard of.
+    """Decide about a round, once something is known of every member.
 
     Args:
         contributions: replica -> what arrived from it.
         members: the replicas of the view.
         min_contributors: fewer usable contributions than this make the round void.
         absent: replica -> why nothing arrived from it.
-        contents: whether payloads and buffers are here to be looked into; False where only their headers are, and
-            whoever receives the rest looks at it then.
+        contents: whether payloads and buffers are here to be checked; False where only their headers have come, and
+            the rest is checked on arrival.
 
     Returns:
         The verdict. A replica is diverged when its digest is not the most frequent one; on a tie the digest of the

@@ -1,11 +1,11 @@
 """Contributions that are too large are scaled down before they are averaged: the same on every replica, to the bit.
 
-A contribution of norm n weighs as much as ever, but its values are multiplied by ``min(1, c / n)``, where the bound c
-is a number, or a multiple of the median norm of those who contribute to the round. What a replica gets wrong, or wrong
-on purpose, then moves the mean by no more than its weight times c.
+A contribution of norm n keeps its weight, but its values are multiplied by ``min(1, c / n)``, where the bound c is a
+number, or a multiple of the median norm of the round's contributors. A replica that is wrong, or malicious, then moves
+the mean by no more than its weight times c.
 
-Norms must be the same everywhere, or replicas would part. The order in which a library sums depends on the width of the
-processor's vectors; so here sums are made of elementwise additions alone, halves upon halves, in float64.
+Norms must be the same on all replicas, or these would diverge. The order in which a library sums depends on the width
+of the processor's vectors, so here sums are made of elementwise additions alone, halves upon halves, in float64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STRETCH = 1 << 20
 """Values whose squares are summed at a time: 8 MiB of float64. Part of the definition, since it decides the order."""
 
 _FEWEST = 3
-"""With two norms the lower median is the smaller one, and with one there is nothing to compare it with."""
+"""Of two norms the lower median is the smaller one, and a single one has nothing to compare it with."""
 
 
 @dataclass(frozen=True, kw_only=True)

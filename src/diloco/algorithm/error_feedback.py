@@ -116,14 +116,14 @@ class ErrorFeedback(Codec):
         """
         if not {"residual"} <= set(state) <= {"residual", "candidate"}:
             raise CheckpointError(
-                f"{self.name}: the saved state holds {sorted(state)}; 'residual' and, with a round in flight, "
-                "'candidate' would work. Nothing was loaded."
+                f"{self.name}: the saved state holds {sorted(state)}; it must hold 'residual' and, with a round in "
+                "flight, 'candidate'. Nothing was loaded."
             )
         for key, saved in state.items():
             if saved.shape != (self.numel,) or saved.dtype != torch.float32:
                 raise CheckpointError(
                     f"{self.name}: the saved {key} has shape {tuple(saved.shape)} and type {saved.dtype}; "
-                    f"({self.numel},) torch.float32 would work. Nothing was loaded."
+                    f"it must be ({self.numel},) torch.float32. Nothing was loaded."
                 )
         device = self._residual.device
         self._residual = state["residual"].to(device, copy=True)
@@ -132,12 +132,12 @@ class ErrorFeedback(Codec):
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if values.numel() != self.numel:
             raise CodecError(
-                f"{self.name} holds the residual of {self.numel} values and was given {values.numel()}; "
+                f"{self.name} holds the residual of {self.numel} values but was given {values.numel()}; "
                 "each fragment needs one of its own. Nothing was encoded."
             )
         if self._candidate is not None:
             raise CodecError(
-                f"{self.name}: encode() while a round is in flight; commit() or rollback() that first. "
+                f"{self.name}: encode() was called while a round is in flight. Call commit() or rollback() first. "
                 "Nothing was encoded."
             )
         self._residual = self._residual.to(values.device)

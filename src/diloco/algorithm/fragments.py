@@ -158,7 +158,7 @@ def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
         if fragment.index != position or (numel == 0 and fragment.numel == 0):
             raise FragmentError(
                 f"fragment {fragment.index} at position {position} holds {numel} values; fragments "
-                "are numbered from 0 and none is empty. Fewer fragments would work. Nothing was started."
+                "are numbered from 0, and none may be empty. Use fewer. Nothing was started."
             )
         for name, shape in zip(fragment.names, fragment.shapes, strict=True):
             if name in seen:
@@ -251,8 +251,7 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
         raise FragmentError(
             f"num_fragments={num_fragments} was given for a model with {len(layers) or 'no numbered'} layers"
             f"{' and parameters outside them' if outside and layers else ''}, of which {strategy} fragments are made. "
-            f"{works} would work, and so would fragments={balanced}, which goes by the sizes of parameters alone. "
-            "Nothing was started."
+            f"Use {works}, or fragments={balanced}, which goes by the sizes of parameters alone. Nothing was started."
         )
     if strategy == "strided":
         members = [layers[block::blocks] for block in range(blocks)]
@@ -265,8 +264,8 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
 def _balanced(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:
     if num_fragments > len(sizes):
         raise FragmentError(
-            f"{num_fragments} balanced fragments were asked of a model with {len(sizes)} parameter tensors; "
-            f"1 to {len(sizes)} would work. Nothing was started."
+            f"{num_fragments} balanced fragments were asked of a model with {len(sizes)} parameter tensors. "
+            f"Use 1 to {len(sizes)}. Nothing was started."
         )
     groups: list[list[str]] = [[] for _ in range(num_fragments)]
     loads = [0] * num_fragments

@@ -1,4 +1,4 @@
-"""Numbers that somebody gave, checked where they come in: a value that can't work is refused before it is used."""
+"""Checks of numbers that users give, made before the numbers are used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_whole(name: str, value: Any, least: int | None = None) -> int:
 
     >>> check_whole("inner_steps", 2.5, 1)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: inner_steps=2.5 was given; a whole number from 1 on would work. Nothing was ...
+    diloco.errors.ConfigurationError: inner_steps=2.5 was given; it must be a whole number from 1 on. Nothing was ...
     """
     try:
         whole = None if isinstance(value, bool) else operator.index(value)
@@ -28,22 +28,22 @@ def check_whole(name: str, value: Any, least: int | None = None) -> int:
         whole = None
     if whole is None or (least is not None and whole < least):
         works = "a whole number" if least is None else f"a whole number from {least} on"
-        raise ConfigurationError(f"{name}={value!r} was given; {works} would work. Nothing was started.")
+        raise ConfigurationError(f"{name}={value!r} was given; it must be {works}. Nothing was started.")
     return whole
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Refuse anything but a finite number from ``low`` to ``high``; ``above``: ``low`` itself is refused, too.
+    """Refuse anything but a finite number from ``low`` to ``high``, and with ``above`` also ``low`` itself.
 
     Raises:
-        ConfigurationError: for what it refuses.
+        ConfigurationError: for anything else.
 
     >>> check_number("momentum", 1.5, 0, 1)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: momentum=1.5 was given; a number from 0 to 1 would work. Nothing was started.
+    diloco.errors.ConfigurationError: momentum=1.5 was given; it must be a number from 0 to 1. Nothing was started.
     >>> check_number("epsilon", float("nan"), 0, above=True)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: epsilon=nan was given; a finite number above 0 would work. Nothing was started.
+    diloco.errors.ConfigurationError: epsilon=nan was given; it must be a finite number above 0. Nothing was started.
     """
     number = float(value) if not isinstance(value, bool) and isinstance(value, Real) else math.nan
     if math.isfinite(number) and low <= number <= high and not (above and number == low):
@@ -54,4 +54,4 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, a
         works = f"a finite number {'above' if above else 'from'} {low:g}{'' if above else ' on'}"
     else:
         works = "a finite number"
-    raise ConfigurationError(f"{name}={value!r} was given; {works} would work. Nothing was started.")
+    raise ConfigurationError(f"{name}={value!r} was given; it must be {works}. Nothing was started.")

@@ -88,9 +88,8 @@ class OuterLoop:
             ]
             raise NonFiniteError(
                 f"the pseudo-gradient of fragment {index} is not finite; the local values of "
-                f"{', '.join(bad) or 'none'} hold NaN or infinity. Nothing was sent. A lower inner learning rate, "
-                "gradient clipping or a wider precision would work, from the last checkpoint on, or from the beginning "
-                "where none was saved."
+                f"{', '.join(bad) or 'none'} hold NaN or infinity. Nothing was sent. Go on from the last checkpoint, "
+                "or begin anew, with a lower inner learning rate, gradient clipping or a wider precision."
             )
         return delta, local if keep_local else None, largest
 
@@ -107,7 +106,7 @@ class OuterLoop:
 
     @contextmanager
     def carrying_over(self, index: int) -> Iterator[None]:
-        """Around a change of global parameters: local ones move along, and the pseudo-gradient stays what it was."""
+        """While global parameters change: the local ones move along, so that the pseudo-gradient stays what it was."""
         before = self.global_params[index].clone()
         yield
         local = self.local(index)
@@ -143,8 +142,8 @@ class OuterLoop:
         shapes = [{name: tuple(values.shape) for name, values in each.items()} for each in (wanted, given)]
         if shapes[0] != shapes[1]:
             raise FragmentError(
-                f"the state of fragment {index} holds {shapes[1]}, and {shapes[0]} is needed; that of the same model, "
-                "fragments and outer optimizer would work. Nothing was taken over."
+                f"the state of fragment {index} holds {shapes[1]}, but {shapes[0]} is needed. It must come from "
+                "the same model, fragments and outer optimizer. Nothing was taken over."
             )
         outer_step = int(state["outer_step"])  # may raise, while nothing has changed
         self.global_params[index].copy_(state["global_params"])

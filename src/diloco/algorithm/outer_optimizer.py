@@ -139,8 +139,7 @@ class Adam:
         check_number("outer epsilon", self.epsilon, 0, above=True)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigurationError(
-                f"outer betas={self.betas} were given; two numbers, each 0 <= beta < 1, would work. Nothing was "
-                "started."
+                f"outer betas={self.betas} were given; both must be from 0 to less than 1. Nothing was started."
             )
 
     def init(self, values: Tensor) -> OuterState:

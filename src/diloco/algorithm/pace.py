@@ -1,8 +1,8 @@
-"""Dynamic local updates (DyLU): a slow replica takes fewer inner steps, and keeps nobody waiting.
+"""Dynamic local updates (DyLU): a slow replica takes fewer inner steps, so that the others need not wait for it.
 
 Asynchronous Local-SGD (2401.09135), section 4.2: worker w takes ``floor(v(w) / max_w' v(w') * H)`` inner steps of the
-H, v being what it trains a second. Here these are spread evenly over the H scheduled steps, so that fragments that are
-sent at different steps find about the same share of them. The others only pass: they advance the schedule.
+H, where v is its inner steps per second. Here they are spread evenly over the H scheduled steps, so that fragments sent
+at different steps find about the same share of them. The others only pass: they advance the schedule.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from diloco.errors import ConfigurationError
 __all__ = ["StepRate", "steps_to_train", "trains_at"]
 
 _KEPT = 0.9
-"""Of the mean time of a step, at each further step: about the last ten count."""
+"""What each step keeps of the mean before it: about the last ten steps count."""
 
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 
 _ENOUGH_STEPS = 6
-"""Before so many, a mean says little."""
+"""A mean of fewer says little."""
 
 
 def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: int) -> int:
@@ -28,7 +28,7 @@ def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: 
 
     Args:
         replica: w.
-        steps_per_s: replica -> v, its inner steps per second; those that are not there are not known.
+        steps_per_s: replica -> v, its inner steps per second, where known.
         inner_steps: H.
 
     Returns:
@@ -54,7 +54,7 @@ def trains_at(step: int, steps: int, inner_steps: int) -> bool:
     """
     if not 1 <= steps <= inner_steps:
         raise ConfigurationError(
-            f"{steps} steps to train of {inner_steps} were given; 1 to {inner_steps} would work. Nothing was trained."
+            f"{steps} steps to train of {inner_steps} were given; use 1 to {inner_steps}. Nothing was trained."
         )
     return (step + 1) * steps // inner_steps > step * steps // inner_steps
 
@@ -80,7 +80,7 @@ class StepRate:
         self._weight = 0.0
 
     def add(self, compute_s: float) -> None:
-        """A step took so long to compute, waiting for others not counted; what no step can take is passed over."""
+        """Count a step that took this long to compute, without waiting for others; impossible times are ignored."""
         if not _SHORTEST_S <= compute_s <= _LONGEST_S:
             return
         self._steps += 1
@@ -90,5 +90,5 @@ class StepRate:
 
     @property
     def steps_per_s(self) -> float | None:
-        """None while too little is known."""
+        """None until enough steps were counted."""
         return self._weight / self._sum_s if self._steps >= _ENOUGH_STEPS else None

@@ -56,13 +56,13 @@ class ValueSchedule:
             )
         if self.kind != "constant" and self.warmup_steps > self.total_steps:
             raise ConfigurationError(
-                f"warmup_steps={self.warmup_steps} with total_steps={self.total_steps} was given; a warm-up no longer "
-                "than the run would work. Nothing was started."
+                f"warmup_steps={self.warmup_steps} was given with total_steps={self.total_steps}; the warm-up can't be "
+                "longer than the run. Nothing was started."
             )
         if self.kind == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
             raise ConfigurationError(
-                f"decay_steps={self.decay_steps} was given; 1 to {self.total_steps - self.warmup_steps}, what the "
-                "warm-up leaves of the run, would work. Nothing was started."
+                f"decay_steps={self.decay_steps} was given; use 1 to {self.total_steps - self.warmup_steps}, "
+                "what the warm-up leaves of the run. Nothing was started."
             )
 
     def __call__(self, step: int) -> float:

@@ -1,8 +1,8 @@
-"""How much a contribution weighs: by what its replica trained since its last contribution that counted.
+"""The weight of a contribution: by what its replica trained since its last contribution that counted.
 
-Work that no mean has taken yet is in the next pseudo-gradient, whether its round was void or went on without it. So it
-must be in the weight, too: a replica that joined in the middle of a window has less to say than one that trained all
-of it, and one whose last round was void has twice as much.
+Work that is in no mean yet is part of the next pseudo-gradient, whether its round was void or went on without it, and
+so it is part of the weight: a replica that joined in the middle of a window counts for less than one that trained all
+of it, and a replica whose last round was void counts twice.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ __all__ = ["TrainedSteps", "check_base_weight", "contribution_weight"]
 def contribution_weight(base_weight: float, trained: float, scheduled: int) -> float:
     """``w = base_weight * trained / scheduled``, within 1e-18 to 1e18.
 
-    Exactly ``base_weight`` for a replica that trained all that was scheduled. One that trained nothing weighs as little
-    as a contribution can, 1e-18 at the most: among others that trained, its part of the mean is lost in rounding; among
-    others that did not either, the mean is over all of them. It is not withdrawn, since that would make a round void
-    where all replicas are needed.
+    Exactly ``base_weight`` for a replica that trained all that was scheduled. One that trained nothing weighs the least
+    that a contribution can, 1e-18: among others that trained, its part of the mean is lost in rounding; if none
+    did, the mean is over all of them. It is not withdrawn: that would make a round void where all replicas are needed.
 
     Args:
         base_weight: what a full window of this replica weighs.
@@ -50,8 +49,8 @@ def check_base_weight(base_weight: float) -> float:
 class TrainedSteps:
     """Inner steps that one replica trained and no mean has taken yet, for each fragment.
 
-    Goes with the rounds as error feedback's residual does: what is handed in counts as taken once its round is applied
-    with it (`commit`), and until then it is in the next contribution again. Of whole steps every sum is exact.
+    Like error feedback's residual it follows the rounds: what is handed in counts as taken once its round is applied
+    with it (`commit`); until then it is in the next contribution again. Sums of whole steps are exact.
 
     Args:
         num_fragments: P.
@@ -75,20 +74,20 @@ class TrainedSteps:
         self._handed_in = [0.0] * num_fragments
 
     def add(self, trained: float) -> None:
-        """An inner step is done, of which ``trained`` was: 1 all, 0 nothing.
+        """Count an inner step, of which ``trained`` was trained: 1 all, 0 nothing.
 
         Raises:
             ConfigurationError: for anything but 0 to 1. Nothing was counted.
         """
         if not 0 <= trained <= 1:
             raise ConfigurationError(
-                f"trained={trained} was given for an inner step; 0 (nothing of it was trained) to 1 (all of it) would "
-                "work. The step was not counted."
+                f"trained={trained} was given for an inner step; it must be from 0 (nothing of it was trained) to 1 "
+                "(all of it). The step was not counted."
             )
         self._since = [steps + trained for steps in self._since]
 
     def hand_in(self, fragment: int) -> float:
-        """A contribution of the fragment is made: the steps that it holds."""
+        """The steps that a contribution of the fragment holds, which is made now."""
         self._handed_in[fragment] += self._since[fragment]
         self._since[fragment] = 0.0
         return self._handed_in[fragment]
@@ -98,7 +97,7 @@ class TrainedSteps:
         self._handed_in[fragment] = 0.0
 
     def forget(self, fragment: int) -> None:
-        """The work of the fragment is gone: its local parameters became others'."""
+        """The work of the fragment is gone: its local parameters were replaced."""
         self._since[fragment] = self._handed_in[fragment] = 0.0
 
     def state_dict(self) -> dict[str, list[float]]:
@@ -109,15 +108,14 @@ class TrainedSteps:
         """Take over what `state_dict` gave.
 
         Raises:
-            CheckpointError: if it is none, or of another number of fragments. Nothing was loaded.
+            CheckpointError: if it is damaged, or of another number of fragments. Nothing was loaded.
         """
         given = state or {}
         lists = [given.get(name) for name in ("since", "handed_in")]
         if not all(isinstance(each, list) and len(each) == len(self._since) and _are_steps(each) for each in lists):
             raise CheckpointError(
-                f"the saved state has {state!r} as the steps trained of each fragment; two lists, 'since' and "
-                f"'handed_in', of {len(self._since)} numbers from 0 on would work, as this version saves them. "
-                "Nothing was loaded."
+                f"the saved state has {state!r} as the steps trained of each fragment; it must have two lists, 'since' "
+                f"and 'handed_in', of {len(self._since)} numbers from 0 on. Nothing was loaded."
             )
         self._since, self._handed_in = ([float(steps) for steps in given[name]] for name in ("since", "handed_in"))
 

@@ -42,7 +42,7 @@ def make_codec(name: str, **parameters: int) -> Codec:
         parameters: the codec's own: ``block_size`` for int8, fp4 and int2, none for the others.
 
     Raises:
-        ConfigurationError: naming the nearest known codec or parameter, or the values that would work.
+        ConfigurationError: naming the nearest known codec or parameter, or the values that it takes.
 
     >>> make_codec("int9")
     Traceback (most recent call last):

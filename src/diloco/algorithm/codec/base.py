@@ -144,8 +144,8 @@ class Codec(abc.ABC):
         between_blocks = start % self.block_size == 0 and (stop % self.block_size == 0 or stop == numel)
         if not (0 <= start <= stop <= numel and between_blocks):
             raise CodecError(
-                f"{self.name} cannot cut values {start} to {stop} out of {numel}; ascending multiples of its block "
-                f"size, {self.block_size}, or {numel} as the end would work. Nothing was cut."
+                f"{self.name} cannot cut values {start} to {stop} out of {numel}; both must be multiples of its block "
+                f"size, {self.block_size}, in ascending order, or {numel} as the end. Nothing was cut."
             )
         return self._cut(payload, numel, start, stop)
 
@@ -174,17 +174,17 @@ class Codec(abc.ABC):
         if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != expected:
             raise CodecError(
                 f"{self.name} was given a payload of shape {tuple(payload.shape)} and type {payload.dtype} for {numel} "
-                f"values; ({expected},) torch.uint8 would work. It was refused."
+                f"values; it must be ({expected},) torch.uint8. It was refused."
             )
         if not payload.is_contiguous():
-            raise CodecError(f"{self.name} was given a strided payload; a contiguous one would work. It was refused.")
+            raise CodecError(f"{self.name} was given a strided payload; it must be contiguous. It was refused.")
 
     def _check_out(self, payload: Tensor, numel: int, out: Tensor) -> None:
         _check_floats(f"{self.name} cannot decode to", out)
         if out.numel() != numel or out.device != payload.device:
             raise CodecError(
                 f"{self.name} cannot decode {numel} values on {payload.device} to {out.numel()} on {out.device}; "
-                "the same number on the same device would work. Nothing was written."
+                "both must have the same number on the same device. Nothing was written."
             )
 
 
@@ -193,7 +193,7 @@ def _check_floats(what: str, values: Tensor) -> None:
         layout = "contiguous" if values.is_contiguous() else "strided"
         raise CodecError(
             f"{what} a {layout} tensor of shape {tuple(values.shape)} and type {values.dtype}; "
-            "a contiguous one of shape (numel,) and type torch.float32 would work. Nothing was done."
+            "it must be contiguous, of shape (numel,) and type torch.float32. Nothing was done."
         )
 
 
@@ -254,8 +254,8 @@ def register(codec: CodecClass) -> CodecClass:
     known = _REGISTRY.setdefault(codec.name, codec)
     if known is not codec:
         raise ConfigurationError(
-            f"the codec name {codec.name!r} belongs to {known.__qualname__} already; another name would work. "
-            f"{codec.__qualname__} was not registered."
+            f"the codec name {codec.name!r} belongs to {known.__qualname__} already. "
+            f"{codec.__qualname__} was not registered; give it another name."
         )
     return codec
 
