@@ -1,4 +1,4 @@
-"""This rank's contributions on their way, as the training thread sees them: one a round."""
+"""This rank's contributions in flight, as the training thread sees them: one per round."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Contributed", "PeerPending"]
 
 
 class PeerPending:
-    """Resolved once, by the control thread: with the average, or with the error that everybody gets.
+    """A contribution in flight; the control thread resolves it with the average or an error.
 
     Args:
         round_id: which round.
         payload_bytes: of the contribution.
-        guard_s: longer than any round can take to be decided.
-        transport: asked who is missing, and told when the outcome is taken.
+        guard_s: longer than any round takes to be decided.
+        transport: names missing replicas, and counts the bytes of outcomes that are taken.
 
     Attributes:
-        decided_s: when it was decided, by the clock of `time.monotonic`; None: not yet.
-        void: whether it was decided that nobody applies the round.
+        decided_s: when the round was decided, as of `time.monotonic`; None until then.
+        void: whether the round is void.
     """
 
     def __init__(self, round_id: RoundId, payload_bytes: int, guard_s: float, transport: PeerTransport) -> None:
@@ -44,7 +44,7 @@ class PeerPending:
         self._was_taken = False
 
     def resolve(self, outcome: Average | TransportError) -> None:
-        """Decide; a second decision changes nothing."""
+        """Set the outcome; only the first call counts."""
         if self.decided_s is None:
             self._outcome = outcome
             self.void = isinstance(outcome, RoundVoidError)
@@ -67,25 +67,25 @@ class PeerPending:
                 replicas=missing,
             )
         self._was_taken = True
-        outcome, self._outcome = self._outcome, None  # whoever waited has it now; I may be kept for longer
+        outcome, self._outcome = self._outcome, None  # keep no tensors: this object may live longer
         assert outcome is not None
         self._transport.count(self, outcome)
         if isinstance(outcome, TransportError):
             try:
                 raise outcome
             finally:
-                del outcome  # which holds this frame, and with it the contribution of whoever called
+                del outcome  # it refers to this frame, and so to the caller's contribution
         return replace(outcome, wait_s=time.monotonic() - started_s)
 
 
 class Contributed:
-    """What this rank has contributed, by fragment.
+    """What this rank has contributed.
 
     Args:
-        replica: mine.
+        replica: of this rank.
 
     Attributes:
-        digests: by fragment, of the state that was contributed from last.
+        digests: by fragment, of the state behind the last contribution.
     """
 
     def __init__(self, replica: int) -> None:
@@ -95,10 +95,10 @@ class Contributed:
         self._undecided: dict[RoundId, PeerPending] = {}
 
     def add(self, contribution: Contribution, guard_s: float, transport: PeerTransport) -> PeerPending:
-        """Take in a contribution to a round that this replica has not contributed to, or that became void.
+        """Register a contribution to a round that this replica has not contributed to, or that became void.
 
         Raises:
-            TransportError: it is another replica's, or a second one.
+            TransportError: it is another replica's, or a second one to the same round.
         """
         replica, round_id = contribution.replica, contribution.round
         if replica != self._replica:
@@ -124,6 +124,6 @@ class Contributed:
         self._undecided.pop(round_id).resolve(outcome)
 
     def decided_rounds(self, fragment: int) -> int:
-        """Rounds of ``fragment`` before the next one that this rank waits for: who has finished fewer is behind it."""
+        """Rounds of ``fragment`` that are decided here; a replica that has finished fewer is behind."""
         sent = self._sent.get(fragment)
         return 0 if sent is None else sent.round.outer_step + (1 if sent.decided_s is not None else 0)

@@ -1,4 +1,4 @@
-"""Running a rank's protocol: what happens is told to its machine, and what the machine wants done is done."""
+"""Running a rank's protocol: events go to its machine, and the machine's actions are carried out."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ __all__ = ["ProtocolRunner"]
 
 
 class ProtocolRunner:
-    """One rank's machine, and the connections, timers, payload links and threads that it needs.
+    """One rank's machine, and the connections, timers, payload links and threads that its actions need.
 
-    The machine handles one event after the other, in the control thread and under a lock; other threads read under the
-    same lock what it knows.
+    The machine handles one event at a time, in the control thread and under a lock. Other threads read its state under
+    the same lock.
 
     Args:
-        rules: who I am, and how rounds go.
+        rules: this rank, and how rounds go.
         policies: what happens when replicas are lost.
         timing: of heartbeats.
         streams: of control connections.
-        link: emulated, at this end; None: none.
+        link: emulated at this end, or None.
 
     Attributes:
         view: the present one.
         reason: why it is not the one before.
-        on_change: called with every next view, in the control thread; what it gives is told to those who join with it.
-        on_introduction: called with the entry of somebody who can't open a connection to this rank and wants one.
-        mailbox: gets what payload links are made with.
+        on_change: called in the control thread with each next view; what it returns is sent to ranks that join with it.
+        on_introduction: called with the entry of a rank that needs this one to open the connection.
+        mailbox: receives the addresses of payload links.
     """
 
     view: View
@@ -99,14 +99,14 @@ class ProtocolRunner:
         self.connections.call(handle(), timeout_s)
 
     def _wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
-        """Until ``predicate`` holds, which is asked after each event, or this is closed."""
+        """Wait until ``predicate`` holds, which is evaluated after each event, or until the transport closes."""
         with self._changed:
             self._changed.wait_for(lambda: predicate() or self._closed, min(timeout_s, threading.TIMEOUT_MAX))
 
     # In the control thread.
 
     def _hear(self, event: events.Event) -> None:
-        """What happens to control connections."""
+        """Something happened to a control connection."""
         match event:
             case events.Received(_, message, blob) if message["kind"] == "store":
                 self.mailbox.put(str(message["key"]), blob)
@@ -146,7 +146,7 @@ class ProtocolRunner:
                 name = f"diloco-{contribution.round.fragment}"
                 self._threads.start(self._exchange, exchange, self._linked, name=name)
             case actions.GiveVerdict(view_id, round_id):
-                if (view_id, round_id) in self._exchanges:  # else it has failed
+                if (view_id, round_id) in self._exchanges:  # else the exchange has failed
                     self._exchanges[view_id, round_id].verdict.set_result(action)
             case actions.Commit(round_id):
                 self._contributed.resolve(round_id, self._average(action))
@@ -168,7 +168,7 @@ class ProtocolRunner:
 
     def _opened(self, view: View, links: Future[Links]) -> None:
         error = links.exception()
-        if isinstance(error, TransportError) and error.replicas:  # else the view has ended
+        if isinstance(error, TransportError) and error.replicas:  # otherwise the view has ended
             self._handle(events.LinksFailed(view.id, error.replicas, str(error)))
 
     def _exchange(self, exchange: PayloadExchange, links: Future[Links]) -> None:

@@ -37,23 +37,23 @@ _ENDING_S = 2.0  # of what waits for links that have ended; one still being made
 class PeerTransport(ProtocolRunner, Transport):
     """Replicas in processes of their own.
 
-    Contributions leave in the background as soon as they are handed in; `Pending.wait` waits for what is left. All
+    Contributions are sent in the background as soon as they are handed in, and `Pending.wait` waits for the rest. All
     methods are for the training thread.
 
     Args:
-        rules: who I am, and how rounds go.
+        rules: this rank, and how rounds go.
         policies: what happens when replicas are lost.
         timing: of heartbeats.
         streams: of control connections.
-        link: emulated, at this end; None: none.
-        together: whether all stop when one has to; else each goes its own way.
-        state_bytes_per_s: what those who take over this rank's state get together; None: as much as the way carries.
+        link: emulated at this end, or None.
+        together: whether all ranks stop when one has to.
+        state_bytes_per_s: limit for all ranks that fetch state from this one; None: no limit.
 
     Attributes:
-        digests: by fragment, of the state that this rank contributed from last.
-        last_transfer: bytes of a contribution, and seconds until its round was decided; None: none yet.
-        run_is_over: whether others have said that they have finished the run, while this rank was no member.
-        welcome_note: what the others' `on_change` gave when this rank joined.
+        digests: by fragment, of the state behind this rank's last contribution.
+        last_transfer: bytes of the last contribution taken, and seconds until its round was decided; or None.
+        run_is_over: whether others have finished the run while this rank was not a member.
+        welcome_note: what `on_change` of a member returned when this rank joined.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class PeerTransport(ProtocolRunner, Transport):
 
     @property
     def failure(self) -> TransportError | None:
-        """Why no round takes place any more, or None."""
+        """Why this rank takes part in no more rounds, or None."""
         return self._machine.views.failure
 
     @property
     def last_view(self) -> View | None:
-        """The newest view that this rank was a member of, or has agreed to be; None: none yet."""
+        """The newest view that this rank was a member of or has agreed to; None before the first."""
         return self._machine.views.last_view
 
     def known_entries(self) -> tuple[Entry, ...]:
-        """Of all others that are members, or have been or wanted to be."""
+        """Entries of all other ranks that are members, have been members, or have asked to join."""
         return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
 
     # Rounds.
@@ -116,17 +116,17 @@ class PeerTransport(ProtocolRunner, Transport):
         return pending
 
     def tick(self) -> None:
-        """One inner step is done; rounds sent from now on belong to the next."""
+        """One inner step is done; contributions from now on belong to the next."""
         self.step += 1
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
-        """Replicas that were not heard of in a round."""
+        """Replicas that have not contributed to a round."""
         with self._changed:
             rounds = self._machine.views.contributions.rounds
             return rounds.missing(round_id) if rounds is not None else ()
 
     def count(self, pending: PeerPending, outcome: Average | TransportError) -> None:
-        """Count what a round has moved, when its outcome is taken."""
+        """Count the bytes of a round whose outcome is taken."""
         if isinstance(outcome, Average):
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
@@ -157,7 +157,7 @@ class PeerTransport(ProtocolRunner, Transport):
     def _fetch(
         self, fragment: int, donors: Sequence[int], expected_bytes: int | None
     ) -> Callable[[], Mapping[str, Any]]:
-        """What fetches, from those who are members now; for any thread."""
+        """A function that fetches from the present members; for any thread."""
         after = self._contributed.decided_rounds(fragment)
         members, entries = self.view.members, dict(self.registry.entries)
         return lambda: self._state.fetch(
@@ -165,7 +165,7 @@ class PeerTransport(ProtocolRunner, Transport):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Traffic and steps; contributions in flight are kept by who sent them."""
+        """Traffic and steps; contributions in flight are kept by their sender."""
         return {"traffic": [self.sent_bytes, self.received_bytes], "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,19 +177,19 @@ class PeerTransport(ProtocolRunner, Transport):
 
     @property
     def closed_to_joiners(self) -> str:
-        """Why nobody can join for now; "" where all can."""
+        """Why nobody can join at present; "" if anybody can."""
         return self._machine.views.closed_to_joiners
 
     def close_to_joiners(self, reason: str) -> None:
-        """Let nobody join for now, for ``reason``; "" opens again."""
+        """Let nobody join for ``reason``; "" lets everybody join again."""
         self._machine.views.closed_to_joiners = reason
 
     def tell_speed(self, steps_per_s: float) -> None:
-        """Tell the other members that this replica takes so many inner steps a second."""
+        """Tell the other members how many inner steps a second this replica takes."""
         self._post(events.Say(speed_message(steps_per_s)))
 
     def speeds(self) -> Mapping[int, float]:
-        """Replica -> inner steps per second, of those other members that have told."""
+        """Replica -> inner steps per second, of other members that have told it."""
         return self._machine.speeds
 
     def agree(self, facts: Mapping[str, str]) -> None:
@@ -221,41 +221,38 @@ class PeerTransport(ProtocolRunner, Transport):
         self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
 
     def stop_step(self) -> int | None:
-        """After which inner step all ranks stop, once anybody has asked to; None until then."""
+        """The inner step after which all ranks stop; None if no rank has asked to stop."""
         if not self._machine.barriers.stopping:
             return None
         return max(self._met("stop").values()) + 1
 
     def meet(self, name: str, value: int) -> dict[int, int]:
-        """Wait until every rank that can be reached has said its ``value`` under ``name``; once for each name.
-
-        A rank that is lost meanwhile is not waited for.
-        """
+        """Tell ``value`` at the barrier ``name``, and wait until all connected ranks have; each name is used once."""
         self._post(events.Say({"kind": "meet", "name": name, "value": value}))
         return self._met(name)
 
     def finish(self) -> None:
-        """All steps are done here: wait until the others are as far. Those that take more steps are told of the end."""
+        """This rank has done all its steps: wait for the others, or leave if they take more steps."""
         self._post(events.Say({"kind": "meet", "name": "finished", "value": self.step}))
         self._met("finished", unless=self._others_go_on)
         if self._others_go_on():
             self.leave()
 
     def leave(self) -> None:
-        """Tell the others that this replica leaves, and wait until they have heard it; they go on without it."""
+        """Tell the others that this replica leaves, and wait until they have heard it."""
         if self.last_view is None or self.failure is not None:
             return
         others = {*self.rules.ranks(each for each in self.view.members if each != self.replica)}
-        with contextlib.suppress(TimeoutError):  # the others find out, then
+        with contextlib.suppress(TimeoutError):  # then the others find out by themselves
             self._call(events.Leave(), _LEAVING_S)
         self._wait_for(lambda: not self.connections.connected & others, _LEAVING_S)
 
     def leave_at_once(self) -> None:
-        """As `leave`, from any thread and without waiting; rounds in flight are over for this replica."""
+        """As `leave`, without waiting; for any thread."""
         self._post(events.Leave())
 
     def close(self) -> None:
-        """Leave: all connections end, in seconds. The others notice, so `meet` them first where they shall not mind."""
+        """End all connections within seconds. The others count this replica as lost, unless they were told before."""
         if self._closed:
             return
         self._closed = True
@@ -271,27 +268,27 @@ class PeerTransport(ProtocolRunner, Transport):
     # Becoming a member; called by `connect` and `join`.
 
     def begin(self, view: View, registry: Registry, open_link: OpenLink, *, member: bool, closed: str = "") -> None:
-        """The control connections stand: open ``view``, or, for one who is no member yet, only look at it.
+        """Start in ``view``, or only observe it if this rank is not a member yet; control connections stand.
 
         Args:
             view: the first one.
             registry: of all ranks; kept up to date from now on.
-            open_link: makes payload connections.
+            open_link: opens payload links.
             member: whether this rank is in the view.
-            closed: why nobody can join at first; "": all can.
+            closed: why nobody can join at first; "" if anybody can.
         """
         self.view, self.registry, self.open_link = view, registry, open_link
         self._call(events.Begin(view, member, closed))
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
-        """Ask all that this rank is connected to for admission, and wait for what one of them answers."""
+        """Ask all connected ranks for admission, and wait for an answer."""
         self._post(events.Say({"kind": "join", **entry.to_message()}))
         self._wait_for(lambda: self._machine.answers, timeout_s)
         with self._changed:
             return self._machine.take_answer()
 
     def enter(self, welcome: Answer) -> None:
-        """Take part in the view that a welcome names."""
+        """Take part in the view of a welcome."""
         message, connections = welcome
         following = next_view(message, self.view)
         assert following.view is not None
@@ -301,7 +298,7 @@ class PeerTransport(ProtocolRunner, Transport):
     # Waiting.
 
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
-        """What the ranks have said at a barrier, once all that can be reached have, or ``unless`` holds."""
+        """The values told at a barrier, once all connected ranks have told theirs or ``unless`` holds."""
         barriers, present = self._machine.barriers, self._machine.present
         self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s())
         return barriers.said(name)
@@ -311,7 +308,7 @@ class PeerTransport(ProtocolRunner, Transport):
         return rounds is not None and rounds.goes_on_without_me()
 
     def _guard_s(self) -> float:
-        """A round is decided sooner than this, or something is wrong that nothing here foresees."""
+        """Longer than any round takes, unless something unforeseen is wrong."""
         return 3 * self.rules.round_timeout_s + 3 * self.timing.silence_s
 
 
