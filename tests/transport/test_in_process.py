@@ -146,5 +146,5 @@ def test_faults_that_cannot_be_read_are_refused(text: str) -> None:
 
 
 def test_impossible_minimum_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="1 to 2 would work"):
+    with pytest.raises(ConfigurationError, match="Use 1 to 2"):
         InProcessTransport(2, min_contributors=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -11,7 +11,7 @@ import torch
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["Fault", "FaultKind", "parse_fault", "tamper"]
+__all__ = ["Fault", "FaultKind", "arrivals", "parse_fault"]
 
 FaultKind = Literal["drop", "late", "truncate", "non-finite", "miss-commit"]
 
@@ -63,8 +63,37 @@ def parse_fault(text: str) -> Fault:
     return Fault(kind=kind, replica=replica, round=RoundId(fragment, outer_step), seconds=seconds)  # type: ignore[arg-type]  # checked above
 
 
-def tamper(contribution: Contribution, faults: Sequence[Fault]) -> Contribution:
-    """The contribution as it arrives under ``faults`` of the kinds that change its bytes."""
+def arrivals(
+    contributions: Mapping[int, Contribution], faults: Sequence[Fault], timeout_s: float
+) -> tuple[dict[int, Contribution], dict[int, str], float]:
+    """What becomes of one round's contributions.
+
+    Args:
+        contributions: by replica, as they were sent.
+        faults: of any rounds.
+        timeout_s: what is later than this counts as not arrived.
+
+    Returns:
+        Replica -> its contribution as it arrives; replica -> why nothing arrives; by how many seconds the latest one
+        is late.
+    """
+    arrived: dict[int, Contribution] = {}
+    absent: dict[int, str] = {}
+    delay_s = 0.0
+    for replica, contribution in contributions.items():
+        mine = [fault for fault in faults if (fault.round, fault.replica) == (contribution.round, replica)]
+        late_s = sum(fault.seconds for fault in mine if fault.kind == "late")
+        if any(fault.kind == "drop" for fault in mine):
+            absent[replica] = "was not heard of"
+        elif late_s > timeout_s:
+            absent[replica] = f"was {late_s:g} s late, {timeout_s:g} s are allowed"
+        else:
+            arrived[replica] = _tampered(contribution, mine)
+            delay_s = max(delay_s, late_s)
+    return arrived, absent, delay_s
+
+
+def _tampered(contribution: Contribution, faults: Sequence[Fault]) -> Contribution:
     for fault in faults:
         if fault.kind == "truncate":
             contribution = replace(contribution, payload=contribution.payload[:-1])

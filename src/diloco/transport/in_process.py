@@ -21,7 +21,7 @@ from diloco.errors import ConfigurationError, DivergedError, RoundTimeoutError, 
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry, difference
 from diloco.transport.base import Average, Pending, SnapshotSource, Transport
-from diloco.transport.faults import Fault, tamper
+from diloco.transport.faults import Fault, arrivals
 from diloco.transport.links import Transfer, VirtualNetwork
 
 __all__ = ["InProcessEndpoint", "InProcessTransport"]
@@ -73,20 +73,20 @@ class InProcessTransport:
     ) -> None:
         if network is not None and len(network.links) != num_replicas:
             raise ConfigurationError(
-                f"a network of {len(network.links)} links was given for {num_replicas} replicas; one link for each "
-                "would work. Nothing was started."
+                f"a network of {len(network.links)} links was given for {num_replicas} replicas. It needs one link for "
+                "each. Nothing was started."
             )
         num_replicas = check_whole("num_replicas", num_replicas, 1)
         if not round_timeout_s >= 0:
             raise ConfigurationError(
-                f"round_timeout_s={round_timeout_s} was given; 0 s or more would work. Nothing was started."
+                f"round_timeout_s={round_timeout_s} was given. Use 0 or more. Nothing was started."
             )
         self.view = View.of(num_replicas)
         self.min_contributors = num_replicas if min_contributors is None else min_contributors
         if not 1 <= self.min_contributors <= num_replicas:
             raise ConfigurationError(
-                f"min_contributors={min_contributors} was given for {num_replicas} replicas; 1 to {num_replicas} "
-                "would work. Nothing was started."
+                f"min_contributors={min_contributors} was given for {num_replicas} replicas. Use 1 to {num_replicas}. "
+                "Nothing was started."
             )
         self.round_timeout_s = round_timeout_s
         self.network = network
@@ -145,8 +145,7 @@ class InProcessTransport:
         state = self._rounds.setdefault(round_id, _Round())
         if replica in state.contributions:
             raise TransportError(
-                f"replica {replica} has contributed to {round_id} already; one contribution a round is taken. "
-                "The first one stands.",
+                f"replica {replica} has contributed to {round_id} already. The first contribution stands.",
                 round=str(round_id),
                 replicas=[replica],
             )
@@ -183,7 +182,7 @@ class InProcessTransport:
             )
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
-        if self._befallen(round_id, replica, "miss-commit"):
+        if any((f.kind, f.replica, f.round) == ("miss-commit", replica, round_id) for f in self.faults):
             raise RoundVoidError(f"{round_id}: no commit was heard of.", round=str(round_id), replicas=[replica])
         return Average(
             round=round_id,
@@ -213,19 +212,7 @@ class InProcessTransport:
         )
 
     def _decide(self, round_id: RoundId, state: _Round) -> None:
-        absent: dict[int, str] = {}
-        arrived: dict[int, Contribution] = {}
-        delay_s = 0.0
-        for replica, contribution in state.contributions.items():
-            faults = [fault for fault in self.faults if fault.round == round_id and fault.replica == replica]
-            late_s = sum(fault.seconds for fault in faults if fault.kind == "late")
-            if any(fault.kind == "drop" for fault in faults):
-                absent[replica] = "was not heard of"
-            elif late_s > self.round_timeout_s:
-                absent[replica] = f"was {late_s:g} s late, {self.round_timeout_s:g} s are allowed"
-            else:
-                arrived[replica] = tamper(contribution, faults)
-                delay_s = max(delay_s, late_s)
+        arrived, absent, delay_s = arrivals(state.contributions, self.faults, self.round_timeout_s)
         sample = next(iter(state.contributions.values()))
         members, whole = len(self.view.members), sample.clipping.active
         state.exchange = plan_exchange(sample.codec, sample.numel, members, sample.extra_bytes, whole=whole)
@@ -279,9 +266,6 @@ class InProcessTransport:
                 replicas=missing,
             )
 
-    def _befallen(self, round_id: RoundId, replica: int, kind: str) -> bool:
-        return any(f.kind == kind and f.replica == replica and f.round == round_id for f in self.faults)
-
 
 class InProcessEndpoint(Transport):
     """One replica's side of an `InProcessTransport`."""
@@ -332,9 +316,5 @@ class _InProcessPending:
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    def copy(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.clone()
-        return {name: copy(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
-
-    return {name: copy(value) for name, value in state.items()}
+    tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+    return {**state, **tensors, **{name: _copied(value) for name, value in state.items() if isinstance(value, Mapping)}}

@@ -11,6 +11,7 @@ from diloco.membership.founding import Looker
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
 from diloco.transport.hivemind.identity import load_identity, number_of
+from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import SwarmPlace
 from diloco.transport.hivemind.search import Announcer, Search
@@ -20,14 +21,21 @@ from diloco.transport.peers.link_manager import LinkManager
 from diloco.transport.peers.transport import PeerTransport
 from diloco.waiting import waiting_for
 
-__all__ = ["connect_swarm"]
+__all__ = ["SwarmConnected", "connect_swarm"]
 
 _START_AGAIN_S = 0.5
 _FAREWELL_S = 10.0  # for a peer that ends to tell that the run is over
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SwarmConnected(Connected):
+class SwarmConnected(Connected):
+    """Connected to the members of a swarm.
+
+    Attributes:
+        node: this peer in the network.
+    """
+
+    node: Node
     registry: Registry
     dialer: MemberDialer
     announcer: Announcer
@@ -49,7 +57,7 @@ class _SwarmConnected(Connected):
         self.transport.connections.call(self.announcer.announce(), _FAREWELL_S)
 
 
-def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Connected:
+def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> SwarmConnected:
     """Find the members of the run and connect to all of them, or found the swarm if there are none.
 
     Args:
@@ -95,7 +103,7 @@ def _start(transport: PeerTransport, place: SwarmPlace, timeout_s: float) -> Non
 
 def _connect(
     transport: PeerTransport, streams: PeerStreams, place: SwarmPlace, wire: Wire, held_step: int
-) -> Connected:
+) -> SwarmConnected:
     connections, number, registry = transport.connections, transport.replica, Registry(0)
     announcer = Announcer(place, streams, registry, number, wire.facts, held_step)
     connections.call(announcer.refresh())
@@ -120,11 +128,12 @@ def _connect(
     connections.post(announcer.keep_announcing)
     entries = {**(found.entries if found else {}), number: registry.entries[number]}
     table = Table(entries, found is not None, found.step if found else 0, founded_step)
-    return _SwarmConnected(
+    return SwarmConnected(
         transport=transport,
         table=table,
         joining=found is not None,
         swarm=announcer.swarm,
+        node=streams.node,
         registry=registry,
         dialer=dialer,
         announcer=announcer,

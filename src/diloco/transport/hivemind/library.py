@@ -77,9 +77,7 @@ def connect_peer(
     try:
         if connected.joining and connected.table.step > 0:
             raise connected.already_running()
-        streams = transport.connections.streams
-        assert isinstance(streams, PeerStreams)
-        for address in transport.connections.call(streams.node.addresses()):
+        for address in transport.connections.call(connected.node.addresses()):
             on_address(address)
         with waiting_for(lambda: f"the members of run {run!r} to let this peer in", exchange.rendezvous_timeout_s):
             if connected.joining and join(connected, exchange.rendezvous_timeout_s) > 0:

@@ -144,9 +144,9 @@ async def _ask(address: Address, entry: Entry, timeout_s: float, answer_s: float
                 raise _another_program(entry.rank, address, "says nothing") from None
         except (OSError, EOFError) as error:
             why = str(error) or type(error).__name__
+        except RendezvousError:
+            raise
         except TransportError as error:
-            if isinstance(error, RendezvousError):
-                raise
             raise _another_program(entry.rank, address, f"did not answer as a diloco does ({said(error)})") from error
         await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
     raise RendezvousError(
