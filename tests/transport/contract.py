@@ -202,7 +202,8 @@ class TransportContract:
             expected = weighted_mean(given, policy)
             for average in averages:
                 assert torch.equal(average.values, expected.values)
-                assert average.clipped == expected.clipped == policies[policy]
+                assert average.clipped == expected.clipped
+                assert codec == "topk2" or expected.clipped == policies[policy], "topk2 keeps few values: smaller norms"
                 assert average.weight == 10.0
             sent = 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2)
             assert [average.sent_bytes for average in averages] == [sent] * 4, "whole contributions to everybody"
