@@ -203,10 +203,12 @@ class Rank:
         for other in self.network.ranks:
             connection = self.network.connection(self.rank, other) if other != self.rank else None
             if connection is None and self._known.pop(other, None) is not None:
-                self._do(self.machine.handle(events.Disconnected(other), self.now_s))
+                self._do(self.machine.handle(events.ConnectionEnded(other), self.now_s))
             elif connection is not None and self._known.get(other) != connection:
                 self._known[other] = connection
-                self._do(self.machine.handle(events.Connected(other, connection, f"simulated:{other}"), self.now_s))
+                self._do(
+                    self.machine.handle(events.ConnectionMade(other, connection, f"simulated:{other}"), self.now_s)
+                )
         wanted = self.machine.handle(event, self.now_s)
         self._do(wanted)
         if self.failure is not None:  # the process ends, and its connections with it
@@ -216,7 +218,7 @@ class Rank:
     def _do(self, wanted: Sequence[actions.Action]) -> None:
         for action in wanted:
             match action:
-                case actions.Send(rank, message):
+                case actions.SendMessage(rank, message):
                     self._send(rank, message)
                 case actions.HangUp(rank):
                     self._known.pop(rank, None)

@@ -8,8 +8,8 @@ import pytest
 
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
-from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, Send
-from diloco.protocol.events import Begin, Connected, Disconnected, Received, Say
+from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
+from diloco.protocol.events import Begin, ConnectionEnded, ConnectionMade, Received, Say
 from diloco.protocol.machine import Machine
 from diloco.protocol.messages import facts_message, speed_message
 from diloco.protocol.registry import Entry
@@ -27,7 +27,7 @@ class Rank:
         policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
         self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19), policies)
         for rank in range(1, 6):
-            self.handle(Connected(rank, 10 + rank, f"host:{rank}"))
+            self.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"))
 
     def handle(self, event: Any) -> list[Action]:
         return self.machine.handle(event, 0.0)
@@ -60,7 +60,7 @@ def test_before_there_are_views_what_is_about_them_waits_and_nothing_else_does(r
 
 def test_what_waited_is_about_the_first_view_or_costs_its_sender_that_view(rank: Rank) -> None:
     rank.hear(2, {"kind": "join", "rank": "?"})
-    sent = [each.message for each in rank.handle(Begin(VIEW, member=True)) if isinstance(each, Send)]
+    sent = [each.message for each in rank.handle(Begin(VIEW, member=True)) if isinstance(each, SendMessage)]
     assert "replica 1 sent what is no message" in sent[0]["why"]
 
 
@@ -100,12 +100,12 @@ def test_who_is_no_member_may_ask_to_be_one_in_its_own_name(member: Rank) -> Non
         wanted = member.hear(rank, {"kind": "join", **entry.to_message(), "connected": [0, 1, 2, 3]})
         assert wanted[0] == Register(entry)
         assert bool(wanted[1:]) == (rank == 5), "all its ranks have to ask"
-    assert {action.message["kind"] for action in wanted[1:] if isinstance(action, Send)} == {"change"}
+    assert {action.message["kind"] for action in wanted[1:] if isinstance(action, SendMessage)} == {"change"}
 
 
 def test_who_does_not_know_all_members_is_to_look_again(member: Rank) -> None:
     _, answer = member.hear(5, {"kind": "join", **ENTRY.to_message(), "connected": [0, 1, 2]})
-    assert isinstance(answer, Send)
+    assert isinstance(answer, SendMessage)
     assert (answer.rank, answer.message["kind"], answer.message["for_good"]) == (5, "refused", False)
 
 
@@ -117,9 +117,9 @@ def test_nobody_joins_in_the_name_of_another_one(member: Rank, entry: Entry) -> 
 
 
 def test_an_answer_says_who_was_connected_when_it_came(rank: Rank) -> None:
-    rank.handle(Disconnected(3))
+    rank.handle(ConnectionEnded(3))
     asked = rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
-    assert [action.rank for action in asked if isinstance(action, Send)] == [1, 2, 4, 5]
+    assert [action.rank for action in asked if isinstance(action, SendMessage)] == [1, 2, 4, 5]
     welcome = {"kind": "welcome", "view": 4}
     assert not rank.hear(2, welcome)
     for reason in ("late", "later"):
@@ -137,7 +137,7 @@ def test_facts_are_told_to_all_and_answered_once(rank: Rank) -> None:
     assert not rank.hear(2, told), "it has nothing to say yet"
     assert len(rank.handle(Say(facts_message(mine)))) == 5
     (answer,) = rank.hear(2, told)
-    assert answer == Send(2, facts_message(mine, answer=True))
+    assert answer == SendMessage(2, facts_message(mine, answer=True))
     assert not rank.hear(2, {**told, "answer": True})
     assert rank.machine.agreement.awaited({0, 1, 2}) == {1}
     words = "replica 0 (host:0) has codec = fp4 and replica 1 (host:2) has codec = int8"
@@ -152,7 +152,7 @@ def test_all_are_told_of_a_stop_and_of_a_barrier_once_there_is_a_view(member: Ra
     stop = {"kind": "meet", "name": "stop"}
     for message in ({"kind": "meet", "name": "end", "value": 3}, speed_message(2.0), stop):
         told = member.handle(Say(message))
-        assert [action.rank for action in told if isinstance(action, Send)] == to_all
+        assert [action.rank for action in told if isinstance(action, SendMessage)] == to_all
     assert member.machine.barriers.said("stop") == {0: 6}
     assert not member.handle(Say(stop)), "once"
     member.hear(2, {"kind": "meet", "name": "stop", "value": 7})

@@ -14,8 +14,18 @@ from diloco.membership.ballot import Vote
 from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
-from diloco.protocol.actions import Action, Commit, Send, SetTimer, StartExchange, Void
-from diloco.protocol.events import Begin, Computed, Connected, Enter, Event, ExchangeEnded, HandedIn, Lost, Received
+from diloco.protocol.actions import Action, Commit, SendMessage, SetTimer, StartExchange, Void
+from diloco.protocol.events import (
+    Begin,
+    Computed,
+    ConnectionMade,
+    Enter,
+    Event,
+    ExchangeEnded,
+    HandedIn,
+    Lost,
+    Received,
+)
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.headers import Header, header_of
 from diloco.protocol.machine import Machine
@@ -46,7 +56,7 @@ class Member:
         policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
         self.machine = Machine(Rules(0, 0, 1, None, TIMEOUT_S, 1 << 19), policies)
         for rank in (1, 2):
-            self.handle(Connected(rank, 10 + rank, f"host:{rank}"))
+            self.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"))
         self.handle(Begin(View(-1, (0,)) if joins else VIEW, member=not joins))
         if joins:
             following = NextView(VIEW, View(2, (1, 2)), from_step=5, commits={}, reason="", joined=(0,))
@@ -79,7 +89,7 @@ def of(kind: type[A], actions: list[Action]) -> list[A]:
 
 
 def said(kind: str, actions: list[Action]) -> dict[int, Any]:
-    return {each.rank: each.message for each in of(Send, actions) if each.message["kind"] == kind}
+    return {each.rank: each.message for each in of(SendMessage, actions) if each.message["kind"] == kind}
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ __all__ = [
     "Introduce",
     "OpenLinks",
     "Register",
-    "Send",
+    "SendMessage",
     "SetTimer",
     "StartExchange",
     "Timer",
@@ -49,7 +49,7 @@ class Timer:
 
 
 @dataclass(frozen=True)
-class Send:
+class SendMessage:
     """Send a message to a rank, if it is connected."""
 
     rank: int
@@ -163,7 +163,7 @@ class Introduce:
 
 
 Action: TypeAlias = (
-    Send
+    SendMessage
     | HangUp
     | SetTimer
     | CancelTimer

@@ -14,7 +14,7 @@ from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.errors import TransportError
 from diloco.membership.change import NextView, Report
 from diloco.membership.view import View
-from diloco.protocol.actions import Action, Send, Timer
+from diloco.protocol.actions import Action, SendMessage, Timer
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.headers import Header
 
@@ -22,8 +22,8 @@ __all__ = [
     "Begin",
     "Close",
     "Computed",
-    "Connected",
-    "Disconnected",
+    "ConnectionEnded",
+    "ConnectionMade",
     "Enter",
     "Event",
     "ExchangeEnded",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Connected:
+class ConnectionMade:
     """A control connection stands; it replaces the one to the same rank, if there is one."""
 
     rank: int
@@ -52,7 +52,7 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class Disconnected:
+class ConnectionEnded:
     """A control connection has ended; why is being found out."""
 
     rank: int
@@ -195,8 +195,8 @@ class ViewBegan:
 
 
 Event: TypeAlias = (
-    Connected
-    | Disconnected
+    ConnectionMade
+    | ConnectionEnded
     | Lost
     | Received
     | TimerFired
@@ -229,4 +229,4 @@ class Outbox:
 
     def send(self, ranks: Iterable[int], message: Mapping[str, Any]) -> None:
         """Send a message to each of ``ranks``."""
-        self.actions += [Send(rank, message) for rank in ranks]
+        self.actions += [SendMessage(rank, message) for rank in ranks]

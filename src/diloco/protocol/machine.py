@@ -108,9 +108,9 @@ class Machine:
         match event:
             case events.Received(sender, message):
                 self._receive(sender, message)
-            case events.Connected(rank, connection, address):
+            case events.ConnectionMade(rank, connection, address):
                 self.roster.connect(rank, connection, address)
-            case events.Disconnected(rank):
+            case events.ConnectionEnded(rank):
                 self.roster.disconnect(rank)
             case events.Lost(rank, loss):
                 if self._began:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
-from diloco.protocol.events import Connected, Disconnected, Event, Lost, Received
+from diloco.protocol.events import ConnectionEnded, ConnectionMade, Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.transport.address import Address
 from diloco.transport.peers.control_connection import ControlConnection, say_who
@@ -181,7 +181,7 @@ class ConnectionManager:
         for connection in given_up:
             connection.writer.write(pack({"kind": "given-up"}))  # in case it only stood still
             self.hang_up(connection.rank)
-            self._tell(Disconnected(connection.rank))
+            self._tell(ConnectionEnded(connection.rank))
         for connection in given_up:
             text = f"nothing came from {connection.address} for {self.timing.silence_s:g} s"
             self._tell(Lost(connection.rank, Loss("silent", text)))
@@ -240,7 +240,7 @@ class ConnectionManager:
         hear_out(writer.transport)
         connection = ControlConnection(rank, next(self._numbers), address, writer, self.loop.time())
         self._standing[rank] = connection
-        self._tell(Connected(rank, connection.number, str(address)))
+        self._tell(ConnectionMade(rank, connection.number, str(address)))
         connection.task = self.loop.create_task(self._listen_to(connection, reader))
         self.arrived.set()
 
@@ -250,7 +250,7 @@ class ConnectionManager:
             return
         del self._standing[connection.rank]  # no hang_up: its task is this one
         connection.writer.close()
-        self._tell(Disconnected(connection.rank))
+        self._tell(ConnectionEnded(connection.rank))
         stood_still, longest_s = self.pulse.stood_still(self.loop.time()), min(2.0, self.timing.silence_s)
         loss = await connection.why_lost(ended, self.open, longest_s, stood_still=stood_still)
         if connection.rank not in self._standing:  # else another process has taken its place and says so

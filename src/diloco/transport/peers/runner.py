@@ -125,7 +125,7 @@ class ProtocolRunner:
 
     def _do(self, action: actions.Action) -> None:
         match action:
-            case actions.Send(rank, message):
+            case actions.SendMessage(rank, message):
                 self.connections.send(rank, message)
             case actions.HangUp(rank):
                 self.connections.hang_up(rank)
