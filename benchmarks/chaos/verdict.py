@@ -31,7 +31,9 @@ def judge(left: Left, planned: Sequence[Event], undisturbed: Sequence[float]) ->
     settings, logs, lives = left.settings, left.logs, left.lives
     limits_s = {"StepFinished": settings.stands_still_s, "RoundCommitted": settings.without_round_s}
     longest_s, still = checks.standing_still(logs, limits_s, settings.back_s)
-    losses = [each["heldout_loss"] for each in left.summaries.values() if each["heldout_loss"] is not None]
+    # of whoever found it: one that was frozen at the end may be the one that evaluates
+    found = [record for log in logs for record in log.of("Evaluated") if record["final"]]
+    losses = [record["heldout_loss"] for record in found if record["step"] == settings.steps]
     back = [seconds for log in logs for _, seconds in checks.came_back(log, settings.back_s)[0]]
     void = [record for log in logs for record in log.of("RoundVoid")]
     put_out = checks.put_out(logs, settings.back_s, settings.silence_s)
