@@ -44,6 +44,25 @@ def test_who_has_not_contributed_and_says_nothing_is_not_heard() -> None:
     assert late_ones(state, {0: 1}) == (frozenset({2}), frozenset(), frozenset({2}))
 
 
+@pytest.mark.parametrize("last_word", [1, 2, 3])
+def test_who_falls_silent_before_it_contributes_is_not_called_late_before_it_is_not_heard(
+    last_word: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called late, the replica would be put out; where it is not heard, who hears whom decides, maybe for the link."""
+    monkeypatch.setattr(Lateness, "LOOKS", 4)
+    state = RoundState(ROUND, headers=dict.fromkeys([0, 1, 2, 3, 4], HEADER))
+    state.votes.update(dict.fromkeys(range(4), Vote(True, "mean")))
+    found = []
+    for look in range(Lateness.LOOKS + last_word + 1):
+        spoken = {rank: min(look, last_word) for rank in (4, 5)}
+        found.append(state.look(RANKS, RULES, spoken))
+    named = [late for late in found if late[0]]
+    if last_word <= 1:  # silent for so long, when it is late, that the next look tells
+        assert named == [(frozenset({2}), frozenset(), frozenset({2}))]
+    else:
+        assert named[0] == (frozenset({2}), frozenset(), frozenset())
+
+
 @pytest.mark.parametrize(("spoken", "late"), [({}, {0}), ({0: 1}, set()), ({1: 1}, {0}), ({5: 1}, {0})])
 def test_who_does_not_vote_is_late_when_it_says_nothing_at_all(spoken: dict[int, int], late: set[int]) -> None:
     """Rank 0 has not voted. Its replica's rank 1 has: what that says shows nothing of rank 0."""

@@ -38,3 +38,8 @@ class Lateness:
             for replica, now in seen.items()
         }
         return frozenset(replica for replica, (_, unchanged) in self._seen.items() if unchanged >= self.LOOKS)
+
+    @property
+    def doubtful(self) -> frozenset[int]:
+        """Those who have done nothing for more than half as many looks as make them late, and are not late yet."""
+        return frozenset(one for one, (_, looks) in self._seen.items() if self.LOOKS // 2 < looks < self.LOOKS)

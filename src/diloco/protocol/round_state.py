@@ -92,7 +92,8 @@ class RoundState:
 
         Returns:
             Replicas that have not contributed, replicas that neither vote nor send anything else, and those of both
-            that send nothing at all.
+            that send nothing at all. One that has not contributed and begins to be silent is not named before it is
+            known which of the two it is: the link to it may be the fault, and not the replica.
         """
         absent = frozenset(self.missing(ranks, rules))
         seen: dict[int, object] = {}
@@ -106,6 +107,7 @@ class RoundState:
             heard[replica] = (heard.get(replica), spoken)
         seen.pop(rules.replica, None)  # a late rank of this replica is for the other replicas to judge
         late, unheard = self.lateness.look(seen), self.silence.look(heard)
+        late -= absent & self.silence.doubtful
         return late & absent, late - absent, late & (unheard | (late - absent))
 
     def judge(self, members: Sequence[int], rules: Rules) -> Verdict:
