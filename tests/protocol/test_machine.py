@@ -9,7 +9,8 @@ import pytest
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
-from diloco.protocol.events import Begin, ConnectionEnded, ConnectionMade, Received, Say
+from diloco.protocol.events import Begin, ConnectionEnded, ConnectionMade, Lost, Received, Say
+from diloco.protocol.failure_detector import Loss
 from diloco.protocol.machine import Machine
 from diloco.protocol.messages import facts_message, speed_message
 from diloco.protocol.registry import Entry
@@ -157,3 +158,24 @@ def test_all_are_told_of_a_stop_and_of_a_barrier_once_there_is_a_view(member: Ra
     assert not member.handle(Say(stop)), "once"
     member.hear(2, {"kind": "meet", "name": "stop", "value": 7})
     assert member.machine.barriers.awaited("stop", member.machine.present()) == {1, 3}
+
+
+@pytest.mark.parametrize("second", ["gone", "cut"])
+def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
+    """Two of three end in one moment: the third is no smaller side of them, unless one may be going on."""
+    policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19), policies)
+    for rank in (1, 2):
+        machine.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
+    machine.handle(Begin(View.of(3), member=True), 0.0)
+    machine.handle(ConnectionEnded(1), 1.0)
+    machine.handle(ConnectionEnded(2), 1.0)
+    machine.handle(Lost(1, Loss("gone", "it ended")), 1.1)
+    assert machine.views.failure is None
+    assert machine.views.view == View.of(3)
+    machine.handle(Lost(2, Loss(second, "it ended, or not")), 1.2)  # type: ignore[arg-type]  # one of the kinds
+    if second == "gone":
+        assert machine.views.failure is None
+        assert machine.views.view.members == (0,)
+    else:
+        assert "smaller side" in str(machine.views.failure)

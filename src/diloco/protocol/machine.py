@@ -112,7 +112,9 @@ class Machine:
                 self.roster.connect(rank, connection, address)
             case events.ConnectionEnded(rank):
                 self.roster.disconnect(rank)
+                self.roster.in_doubt.add(rank)
             case events.Lost(rank, loss):
+                self.roster.in_doubt.discard(rank)
                 if self._began:
                     views.lose(rank, loss)
             case events.LinksFailed(view_id, replicas, reason):

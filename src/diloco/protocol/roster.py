@@ -20,18 +20,21 @@ class Roster:
         connections: rank -> number of its connection.
         addresses: rank -> where it listens.
         words: rank -> number of messages that have come over its connection, heartbeats included.
+        in_doubt: ranks whose connection has ended, of which it is not told yet what has become.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.connections: dict[int, int] = {}
         self.addresses: dict[int, str] = {}
         self.words: dict[int, int] = {}
+        self.in_doubt: set[int] = set()
         self._rules = rules
         self._members: dict[int, int | None] = {}  # None: it was not connected when the view began
 
     def connect(self, rank: int, connection: int, address: str) -> None:
         """A connection stands."""
         self.connections[rank], self.addresses[rank], self.words[rank] = connection, address, 0
+        self.in_doubt.discard(rank)
 
     def disconnect(self, rank: int) -> None:
         """A connection has ended."""

@@ -102,6 +102,9 @@ class ViewChange:
             if change.mine.agreed is not None:
                 self.agreed = change.mine.agreed.following.view
             self._outbox.send(change.audience, change_message(change.mine, change.why))
+        following = change.outcome()
         if change.is_left_out and not any(map(self._roster.is_connected, self._rules.ranks(change.staying))):
-            return change.alone()
-        return change.outcome()
+            following = change.alone()
+        if following is not None and following.view is None and any(map(self._roster.has, self._roster.in_doubt)):
+            return None  # one whose process turns out to have ended is no side that could be larger
+        return following
