@@ -105,6 +105,7 @@ class ViewChange:
         following = change.outcome()
         if change.is_left_out and not any(map(self._roster.is_connected, self._rules.ranks(change.staying))):
             following = change.alone()
-        if following is not None and following.view is None and any(map(self._roster.has, self._roster.in_doubt)):
+        in_doubt = {self._rules.replica_of(rank) for rank in self._roster.in_doubt if self._roster.has(rank)}
+        if following is not None and following.view is None and in_doubt - change.mine.gone:
             return None  # one whose process turns out to have ended is no side that could be larger
         return following

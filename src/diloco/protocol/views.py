@@ -115,10 +115,10 @@ class ViewManager:
 
     def hear_change(self, sender: int, view_id: int, said: ChangeReport) -> None:
         """A member says that a view ends."""
-        if view_id == self.view.id:
+        if self._last is not None and view_id == self._last.previous.id:
+            self._outbox.send([sender], adopted(self._last))  # it is still in the view that has ended here
+        elif view_id == self.view.id:
             self._follow(self._ending.absorb(said))
-        elif self._last is not None and view_id == self._last.previous.id:
-            self._outbox.send([sender], adopted(self._last))  # it is still in the view before
 
     def hear_adopted(self, following: NextView) -> None:
         """A member has adopted what follows the present view."""
