@@ -1,6 +1,7 @@
 """Throughput of every codec against a plain copy of the same float32 values, measured in turns in the same run.
 
     python -m benchmarks.codecs [--values N] [--repeats N] [--threads N] [--device cpu|cuda] [--block-size N]
+                                [--codec NAME ...]
 
 Prints a Markdown table. ``encode`` includes the allocation of its payload, as in training; ``decode`` and
 ``accumulate`` write to a tensor that exists. Every operation is timed right after a copy, and the ratio is the median
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int8
+from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2
 from diloco.algorithm.codec import native as native_kernels
 
 MOST_COPIES = {
@@ -29,6 +30,8 @@ MOST_COPIES = {
     ("fp4", "torch"): 6.0,
     ("int8", "native (C)"): 2.0,
     ("fp4", "native (C)"): 1.0,
+    ("int2", "native (C)"): 4.0,
+    ("topk2", "native (C)"): 4.0,
 }
 """The aim: at most this many times the time of a copy."""
 
@@ -60,10 +63,14 @@ class Case:
 def make_codecs(block_size: int, device: torch.device) -> Iterator[Codec]:
     """Every codec, the block-wise ones in each implementation that can run on ``device``."""
     yield from (Float32(), Float16(), BFloat16())
-    for codec in (Int8, FP4):
+    kernels = device.type == "cpu" and native_kernels.available()
+    for codec in (Int8, FP4, Int2):
         yield codec(block_size, implementation="torch")
-        if device.type == "cpu" and native_kernels.available():
+        if kernels:
             yield codec(block_size, implementation="native")
+    yield TopK2(implementation="torch")
+    if kernels:
+        yield TopK2(implementation="native")
 
 
 def make_cases(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Iterator[Case]:
@@ -117,6 +124,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--block-size", type=int, default=256, help="values that share a scale")
+    parser.add_argument("--codec", nargs="*", default=[], help="only these (default: all)")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -127,6 +135,8 @@ def main() -> None:
     copies: list[float] = []
     rows = []
     for codec in make_codecs(arguments.block_size, device):  # one codec at a time: its payload is up to 4 bytes a value
+        if arguments.codec and codec.name not in arguments.codec:
+            continue
         cases = list(make_cases(codec, values, out.zero_()))
         copies += measure(cases, lambda: out.copy_(values), arguments.repeats, device)
         rows += [case.row(values.nbytes) for case in cases]

@@ -1,22 +1,28 @@
-"""``python -m benchmarks.overhead``: time of a step with nothing to send or merge, and lasting memory.
+"""``python -m benchmarks.overhead``: a step with nothing due, the telemetry of rounds, lasting memory; Muon's steps.
 
 Time: the bare loop and the loop with ``diloco.step()`` take turns, step by step, on the quick start's model and batch,
 so that whatever else the machine does befalls both; medians are compared. The call itself is timed apart, too.
 Memory: every tensor alive before and after, by storage, at rest after several rounds.
+Muon (``--muon``, nothing else then): its step beside AdamW's and beside the gradients of one layer, over widths.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
-from diloco import DiLoCo, RebaseMerge, SyncSchedule
+from diloco import DiLoCo, Nesterov, RebaseMerge, SyncSchedule, make_codec, muon, partition
+from diloco.algorithm.codec.base import largest_magnitude
+from diloco.algorithm.outer_loop import OuterLoop
+from diloco.algorithm.telemetry import measured_outer_step, sampled_stretches, spread_terms
 from diloco.model.presets import get_preset
 from diloco.model.transformer import Transformer, build_model
 
@@ -26,11 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--steps", type=int, default=200, help="steps of each loop")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--muon", action="store_true", help="only what a step of Muon costs, over widths")
     given = parser.parse_args(arguments)
+    if given.muon:
+        print_muon()
+        return
     model = make(given.preset, given.device)
     batch = torch.randint(0, 257, (4, 129), generator=torch.Generator().manual_seed(0)).to(given.device)
     print(f"{given.preset}, {model.num_parameters():,} parameters, {given.device}, {torch.get_num_threads()} threads\n")
-    print_overhead(model, batch, given.steps)
+    print_telemetry(model, print_overhead(model, batch, given.steps))
+    print_finite(given.device)
     print_memory(given.preset, given.device, batch)
 
 
@@ -48,8 +59,8 @@ def train_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: torc
         torch.cuda.synchronize()
 
 
-def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> None:
-    """Two loops in turns; the schedule's first send lies beyond the last step."""
+def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> float:
+    """Two loops in turns; the schedule's first send lies beyond the last step. Returns seconds of a bare step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=10 * steps, num_fragments=3, overlap_steps=5))
     bare_s, with_s, call_s = [], [], []
@@ -71,6 +82,82 @@ def print_overhead(model: Transformer, batch: torch.Tensor, steps: int) -> None:
     print(f"| bare step | {1e3 * bare:.3f} ms |")
     print(f"| step with diloco.step(), nothing due | {1e3 * around:.3f} ms ({100 * (around / bare - 1):+.2f} %) |")
     print(f"| diloco.step() alone | {1e6 * call:.1f} us, {100 * call / bare:.3f} % of a bare step (limit: 1 %) |\n")
+    return bare
+
+
+def print_muon(widths: Sequence[int] = (128, 256, 512, 1024, 2048), tokens: int = 512, times: int = 7) -> None:
+    """Processor time of optimizer steps and of gradients, for a model of one layer."""
+    print(f"| width | gradients of {tokens:,} tokens | AdamW | Muon | a step with Muon, at {tokens:,} / 8,192 tokens |")
+    print("|---|---|---|---|---|")
+    batch = torch.randint(0, 257, (4, tokens // 4 + 1), generator=torch.Generator().manual_seed(0))
+    for width in widths:
+        settings = replace(get_preset("tiny").model, vocab_size=257, layers=1, width=width, ffn_width=width * 11 // 4)
+        model = build_model(settings, seed=0)
+        optimizers = (torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), muon(model, lr=1e-4, fused=True))
+        spent: tuple[list[float], ...] = ([], [], [])
+        for _ in range(times):
+            marks = [time.process_time()]
+            torch.autograd.backward(model.loss(batch[:, :-1], batch[:, 1:])[0])
+            marks.append(time.process_time())
+            for optimizer in optimizers:
+                optimizer.step()
+                marks.append(time.process_time())
+            model.zero_grad(set_to_none=True)
+            for row, (one, other) in zip(spent, pairwise(marks), strict=True):
+                row.append(1e3 * (other - one))
+        gradients, adamw, orthogonal = (statistics.median(row[1:]) for row in spent)
+        ratios = ((gradients * n / tokens + orthogonal) / (gradients * n / tokens + adamw) for n in (tokens, 8192))
+        times_as_long = " / ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(
+            f"| {width} | {gradients:.1f} ms | {adamw:.1f} ms | {orthogonal:.1f} ms | {times_as_long} times as long |"
+        )
+
+
+def print_telemetry(model: Transformer, bare_s: float, rounds: int = 200) -> None:
+    """What it costs to measure one round of every fragment, beside the inner steps between two of them."""
+    fragments = partition(model, num_fragments=3)
+    loop, codec = OuterLoop(model, fragments, Nesterov(learning_rate=0.4)), make_codec("fp4")
+    plain_s, measured_s, spread_s = 0.0, 0.0, 0.0
+    for fragment in fragments:
+        mean, last = torch.full((fragment.numel,), 1e-9, device=loop.device), None
+        payloads = [(1.0, codec.encode(torch.randn_like(mean))) for _ in range(4)]
+        times: list[list[float]] = [[], [], []]
+        for _ in range(rounds):
+            marks = [time.perf_counter()]
+            loop.outer_step(fragment.index, mean)
+            marks.append(time.perf_counter())
+            _, last = measured_outer_step(loop, fragment.index, mean, last)
+            marks.append(time.perf_counter())
+            spread_terms(codec, payloads, fragment.numel, sampled_stretches(fragment.numel, codec.block_size))
+            marks.append(time.perf_counter())
+            for row, (one, other) in zip(times, pairwise(marks), strict=True):
+                row.append(other - one)
+        plain, measured, spread = map(statistics.median, times)
+        plain_s, measured_s, spread_s = plain_s + plain, measured_s + measured, spread_s + spread
+    more_s = measured_s - plain_s + spread_s
+    print(f"| telemetry of one round of each of {len(fragments)} fragments | median |\n|---|---|")
+    print(f"| outer steps | {1e3 * plain_s:.3f} ms, {1e3 * (measured_s - plain_s):.3f} ms more where measured |")
+    print(f"| spread of 4 contributions | {1e3 * spread_s:.3f} ms |")
+    shares = (f"{100 * more_s / (steps * bare_s):.3f} % of {steps}" for steps in (10, 30, 100))
+    print(f"| all of it | {', '.join(shares)} bare steps |\n")
+
+
+def print_finite(device: str, numel: int = 25_000_000) -> None:
+    """How long it takes to see that all gradients are finite, before each data-parallel step, or all of a mean."""
+    values = torch.randn(numel, device=device)
+    looks: dict[str, Callable[[], bool]] = {
+        "torch.isfinite(values).all()": lambda: bool(torch.isfinite(values).all()),
+        "largest_magnitude(values), as the package does": lambda: math.isfinite(largest_magnitude(values)),
+    }
+    print(f"| are {numel:,} values finite? | median |\n|---|---|")
+    for name, look in looks.items():
+        times_s = []
+        for _ in range(15):
+            started_s = time.perf_counter()
+            assert look()
+            times_s.append(time.perf_counter() - started_s)
+        print(f"| `{name}` | {1e3 * statistics.median(times_s):.1f} ms |")
+    print()
 
 
 def print_memory(preset: str, device: str, batch: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ABLATIONS", "COMMON", "FORK_STEP", "MAIN", "Variant"]
+__all__ = ["ABLATIONS", "COMMON", "FORK_STEP", "MAIN", "TUNING", "Variant"]
 
 COMMON = (
     "--preset tiny --train.threads 1 --evaluation.sequences 512 --evaluation.every-steps 0 "
@@ -23,12 +23,27 @@ class Variant:
 
     name: str
     arguments: str
+    inner: str = ""
+    """The inner optimizer, where it is not the quick start's; in the shared start, too."""
     replicas: int = 4
 
 
-def streaming(name: str, *, codec: str = "fp4", more: str = "") -> Variant:
+def streaming(name: str, *, codec: str = "fp4", more: str = "", inner: str = "") -> Variant:
     """Streaming DiLoCo as the quick start has it, or what ``more`` says."""
-    return Variant(name, f"--algorithm streaming --codec {codec} {more}".strip())
+    return Variant(name, f"--algorithm streaming --codec {codec} {more}".strip(), inner)
+
+
+def muon(learning_rate: str) -> str:
+    """Muon at ten times this on hidden matrices, AdamW at this on the rest."""
+    return f"--inner.name Muon --inner.learning-rate {learning_rate}"
+
+
+MUON = muon("2e-3")
+
+
+def outer(learning_rate: str, momentum: str) -> str:
+    """Outer Nesterov."""
+    return f"--outer.learning-rate {learning_rate} --outer.momentum {momentum}"
 
 
 MAIN = (
@@ -39,8 +54,27 @@ MAIN = (
     streaming("Streaming float16", codec="float16"),
     streaming("Streaming int8", codec="int8"),
     streaming("Streaming fp4", codec="fp4"),
+    Variant("data-parallel, Muon", "--algorithm data-parallel", MUON),
+    streaming("Streaming fp4, Muon", more=outer("0.8", "0.5"), inner=MUON),
 )
 """Three seeds each."""
+
+SPARSE = "--codec.error-feedback --codec.error-feedback-decay 0.95 --inner-steps 30"
+TUNING = (
+    streaming("Streaming fp4, Muon, outer .7/.6", more=outer("0.7", "0.6"), inner=MUON),
+    streaming("Streaming fp4, Muon, outer .9/.4", more=outer("0.9", "0.4"), inner=MUON),
+    Variant("data-parallel, Muon, inner lr 4e-3", "--algorithm data-parallel", muon("4e-3")),
+    streaming("Streaming fp4, Muon, inner lr 4e-3", more=outer("0.7", "0.6"), inner=muon("4e-3")),
+    Variant("data-parallel, Muon, inner lr 1e-3", "--algorithm data-parallel", muon("1e-3")),
+    streaming("Streaming fp4, Muon, inner lr 1e-3", more=outer("0.8", "0.5"), inner=muon("1e-3")),
+    Variant("data-parallel, inner lr 4e-3", "--algorithm data-parallel", "--inner.learning-rate 4e-3"),
+    streaming("Streaming fp4, inner lr 4e-3", inner="--inner.learning-rate 4e-3"),
+    streaming("Streaming fp4, Muon, tau 0", more=outer("0.8", "0.5") + " --overlap-steps 0", inner=MUON),
+    streaming("Streaming fp4, Muon, H=30", more=outer("0.8", "0.5") + " --inner-steps 30", inner=MUON),
+    streaming("Streaming topk2, Muon, H=30", codec="topk2", more=f"{outer('0.8', '0.5')} {SPARSE}", inner=MUON),
+    streaming("Streaming topk2, H=30", codec="topk2", more=SPARSE),
+)
+"""One seed each: what was tried for the rows with Muon, inner rates, and topk2; rows without a result were not run."""
 
 ABLATIONS = (
     Variant("independent replicas, mean of their losses", "--algorithm none"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parity.plan import ABLATIONS, COMMON, MAIN, Variant
+from benchmarks.parity.plan import ABLATIONS, COMMON, MAIN, TUNING, Variant
 
 __all__ = ["write_report"]
 
@@ -35,9 +35,21 @@ def tables(results: Sequence[Row], seeds: int) -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [_main_row(variant, by_name[variant.name], base) for variant in MAIN]
+    rival = {seed: row["heldout_loss"] for seed, row in by_name["data-parallel, Muon"].items()}
+    own = by_name["Streaming fp4, Muon"]
+    gaps = [f"{_gap(own[seed], rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]
+    lines += ["", f"Streaming fp4 with Muon against data-parallel Muon: {', '.join(gaps)}."]
     lines += ["", "## Ablations, seed 0", "", "| run | held-out loss | against data-parallel | sent after the start |"]
     lines += ["|---|---|---|---|"]
     lines += [_ablation_row(v, by_name[v.name][0], base[0]) for v in ABLATIONS if v.name in by_name]
+    lines += [
+        "",
+        "## Rates, Muon and topk2, seed 0",
+        "",
+        "| run | held-out loss | against data-parallel | sent after the start |",
+    ]
+    lines += ["|---|---|---|---|"]
+    lines += [_ablation_row(v, by_name[v.name][0], base[0]) for v in TUNING if v.name in by_name]
     lines += [
         "",
         "## Commands",
@@ -47,7 +59,8 @@ def tables(results: Sequence[Row], seeds: int) -> str:
         "| run | arguments |",
         "|---|---|",
     ]
-    lines += [f"| {v.name} | `{v.arguments}` |" for v in (*MAIN, *ABLATIONS) if v.name in by_name]
+    shown = [v for v in (*MAIN, *ABLATIONS, *TUNING) if v.name in by_name]
+    lines += [f"| {v.name} | `{f'{v.arguments} {v.inner}'.strip()}` |" for v in shown]
     return "\n".join(lines) + "\n"
 
 
@@ -58,7 +71,7 @@ def _sent(row: Row) -> str:
 
 def _main_row(variant: Variant, rows: dict[int, Row], base: dict[int, float]) -> str:
     losses = [rows[seed]["heldout_loss"] for seed in sorted(rows)]
-    gaps = " / ".join(f"{100 * (rows[seed]['heldout_loss'] / base[seed] - 1):+.2f} %" for seed in sorted(rows))
+    gaps = " / ".join(_gap(rows[seed], base[seed]) for seed in sorted(rows))
     minutes = statistics.mean(row["wall_s"] for row in rows.values()) / 60
     return (
         f"| {variant.name} | {statistics.mean(losses):.4f} | {max(losses) - min(losses):.4f} | {gaps} | "
@@ -67,5 +80,8 @@ def _main_row(variant: Variant, rows: dict[int, Row], base: dict[int, float]) ->
 
 
 def _ablation_row(variant: Variant, row: Row, base: float) -> str:
-    gap = 100 * (row["heldout_loss"] / base - 1)
-    return f"| {variant.name} | {row['heldout_loss']:.4f} | {gap:+.2f} % | {_sent(row)} |"
+    return f"| {variant.name} | {row['heldout_loss']:.4f} | {_gap(row, base)} | {_sent(row)} |"
+
+
+def _gap(row: Row, base: float) -> str:
+    return f"{100 * (row['heldout_loss'] / base - 1):+.2f} %"

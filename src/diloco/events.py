@@ -7,6 +7,8 @@ Every event is a frozen dataclass of plain values. ``to_record`` gives the flat 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,6 +29,7 @@ __all__ = [
     "Sink",
     "StepFinished",
     "ViewChanged",
+    "json_ready",
     "to_record",
 ]
 
@@ -56,6 +59,8 @@ class RunStarted(Event):
     """Floating-point operations of training on one token, as the model counts them."""
     peak_flops_per_s: float | None = None
     """What the device of this process can do at most; None where it is not known, or is no GPU."""
+    data_parallel_bytes_per_step: int | None = None
+    """What one replica would send in each step of data-parallel training, at least."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Everything derived, as name -> readable value, in the order to print it."""
 
@@ -121,6 +126,21 @@ class RoundCommitted(Event):
     """Contributors whose contributions were scaled down for being too large."""
     note: str = ""
     """Who was left out of the mean, or whose messages were refused, and why; empty when all was well."""
+    mean_norm: float | None = None
+    """L2 norm of the mean pseudo-gradient. This and what follows is None where `outer.telemetry` is off, and where
+    it is not defined; all but this one are estimated from samples of the fragment."""
+    mean_cosine: float | None = None
+    """Cosine between this mean and the fragment's last one; None for the first round of a process."""
+    momentum_cosine: float | None = None
+    """Cosine between this mean and the outer momentum that it met; None without momentum, and in the first round."""
+    gain: float | None = None
+    """How far the global parameters moved along the mean, in lengths of the mean: the gain in effect."""
+    spread: float | None = None
+    """How far contributions lie from their mean (root mean square), in lengths of the mean: 0 where all are the same,
+    sqrt(M - 1) where they have nothing in common. None where no replica has them whole (reduce-scatter)."""
+    late_s: tuple[float, ...] = ()
+    """Of each of `contributors`, how many seconds after the first one this replica heard of it, by its own clock; empty
+    where all replicas are in one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +186,8 @@ class CheckpointSaved(Event):
     path: str
     size_bytes: int
     save_s: float
+    free_bytes: int | None = None
+    """What its disk has left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,3 +237,18 @@ def to_record(event: Event) -> dict[str, Any]:
     {'schema': 1, 'event': 'Note', 'step': 3, 'text': 'hello'}
     """
     return {"schema": SCHEMA_VERSION, "event": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def json_ready(value: Any) -> Any:
+    """``value`` for JSON, which has no NaN: a float that is not finite becomes "NaN", "Infinity" or "-Infinity".
+
+    >>> json_ready({"loss": float("nan"), "members": (0, 1)})
+    {'loss': 'NaN', 'members': [0, 1]}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -8,8 +8,28 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2
+from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2, codec_names
 from diloco.algorithm.codec.base import pieces
+from diloco.testing.codecs import spread_values
+from diloco.testing.expectations import same_bits
+
+__all__ = [
+    "BLOCK",
+    "COARSE",
+    "CODECS",
+    "LARGEST",
+    "OURS",
+    "PIECE",
+    "SIZES",
+    "TINY",
+    "block_maxima",
+    "error_bound",
+    "finite_floats",
+    "same_bits",
+    "spread_values",
+    "vectors",
+]
+
 
 BLOCK = 8
 LARGEST = torch.finfo(torch.float32).max
@@ -32,24 +52,14 @@ COARSE: dict[str, Callable[[], Codec]] = {
 }
 """The ones called "built" run the C kernels where a compiler was found, and torch elsewhere."""
 
+OURS = codec_names()
+"""Before any test has registered one of its own."""
+
 PIECE = next(pieces(1 << 30, torch.device("cpu"), BLOCK))[1]
 SIZES = [0, 1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, PIECE, 2 * PIECE + BLOCK + 3]
 
 finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 vectors = st.lists(finite_floats, max_size=5 * BLOCK).map(lambda values: torch.tensor(values, dtype=torch.float32))
-
-
-def spread_values(numel: int, seed: int = 0) -> Tensor:
-    """Values of many magnitudes, with zeros of both signs, subnormals and the largest numbers among them."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator) * torch.exp2(torch.randn(numel, generator=generator) * 8)
-    corners = torch.tensor([0.0, -0.0, 1e-45, -1e-40, TINY, LARGEST, -LARGEST, 1.5, -0.75, 65519.0])
-    values[::13] = corners.repeat(numel // (13 * len(corners)) + 1)[: len(values[::13])]
-    return values
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def block_maxima(values: Tensor, block_size: int) -> Tensor:

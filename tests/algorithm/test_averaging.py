@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge, weighted_mean
+from diloco.algorithm.clipping import LARGEST_MEAN
 from diloco.algorithm.codec import codec_names, make_codec
+from diloco.errors import CodecError
 
 SIZE = 515
 """Two blocks of 256 and a rest that is odd."""
@@ -170,7 +172,10 @@ class TestMean:
     @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 0.25, 1.0), (1e-3, 1e3, 1.0, 1.0, 7.0)])
     def test_agrees_with_a_reference_in_float64(self, codec: str, weights: tuple[float, ...]) -> None:
         """Invariant 3: it divides by the weights that arrived."""
-        given = [contribution(m, codec=codec, weight=w, buffers=torch.tensor([m, 1.0])) for m, w in enumerate(weights)]
+        given = [
+            contribution(m, codec=codec, weight=w, base_weight=1e3, buffers=torch.tensor([m, 1.0]))
+            for m, w in enumerate(weights)
+        ]
         mean = weighted_mean(given)
         terms = [w * each.codec.decode(each.payload, SIZE).double() for w, each in zip(weights, given, strict=True)]
         scale = torch.stack(terms).abs().sum(0) / sum(weights)
@@ -207,9 +212,9 @@ class TestMean:
         assert weighted_mean(given[::-1]).values.item() == torch.tensor(1.0).div(3).item()
 
     def test_one_replica_gets_its_own_bits_back(self) -> None:
-        """Invariant 13; from subnormal to the largest, zero included."""
+        """Invariant 13; from subnormal to the largest that a mean may hold, zero included."""
         limits = torch.finfo(torch.float32)
-        values = torch.cat([torch.tensor([0.0, limits.tiny / 4, limits.max, limits.min]), torch.randn(SIZE)])
+        values = torch.cat([torch.tensor([0.0, limits.tiny / 4, LARGEST_MEAN, -LARGEST_MEAN]), torch.randn(SIZE)])
         buffers = torch.tensor([limits.max, 1e-30])
         mean = weighted_mean([contribution(3, values, buffers=buffers, integers=torch.tensor([9]))])
         assert torch.equal(mean.values.view(torch.int32), values.view(torch.int32))
@@ -231,13 +236,48 @@ class TestMean:
         tensor = torch.tensor(values)
         weights = [weight, *([1.0] * others)]
         addends = [tensor, *([tensor.roll(1) + 1] * others)]
-        given = [contribution(m, a, weight=w) for m, (w, a) in enumerate(zip(weights, addends, strict=True))]
+        most = 2.0**60
+        given = [
+            contribution(m, a, weight=w, base_weight=most)
+            for m, (w, a) in enumerate(zip(weights, addends, strict=True))
+        ]
         scaled = [replace(each, weight=each.weight * factor) for each in given]
         mean = weighted_mean(given).values
         assert torch.equal(mean, weighted_mean(scaled).values)
         slack = 1e-5 * (1 + torch.stack(addends).abs().amax(0))
         assert bool((mean <= torch.stack(addends).amax(0) + slack).all())
         assert bool((mean >= torch.stack(addends).amin(0) - slack).all())
+
+    @pytest.mark.parametrize("codec", codec_names())
+    @pytest.mark.parametrize(("weight", "base_weight"), [(1e18, 1.0), (1e18, 1e18), (8.0, 1.0)])
+    def test_nobody_weighs_more_than_eight_windows_of_another_one(
+        self, codec: str, weight: float, base_weight: float
+    ) -> None:
+        """A finite payload of 1e37 (or the codec's largest) and a weight of 1e18 made infinity of float32's sum."""
+        given = [contribution(m, codec=codec) for m in (0, 2)]
+        given.append(contribution(1, codec=codec, weight=weight, base_weight=base_weight))
+        assert weighted_mean(given).weight == 10.0
+        given[2] = replace(given[2], payload=make_codec(codec).encode(torch.full((SIZE,), 1e37)))
+        if codec == "float16":  # it saturates
+            assert bool(torch.isfinite(weighted_mean(given).values).all())
+            return
+        with pytest.raises(CodecError, match=r"the mean .*, to which replica 1 contributed most"):
+            weighted_mean(given)
+
+    def test_a_mean_that_is_not_finite_is_void_and_its_largest_contributor_named(self) -> None:
+        given = [contribution(m, torch.full((4,), 2e38)) for m in range(3)]
+        given[1] = contribution(1, torch.full((4,), -3e38), weight=2.0)
+        with pytest.raises(CodecError, match="the mean is not finite, to which replica 1 contributed most"):
+            weighted_mean([*given, contribution(3, torch.full((4,), 3e38))])
+        with pytest.raises(CodecError, match="the mean of the model's buffers is not finite"):
+            weighted_mean([contribution(m, buffers=torch.tensor([3e38])) for m in range(2)])
+
+    def test_a_base_weight_bounds_its_own_replica_alone_and_two_agree_on_the_lesser(self) -> None:
+        given = [contribution(m, weight=w, base_weight=b) for m, (w, b) in enumerate([(9.0, 1.0), (9.0, 4.0)])]
+        assert weighted_mean(given).weight == 8.0 + 8.0
+        assert weighted_mean(given[1:]).weight == 9.0, "alone, only the ratio of weights would matter"
+        given.append(contribution(2, weight=16.0, base_weight=4.0))
+        assert weighted_mean(given).weight == 8.0 + 9.0 + 16.0
 
     def test_contributions_are_left_as_they_were(self) -> None:
         given = [contribution(m, buffers=torch.tensor([float(m)])) for m in range(2)]

@@ -1,4 +1,4 @@
-"""int2 and topk2, which keep two bits of a value or drop it, against references; and the contract of codecs."""
+"""int2 and topk2, which keep two bits of a value or drop it, against references."""
 
 from __future__ import annotations
 
@@ -110,31 +110,6 @@ def test_implementations_agree_bit_for_bit(make: Callable[..., Codec], data: st.
     first.accumulate(payload, sums[0], weight)
     second.accumulate(payload, sums[1], weight)
     assert same_bits(*sums)
-
-
-@any_codec
-@pytest.mark.parametrize("numel", SIZES)
-def test_accumulate_is_a_rounded_product_then_a_rounded_sum(name: str, numel: int) -> None:
-    codec = COARSE[name]()
-    payload = codec.encode(spread_values(numel).clamp(-1e30, 1e30))
-    out = torch.randn(numel, generator=torch.Generator().manual_seed(1)).clamp_(min=0.01)
-    expected = out + codec.decode(payload, numel) * 0.3
-    codec.accumulate(payload, out, 0.3)
-    assert same_bits(out, expected)
-
-
-@any_codec
-@pytest.mark.parametrize("offset", [1, 2, 3])
-def test_what_is_cut_out_is_the_payload_of_those_values(name: str, offset: int) -> None:
-    codec = COARSE[name]()
-    size = codec.block_size
-    values = spread_values(5 * size + 3)
-    message = torch.cat([torch.zeros(offset, dtype=torch.uint8), codec.encode(values)])[offset:]
-    for start, stop in [(0, size), (2 * size, 4 * size), (4 * size, len(values)), (size, size)]:
-        part = codec.cut(message, len(values), start, stop)
-        assert torch.equal(part, codec.encode(values[start:stop]))
-        codec.validate(part, stop - start)
-        assert same_bits(codec.decode(part, stop - start), codec.decode(message, len(values))[start:stop])
 
 
 @any_codec

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from diloco.algorithm.muon import Muon, hidden_matrices, muon, orthogonalised
 from diloco.errors import ConfigurationError
+from diloco.testing import check_inner_optimizer
 
 
 class Model(nn.Module):
@@ -100,24 +101,35 @@ def test_it_learns_faster_than_adamw_alone(model: Model) -> None:
     assert with_muon < alone
 
 
-def test_stop_and_resume_equals_never_stopping(model: Model) -> None:
-    whole = copy.deepcopy(model)
-    optimizer = muon(whole)
-    trained(whole, optimizer, 3)
-    trained(whole, optimizer, 3)
-    first = muon(model)
-    trained(model, first, 3)
+def test_it_holds_everything_and_goes_on_from_its_state(model: Model) -> None:
+    check_inner_optimizer(lambda model: muon(model, lr=1e-2))
     second = muon(model, lr=1.0)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    trained(model, second, 3)
+    second.load_state_dict(muon(model).state_dict())
     assert second.param_groups[0]["lr"] == pytest.approx(4e-3)
-    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_embeddings_and_heads_are_left_to_adamw_tied_or_not() -> None:
     expected = ["layers.0.weight", "layers.1.weight", "layers.2.weight", "down.weight"]
     assert list(hidden_matrices(Model())) == list(hidden_matrices(Model(tied=True))) == expected
+
+
+def test_positions_as_many_as_channels_make_no_heads_of_hidden_matrices() -> None:
+    """An embedding of positions may have the shape of all hidden matrices."""
+    model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "positions": nn.Embedding(8, 8)})
+    model.update({"query": nn.Linear(8, 8), "key": nn.Linear(8, 8), "head": nn.Linear(8, 20)})
+    assert list(hidden_matrices(model)) == ["query.weight", "key.weight"]
+
+
+def test_matrices_with_inputs_first_move_as_much_as_their_transposes() -> None:
+    values, gradient = torch.zeros(4, 16), torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for inputs_first in (True, False):
+        matrix = nn.Parameter(values.clone() if inputs_first else values.T.clone())
+        matrix.grad = gradient if inputs_first else gradient.T.clone()
+        Muon([{"params": [matrix], "orthogonalise": True, "inputs_first": inputs_first}], lr=0.1).step()
+        moved.append(matrix.detach() if inputs_first else matrix.detach().T)
+    assert torch.allclose(*moved, atol=1e-6)
+    assert float(torch.linalg.svdvals(moved[0]).max()) > 0.1 * 2 * 0.6  # sqrt(16 / 4) times the learning rate
 
 
 def test_patterns_name_what_adamw_shall_train(model: Model) -> None:

@@ -25,13 +25,13 @@ def test_the_papers_example() -> None:
 
 @pytest.mark.parametrize("inner_steps", range(1, 25))
 def test_never_two_sends_of_a_fragment_in_flight_and_every_fragment_equally_often(inner_steps: int) -> None:
-    """By exhaustion for every P <= H and tau < H: the actions of three cycles, replayed."""
+    """By exhaustion for every P <= H and tau <= H: the actions of three cycles, replayed."""
     for num_fragments in range(1, inner_steps + 1):
         offsets = SyncSchedule(inner_steps=inner_steps, num_fragments=num_fragments).fragment_offsets
         assert len(set(offsets)) == num_fragments, "spread evenly: no two fragments at one step"
         gaps = [b - a for a, b in zip(offsets, (*offsets[1:], inner_steps), strict=True)]
         assert max(gaps) - min(gaps) <= 1
-        for overlap_steps in range(inner_steps):
+        for overlap_steps in range(inner_steps + 1):
             schedule = SyncSchedule(inner_steps=inner_steps, num_fragments=num_fragments, overlap_steps=overlap_steps)
             in_flight: dict[int, tuple[int, int]] = {}
             sends = [0] * num_fragments
@@ -61,6 +61,13 @@ def test_sends_come_before_merges_in_one_step() -> None:
     assert schedule.actions(1) == (Send(0, 0), Merge(0, 0))
 
 
+def test_a_whole_round_late_is_merged_before_it_is_sent_again() -> None:
+    schedule = SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=4)
+    assert schedule.actions(4) == (Send(0, 0),)
+    assert schedule.actions(8) == (Merge(0, 0), Send(0, 1))
+    assert schedule.actions(10) == (Merge(1, 0), Send(1, 1))
+
+
 def test_custom_offsets_may_coincide() -> None:
     schedule = SyncSchedule(inner_steps=5, num_fragments=2, offsets=(3, 3))
     assert schedule.actions(8) == (Send(0, 0), Send(1, 0), Merge(0, 0), Merge(1, 0))
@@ -85,7 +92,7 @@ def test_rounds_counts_the_sends(steps: int, rounds: int) -> None:
         ({"inner_steps": 0}, "inner_steps=0"),
         ({"inner_steps": 4, "num_fragments": 5}, "Use 1 to 4"),
         ({"inner_steps": 4, "num_fragments": 0}, "num_fragments=0"),
-        ({"inner_steps": 4, "overlap_steps": 4}, "Use 0 to 3"),
+        ({"inner_steps": 4, "overlap_steps": 5}, "Use 0 to 4"),
         ({"inner_steps": 4, "overlap_steps": -1}, "overlap_steps=-1"),
         ({"inner_steps": 4, "num_fragments": 2, "offsets": (0,)}, "2 values from 0 to 3"),
         ({"inner_steps": 4, "num_fragments": 2, "offsets": (0, 4)}, "2 values from 0 to 3"),

@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.averaging import GREATEST_WEIGHT, LEAST_WEIGHT
 from diloco.algorithm.schedule import Send, SyncSchedule
-from diloco.algorithm.weighting import TrainedSteps, check_base_weight, contribution_weight
+from diloco.algorithm.weighting import (
+    GREATEST_WEIGHT,
+    LEAST_WEIGHT,
+    TrainedSteps,
+    check_base_weight,
+    contribution_weight,
+)
 from diloco.errors import CheckpointError, ConfigurationError
 
 

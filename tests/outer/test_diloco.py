@@ -208,3 +208,68 @@ class TestErrors:
         model = Vectors()
         with pytest.raises(ConfigurationError, match="did you mean 'fp4'"):
             DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), codec="fp44")
+
+
+def test_a_loop_that_ends_before_a_fragment_was_sent_warns() -> None:
+    """H = 4, P = 2: fragment 1 is first sent after step 6."""
+
+    def loop(steps: int) -> DiLoCo:
+        model = Vectors()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        fragments = partition(model, num_fragments=2, strategy="balanced")
+        schedule = SyncSchedule(inner_steps=4, num_fragments=2, overlap_steps=1)
+        with DiLoCo(model, inner, schedule=schedule, fragments=fragments) as diloco:
+            for _ in range(steps):
+                diloco.step()
+        return diloco
+
+    with pytest.warns(UserWarning, match=r"ended after 3 steps, before any fragment was first sent \(inner_steps=4\)"):
+        loop(3)
+    with pytest.warns(UserWarning, match="ended after 5 steps, before fragment 1 was first sent"):
+        loop(5)
+    assert loop(6).rounds_committed == 2
+    assert loop(0).rounds_committed == 0
+
+
+def test_a_whole_round_late_contributions_are_the_work_of_one_round_each() -> None:
+    """tau = H, against the algorithm written out: what was sent is neither sent again nor lost."""
+    steps, inner_steps, replicas, gradient = 23, 5, 3, quadratic()
+    outer = Nesterov(learning_rate=0.5, momentum=0.5)
+    swarm = Swarm(
+        replicas, SyncSchedule(inner_steps=inner_steps, overlap_steps=inner_steps), outer=outer, merge=RebaseMerge()
+    )
+    swarm.run(steps, gradient)
+
+    def flat(model: Vectors) -> torch.Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    models = [Vectors() for _ in range(replicas)]
+    inner = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    theta, velocity = flat(models[0]).clone(), torch.zeros(15)
+    sent: list[torch.Tensor] = []
+    for step in range(steps):
+        for m, model in enumerate(models):
+            gradient(m, step, model)
+            inner[m].step()
+        if (step + 1) % inner_steps == 0:
+            if sent:
+                mean = torch.stack([theta - each for each in sent]).mean(0)
+                velocity = 0.5 * velocity + mean
+                theta = theta - 0.5 * (mean + 0.5 * velocity)
+                for m, model in enumerate(models):
+                    local = theta + flat(model) - sent[m]
+                    torch.nn.utils.vector_to_parameters(local, model.parameters())
+            sent = [flat(model).clone() for model in models]
+    for m, model in enumerate(models):
+        torch.testing.assert_close(swarm.local(m), flat(model), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(swarm.global_params(1), theta, rtol=1e-4, atol=1e-5)
+    assert [len(diloco.in_flight) for diloco in swarm.replicas] == [1] * replicas
+
+
+def test_a_whole_round_late_without_rebase_is_refused() -> None:
+    model = Vectors()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = SyncSchedule(inner_steps=5, overlap_steps=5)
+    with pytest.raises(ConfigurationError, match=r"overlap_steps=5, a whole round late.*AlphaMerge\(alpha=0.5\)"):
+        DiLoCo(model, inner, schedule=schedule, merge=AlphaMerge(0.5))
+    DiLoCo(model, inner, schedule=schedule)

@@ -38,6 +38,20 @@ def test_one_replica_with_outer_sgd_of_lr_1_is_plain_training(merge: AlphaMerge 
     torch.testing.assert_close(swarm.local(0), plain_training(60), rtol=1e-5, atol=1e-6)
 
 
+def test_a_whole_round_late_one_replica_is_plain_training_too() -> None:
+    """tau = H with rebase: the global parameters are those of a round ago, and the local ones go on as if alone."""
+    swarm = Swarm(
+        1,
+        SyncSchedule(inner_steps=4, num_fragments=3, overlap_steps=4),
+        make_inner=adamw,
+        outer=Sgd(),
+        merge=RebaseMerge(),
+        fragments=partition(Vectors(), num_fragments=3, strategy="balanced"),
+    )
+    swarm.run(42, quadratic())
+    torch.testing.assert_close(swarm.local(0), plain_training(42), rtol=1e-5, atol=1e-6)
+
+
 def test_h_1_with_sgd_inside_and_outside_is_data_parallel_sgd() -> None:
     swarm = Swarm(4, SyncSchedule(inner_steps=1), outer=Sgd())
     swarm.run(50, quadratic())
@@ -140,3 +154,63 @@ def test_the_partition_does_not_matter_when_all_fragments_share_their_steps() ->
     for swarm in (whole, cut):
         swarm.run(25, quadratic())
     assert torch.equal(whole.local(0), cut.local(0))
+
+
+def test_snoo_without_momentum_is_lookahead() -> None:
+    """One replica (SNOO) with mu = 0: every H steps ``slow <- slow + lr (fast - slow)``, and fast begins from there."""
+    schedule = SyncSchedule(inner_steps=5)
+    swarm = Swarm(1, schedule, make_inner=adamw, outer=Nesterov(learning_rate=0.5, momentum=0.0))
+    swarm.run(40, quadratic())
+    fast, gradient = Vectors(), quadratic()
+    inner, slow = adamw(fast), [parameter.detach().clone() for parameter in fast.parameters()]
+    for step in range(40):
+        gradient(0, step, fast)
+        inner.step()
+        if (step + 1) % 5 == 0:
+            with torch.no_grad():
+                for anchor, parameter in zip(slow, fast.parameters(), strict=True):
+                    anchor += 0.5 * (parameter - anchor)
+                    parameter.copy_(anchor)
+    torch.testing.assert_close(swarm.local(0), fast.vector().detach(), rtol=1e-6, atol=1e-7)
+
+
+class Sparse(nn.Module):
+    """One tile of `topk2`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(4096))
+
+
+def few_of_two_sizes(replica: int, step: int, model: nn.Module) -> None:
+    """64 values that are not zero, of 1/2 or 1: as many as `topk2` keeps, and two levels are enough for them."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    gradient = torch.zeros(4096)
+    chosen = torch.randperm(4096, generator=generator)[:64]
+    signs = torch.randint(0, 2, (64,), generator=generator) * 2.0 - 1
+    gradient[chosen] = signs * torch.tensor([0.5, 1.0]).repeat(32)
+    for parameter in model.parameters():
+        parameter.grad = gradient
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.95])
+def test_topk2_that_keeps_all_and_rounds_nothing_is_sgd_on_the_mean(decay: float) -> None:
+    """SparseLoCo with k = all and no quantiser, H = 1; sums of powers of two, so bit for bit."""
+    arguments: dict[str, Any] = {
+        "make_model": Sparse,
+        "make_inner": lambda model: torch.optim.SGD(model.parameters(), lr=0.125),
+        "outer": Sgd(learning_rate=1.0),
+    }
+    swarm = Swarm(4, SyncSchedule(inner_steps=1), codec="topk2", error_feedback=decay, **arguments)
+    swarm.run(6, few_of_two_sizes)
+    plain = Sparse()
+    inner, worker = torch.optim.SGD(plain.parameters(), lr=0.125), Sparse()
+    for step in range(6):
+        gradients = []
+        for replica in range(4):
+            few_of_two_sizes(replica, step, worker)
+            assert worker.values.grad is not None
+            gradients.append(worker.values.grad.clone())
+        plain.values.grad = torch.stack(gradients).mean(0)
+        inner.step()
+    assert torch.equal(swarm.local(0), plain.values.detach())

@@ -24,6 +24,13 @@ PLAIN = "--fragments 1 --overlap-steps 0 --codec float32"
     [
         (f"--outer.max-norm 1 --algorithm data-parallel {PLAIN}", r"only the contributions of streaming and diloco"),
         ("--outer.max-norm 1 --transport torch --replica-size 2", r"Use --train\.parallelism ddp"),
+        (f"--outer.average rda --algorithm data-parallel {PLAIN}", r"only the contributions of streaming and diloco"),
+        (
+            "--outer.average rda --transport torch --replica-size 2",
+            r"needs whole tensors",
+        ),
+        ("--outer.average rds", r"outer\.average='rds' is unknown; .*rda"),
+        ("--outer.average-arguments {a=1}", r"outer\.average_arguments was given with outer\.average='mean'"),
     ],
 )
 def test_bounds_that_cant_be_used_are_refused(data: Path, arguments: str, words: str) -> None:
@@ -45,6 +52,16 @@ def test_bounds_that_nothing_exceeds_change_no_bit(data: Path, tmp_path: Path) -
     plain = train(data, tmp_path / "plain")
     bounded = train(data, tmp_path / "bounded", "--outer.max-norm 1e6 --outer.median-norm-factor 1e6")
     assert bounded["global_params_digest"] == plain["global_params_digest"]
+
+
+def test_a_run_says_how_it_averages_and_plans_whole_contributions(data: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    plain = train(data, tmp_path / "plain", "--codec topk2 --codec.error-feedback")
+    for average, shown in (("rda", "Rda()"), ("senders", "SendersMean()")):
+        arguments = f"--codec topk2 --codec.error-feedback --outer.average {average}"
+        summary = train(data, tmp_path / average, arguments, sink=listener)
+        assert listener.of(RunStarted)[-1].facts["average"] == shown
+        assert summary["global_params_digest"] != plain["global_params_digest"]
 
 
 def test_a_model_that_ranks_share_out_is_refused() -> None:

@@ -22,9 +22,9 @@ from diloco.train.components import (
     make_fragments,
     make_merge_rule,
     make_outer_optimizer,
-    make_schedule,
     make_transport,
 )
+from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
 from diloco.transport.settings import TransportSettings
 
@@ -34,6 +34,14 @@ class TestDevice:
         for available, expected in ((False, "cpu"), (True, "cuda")):
             monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
             assert choose_device("auto") == torch.device(expected)
+
+    def test_a_gpu_of_apple_comes_after_cuda_and_before_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ConfigurationError, match="'mps' is not available"):
+            choose_device("mps")
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+        assert choose_device("auto") == choose_device("mps") == torch.device("mps")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert choose_device("auto") == torch.device("cuda")
 
     @pytest.mark.parametrize(("device", "count"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:8", 8)])
     def test_one_that_is_absent_is_refused(self, device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:

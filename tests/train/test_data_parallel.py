@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -55,11 +56,11 @@ class Replicas:
             self.loops.append(loop)
             self.averagers.append(GradientAverager(model, self.hub.endpoint(m), make_codec(codec)))
 
-    def compute(self, step: int, spoilt: int | None = None) -> None:
+    def compute(self, step: int, spoilt: int | None = None, odd: float = math.inf) -> None:
         for m, loop in enumerate(self.loops):
             loop.accumulate_gradients(*batch(10 * step + m))
             if m == spoilt:
-                gradients(loop.model)[0][0, 0] = float("inf")
+                gradients(loop.model)[0][0, 0] = odd
             loop.unscale()
 
     def average(self, step: int, *, may_skip: bool = False) -> list[bool]:
@@ -126,16 +127,16 @@ def test_a_narrow_codec_is_as_near_as_it_says_and_half_the_bytes(codec: str, tol
     assert 2 * narrow.hub.endpoint(0).sent_bytes == exact.hub.endpoint(0).sent_bytes
 
 
-@pytest.mark.parametrize("spoilt", [0, 2])
+@pytest.mark.parametrize(("spoilt", "odd"), [(0, math.inf), (2, -math.inf), (2, math.nan)])
 @pytest.mark.parametrize("codec", ["float32", "float16", "fp4"])
 def test_without_a_scaler_a_gradient_that_is_no_number_is_an_error_that_names_the_replica(
-    spoilt: int, codec: str
+    spoilt: int, odd: float, codec: str
 ) -> None:
     """Also through a codec that saturates, and would hide it."""
     replicas = Replicas(3, codec)
     replicas.step(0)
     held = replicas.weights()
-    replicas.compute(1, spoilt)
+    replicas.compute(1, spoilt, odd)
     for averager in replicas.averagers:
         averager.begin(1)
     for averager in replicas.averagers:

@@ -45,6 +45,25 @@ def test_rounds_and_bytes_are_those_of_the_schedule_and_the_exchange(model: Tran
     )
 
 
+def test_the_exchange_and_its_bytes_are_those_of_the_plan(model: Transformer) -> None:
+    """Sixteen replicas in fp4: means in fp4 are a sixth of the bytes."""
+    codec, sizes = make_codec("fp4", block_size=64), [f.numel for f in partition(model, num_fragments=3)]
+    many = {"transport__replicas": 16, "codec__block_size": 64}
+    plain = facts_of(model, **many)
+    means = facts_of(model, **many, transport__mean_codec="fp4", transport__mean_error_feedback=True)
+    for facts, name, words in (
+        (plain, "float32", "float32"),
+        (means, "fp4", "fp4 (block_size 64), error feedback 1"),
+    ):
+        mean = make_codec(name, **({"block_size": 64} if name == "fp4" else {}))
+        plans = [plan_exchange(codec, size, 16, mean_codec=mean) for size in sizes]
+        moved = ", ".join(format_bytes(plan.mean_bytes) for plan in plans)
+        assert facts["exchange"] == f"reduce-scatter with means as {words}: {moved} per replica and round each way"
+    lost = format_bytes(4 * model.num_parameters())
+    assert means["memory"].endswith(f", {lost} for what means lost, and activations beside it")
+    assert facts_of(model)["exchange"].startswith("all-gather: ")
+
+
 def test_a_shared_start_shifts_the_schedule_and_is_counted_apart(model: Transformer) -> None:
     facts = facts_of(
         model,

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from diloco.algorithm.muon import hidden_matrices
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.cli import main
 from diloco.config.configuration import compose
@@ -50,6 +51,28 @@ def test_replicas_of_every_architecture_agree_to_the_bit(name: str, data: Path, 
     model = load_trained(tmp_path / "run").model
     assert names == {name for name, _ in model.named_parameters()}
     assert summary["heldout_loss"] < 5.7  # ln(272) = 5.6 is where it begins
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_muon_takes_the_hidden_matrices_of_every_architecture(name: str, tmp_path: Path) -> None:
+    model = build_language_model(ModelSettings(source=f"hf:{write_config(tmp_path, name)}"), seed=0)
+    hidden, every = hidden_matrices(model), dict(model.named_parameters())
+    tables = {parameter for name, parameter in every.items() if parameter.shape[0] == 272 or "embed" in name}
+    assert not tables & set(hidden.values())
+    assert {name for name, parameter in every.items() if parameter.dim() == 2 and parameter not in tables} - {
+        name for name in every if "wpe" in name
+    } == set(hidden)
+
+
+@pytest.mark.parametrize("algorithm", ["data-parallel", "streaming"])
+def test_muon_trains_a_model_of_transformers_and_goes_on(algorithm: str, data: Path, tmp_path: Path) -> None:
+    source = f"hf:{write_config(tmp_path, 'GPT-2')}"
+    muon = {"algorithm": algorithm, "inner__name": "Muon", "inner__learning_rate": 2e-3, "inner__arguments": {}}
+    whole = trained(tmp_path / "whole", plan_of(source, data, **muon))
+    trained(tmp_path / "part", plan_of(source, data, train__stop_after=7, **muon))
+    part = trained(tmp_path / "part", plan_run(command_line(checkpoint__resume=tmp_path / "part")))
+    assert part["global_params_digest"] == whole["global_params_digest"]
+    assert whole["heldout_loss"] < 5.7
 
 
 def test_a_llama_equals_a_loop_by_hand(data: Path, tmp_path: Path) -> None:

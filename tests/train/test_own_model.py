@@ -113,7 +113,7 @@ def test_a_language_model_is_used_as_it_is_and_mistakes_are_told(
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["wrapped.scale"], other["wrapped.scale"])
     for function, settings, words in (
-        ("bild", {}, "has no function 'bild'; did you mean 'build'"),
+        ("bild", {}, "has no function or class 'bild'; did you mean 'build'"),
         ("broken", {}, "raised KeyError: 'width'"),
         ("none", {}, "gave a int, not a torch.nn.Module"),
         ("build", {"arguments": {"widht": 3}}, r"widht is no argument.*did you mean 'width'"),

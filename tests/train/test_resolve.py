@@ -14,6 +14,7 @@ from diloco.config.keys import build
 from diloco.errors import ConfigurationError
 from diloco.train.resolve import CODEC_NAMES, notes, resolve
 from diloco.train.settings import RunSettings
+from tests.algorithm.codecs import OURS
 from tests.command_lines import dotted
 
 
@@ -60,9 +61,13 @@ def test_number_of_fragments_follows_patterns() -> None:
 
 
 def test_alpha_given_means_the_alpha_rule_and_rebase_has_none() -> None:
-    assert dataclasses.astuple(resolved(merge__alpha=0.5).merge) == ("alpha", 0.5)
-    assert dataclasses.astuple(resolved(merge__rule="alpha").merge) == ("alpha", 0.0)
-    assert dataclasses.astuple(resolved(merge__rule="rebase").merge) == ("rebase", None)
+    def rule_and_alpha(**values: Any) -> tuple[str | None, float | None]:
+        merge = resolved(**values).merge
+        return merge.rule, merge.alpha
+
+    assert rule_and_alpha(merge__alpha=0.5) == ("alpha", 0.5)
+    assert rule_and_alpha(merge__rule="alpha") == ("alpha", 0.0)
+    assert rule_and_alpha(merge__rule="rebase") == ("rebase", None)
 
 
 @pytest.mark.parametrize(("steps", "evaluate", "save"), [(1000, 100, 250), (9, 1, 2), (1, 1, 1)])
@@ -126,11 +131,46 @@ def test_defaults_of_every_algorithm_always_fit_together(
     )
 
 
+def test_a_gain_is_another_way_to_give_the_outer_learning_rate() -> None:
+    run = resolved(outer__gain=4.0)
+    assert (run.outer.learning_rate, run.outer.gain) == (0.4, None)
+    assert resolve(run) == run, "what is resolved can be resolved again"
+    assert resolved(outer__gain=1.75, outer__momentum=0.6).outer.learning_rate == 0.7
+    assert resolved(outer__name="sgd", outer__gain=1.5).outer.learning_rate == 1.5
+    assert resolved(outer__name="sgd", outer__gain=1.5).outer.lasting_gain == 1.5
+    assert resolved(outer__name="adam").outer.lasting_gain is None
+    with pytest.raises(ConfigurationError, match=r"outer.gain=4 and outer.learning_rate=0.5 were both given"):
+        resolved(outer__gain=4.0, outer__learning_rate=0.5)
+    with pytest.raises(ConfigurationError, match=r"outer.gain=4 was given with outer.name='adam', which has no gain"):
+        resolved(outer__gain=4.0, outer__name="adam")
+
+
+def test_a_high_gain_and_few_rounds_are_noted() -> None:
+    steps = {"schedule__inner_steps": 10, "train__steps": 490}
+    assert "a gain of 4 and 49 rounds per fragment" in notes(resolved(**steps))[0]
+    for fits in (
+        steps | {"train__steps": 500},
+        steps | {"outer__gain": 2.0},
+        steps | {"outer__name": "adam"},
+        steps | {"train__data_parallel_steps": 1},
+        steps | {"algorithm": "data-parallel"},
+    ):
+        assert notes(resolved(**fits)) == ()
+
+
+def test_fragments_that_are_never_sent_are_named() -> None:
+    """P = 3, H = 100: first sent after 100, 133 and 166 steps."""
+    run = resolved(train__steps=140, inner__warmup_steps=0, outer__gain=1.0)
+    assert notes(run)[0].startswith("Fragment 2 is never sent in the 140 steps, and its global parameters do not move")
+    assert "first sent after step 166" in notes(run)[0]
+    assert notes(resolved(train__steps=166, inner__warmup_steps=0, outer__gain=1.0)) == ()
+
+
 def test_notes_tell_of_runs_that_exchange_nothing() -> None:
-    assert notes(resolved()) == ()
+    assert notes(resolved(train__steps=10_000)) == ()
     assert "train alone" in notes(resolved(merge__alpha=1.0))[0]
-    assert "one replica" in notes(resolved(transport__replicas=1))[0]
-    first_send = resolved(train__steps=110, train__data_parallel_steps=10)
+    assert "one replica" in notes(resolved(transport__replicas=1, train__steps=10_000))[0]
+    first_send = resolved(train__steps=110, train__data_parallel_steps=10, fragments__num_fragments=1)
     assert notes(first_send) == ()
     too_short = resolved(train__steps=110, train__data_parallel_steps=11)
     assert "No fragment is ever sent: the 99 steps" in notes(too_short)[0]
@@ -138,9 +178,8 @@ def test_notes_tell_of_runs_that_exchange_nothing() -> None:
 
 
 def test_codec_names_are_those_of_the_registry() -> None:
-    from diloco.algorithm.codec import codec_names
 
-    assert sorted(CODEC_NAMES) == sorted(codec_names())
+    assert sorted(CODEC_NAMES) == sorted(OURS)
 
 
 def test_a_model_of_unknown_depth_needs_a_number_of_fragments() -> None:

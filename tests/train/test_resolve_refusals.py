@@ -18,8 +18,12 @@ from diloco.train.settings import RunSettings
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # the schedule
     ({"schedule.inner_steps": 0}, "inner_steps=0.*at least 1"),
-    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 10}, "overlap_steps=10.*Use 0 to 9"),
-    ({"schedule.overlap_steps": -1}, "overlap_steps=-1.*Use 0 to 99"),
+    ({"schedule.inner_steps": 10, "schedule.overlap_steps": 11}, "overlap_steps=11.*Use 0 to 10"),
+    (
+        {"schedule.inner_steps": 9, "schedule.overlap_steps": 9, "merge.alpha": 0.5},
+        "overlap_steps=9, a whole round late",
+    ),
+    ({"schedule.overlap_steps": -1}, "overlap_steps=-1.*Use 0 to 100"),
     ({"schedule.inner_steps": 2, "fragments.num_fragments": 3}, "num_fragments=3.*Use 1 to 2"),
     ({"fragments.num_fragments": 0}, "num_fragments=0.*at least 1"),
     ({"fragments.num_fragments": 6}, "num_fragments=6 was given for a model of 4 layers.*1 to 5.*balanced"),
@@ -58,6 +62,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"codec.block_size": 7}, "block_size=7.*even number from 2 to 65536"),
     ({"codec.block_size": 65538}, "block_size=65538.*even number from 2 to 65536"),
     ({"codec.name": "float32", "codec.error_feedback": True}, "error_feedback.* no loss to feed back"),
+    ({"transport.mean_codec": "fp4", "algorithm": "data-parallel"}, "mean_codec='fp4'.*only the means of streaming"),
+    ({"transport.mean_codec": "int8", "algorithm": "none"}, "mean_codec='int8'.*only the means of streaming"),
+    ({"transport.mean_error_feedback": True}, "mean_codec='float32', which loses nothing.*--transport.mean-codec fp4"),
     (
         {"algorithm": "data-parallel", "codec.name": "float16", "codec.error_feedback": True},
         "error_feedback.* no loss to feed back",
@@ -167,6 +174,8 @@ ALLOWED: list[dict[str, Any]] = [
     {"inner.schedule": "wsd", "inner.decay_steps": 900},
     {"inner.clip_norm": None},
     {"codec.block_size": 2},
+    {"transport.mean_codec": "fp4", "transport.mean_error_feedback": True},
+    {"transport.mean_codec": "bfloat16", "algorithm": "diloco"},
     {"codec.block_size": 65536},
     {"transport.name": "torch"},
     {"transport.name": "torch", "algorithm": "data-parallel"},

@@ -190,3 +190,21 @@ def test_a_peer_that_is_started_again_says_what_becomes_of_its_checkpoint(make: 
         "others went on from step 30, and do not have the steps after that either."
     )
     assert make(2, alone).beginning() == ()
+
+
+def test_before_training_begins_a_new_member_draws_from_the_first_step_on(make: Make) -> None:
+    """Nobody takes a step until then, so nobody needs time to hear of the new shares; later they do."""
+    first = make(0, start=2)
+    first.wait_for_start(lambda: True)
+    second = make(1, first, start=2)
+    second.join(LIMIT_S)
+    assert {each.from_step for each in second.take_assignments()} == {0}
+    third = make(2, second, start=2)
+    second.close_to_joiners("")
+    third.join(LIMIT_S)
+    assert [each.from_step for each in third.take_assignments()][-1] == 1
+
+
+def test_a_checkpoint_names_the_swarm_that_it_was_saved_in(make: Make) -> None:
+    fleet = make(0)
+    assert fleet.state_dict()["swarm"] == fleet.connected.swarm

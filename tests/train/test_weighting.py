@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.algorithm.averaging import LEAST_WEIGHT, RoundId
+from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.merge import RebaseMerge
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
+from diloco.algorithm.weighting import LEAST_WEIGHT
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import RoundCommitted, RoundSent
 from diloco.outer.diloco import DiLoCo

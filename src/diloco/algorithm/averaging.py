@@ -6,21 +6,30 @@ Pure: `judge` and `weighted_mean` take contributions and return values, whatever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm.clipping import UNCLIPPED, Clipping, scale_factors, vector_norm
+from diloco.algorithm.average_rules import AverageRule
+from diloco.algorithm.clipping import UNCLIPPED, Clipping, check_mean, scale_factors, vector_norm
 from diloco.algorithm.codec import Codec
+from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding, Residual
+from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
+from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
 from diloco.errors import CodecError
 
-__all__ = ["Contribution", "Mean", "RoundId", "Verdict", "judge", "weighted_mean"]
-
-LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
-"""Weights multiply values in float32: far beyond these, they would become 0 or infinite there."""
+__all__ = [
+    "Contribution",
+    "Mean",
+    "RoundId",
+    "Verdict",
+    "combined",
+    "judge",
+    "weighted_mean",
+]
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -54,11 +63,17 @@ class Contribution:
         numel: values behind the payload.
         payload: ``(codec.payload_bytes(numel),)`` uint8.
         weight: this replica's weight in the mean; 1e-18 to 1e18.
+        base_weight: what a full window of this replica weighs; see `bounded_weights`.
         digest: of the fragment's global parameters and outer state, as this replica holds them.
         buffers: ``(n,)`` float32, the model's floating buffers, or None.
         integers: ``(n,)`` uint8, the bytes of its integer buffers, or None.
         withdrawn: why the sender itself does not want it averaged, or "".
         clipping: how large the contributions of the round may be; the same for all replicas.
+        average_rule: how the contributions are averaged; None: the weighted mean. The same for all replicas.
+        tensors: sizes of the tensors that the values are, one after the other, for ``average_rule``.
+        telemetry: whether the spread of the round's contributions is measured, where they are at hand.
+        mean: how the mean of a stretch travels in a reduce-scatter; the same for all replicas.
+        residual: what this replica has not sent yet of earlier means, or None.
     """
 
     round: RoundId
@@ -67,11 +82,22 @@ class Contribution:
     numel: int
     payload: Tensor
     weight: float = 1.0
+    base_weight: float = 1.0
     digest: str = ""
     buffers: Tensor | None = None
     integers: Tensor | None = None
     withdrawn: str = ""
     clipping: Clipping = UNCLIPPED
+    average_rule: AverageRule | None = None
+    tensors: tuple[int, ...] = ()
+    telemetry: bool = False
+    mean: MeanEncoding = PLAIN_MEAN
+    residual: Residual | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the average needs whole contributions, so that each goes to every replica."""
+        return self.clipping.active or self.average_rule is not None
 
     @property
     def extra_bytes(self) -> int:
@@ -91,6 +117,8 @@ class Mean:
         buffers: ``(n,)`` float32 mean of the floating buffers, or None.
         integers: ``(n,)`` uint8, the integer buffers of the first contributor, or None.
         clipped: contributors whose values were scaled down, ascending.
+        spread: of the contributions, see `diloco.algorithm.telemetry.spread`; None where it was not measured.
+        residual: what this replica has not sent yet of the means that it encoded, should the round be committed.
     """
 
     values: Tensor
@@ -99,6 +127,8 @@ class Mean:
     buffers: Tensor | None = None
     integers: Tensor | None = None
     clipped: tuple[int, ...] = ()
+    spread: float | None = None
+    residual: Residual | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +181,10 @@ def _refusal(contribution: Contribution, expected: _Layout, *, contents: bool) -
         return f"holds integer buffers of {layout.integers} instead of {expected.integers}"
     if not LEAST_WEIGHT <= contribution.weight <= GREATEST_WEIGHT:
         return f"has the weight {contribution.weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
+    if not LEAST_WEIGHT <= contribution.base_weight <= GREATEST_WEIGHT:
+        return (
+            f"has the base weight {contribution.base_weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
+        )
     if not contents:
         return ""
     if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
@@ -169,6 +203,7 @@ def judge(
     min_contributors: int,
     absent: Mapping[int, str],
     contents: bool = True,
+    holders: int = 1,
 ) -> Verdict:
     """Decide about a round, once something is known of every member.
 
@@ -179,6 +214,7 @@ def judge(
         absent: replica -> why nothing arrived from it.
         contents: whether payloads and buffers are here to be checked; False where only their headers have come, and
             the rest is checked on arrival.
+        holders: so many replicas at least must hold a state for it to be the majority's, as more than could lie.
 
     Returns:
         The verdict. A replica is diverged when its digest is not the most frequent one; on a tie the digest of the
@@ -192,6 +228,10 @@ def judge(
     majority = _most_frequent([contributions[replica].digest for replica in ordered])
     donor = next(replica for replica in ordered if contributions[replica].digest == majority)
     diverged = tuple(replica for replica in ordered if contributions[replica].digest != majority)
+    if len(ordered) - len(diverged) < min(holders, len(ordered)):
+        names = ", ".join(str(replica) for replica in ordered)
+        reason = f"global parameters or outer state of replicas {names} differ, and no {holders} of them hold the same"
+        return Verdict((), reason)
     if diverged:
         names = ", ".join(str(replica) for replica in diverged)
         reason = f"global parameters or outer state of replica {names} differ from those of replica {donor}"
@@ -217,33 +257,77 @@ def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UN
 
     Quantised addends and one float32 sum (Streaming DiLoCo, section 2.4): partial sums are never quantised again, and
     the divisor is the weight that arrived. f_m is 1, but for contributions that ``clipping`` scales down; model buffers
-    are never scaled.
+    are never scaled. w_m are the `bounded_weights`. Contributions with an ``average_rule`` are combined by it instead,
+    and only the buffers are a weighted mean.
+
+    Raises:
+        CodecError: the mean is not finite, or too large; it names the replica that contributed most to it.
     """
     ordered = sorted(contributions, key=lambda contribution: contribution.replica)
     first = ordered[0]
-    total = sum(contribution.weight for contribution in ordered)
-    values = torch.zeros(first.numel, dtype=torch.float32, device=first.payload.device)
+    weights = bounded_weights(
+        {each.replica: each.weight for each in ordered}, {each.replica: each.base_weight for each in ordered}
+    )
+    total = sum(weights.values())
     factors: dict[int, float] = {}
     if clipping.active:
         factors = scale_factors(
             clipping,
             {each.replica: vector_norm(each.codec.decode(each.payload, each.numel)) for each in ordered},
         )
-    for contribution in ordered:
-        weight = contribution.weight * factors.get(contribution.replica, 1.0)
-        contribution.codec.accumulate(contribution.payload, values, weight)
+    scaled = {replica: weight * factors.get(replica, 1.0) for replica, weight in weights.items()}
+    if first.average_rule is None:
+        values = torch.zeros(first.numel, dtype=torch.float32, device=first.payload.device)
+        for each in ordered:
+            each.codec.accumulate(each.payload, values, scaled[each.replica])
+        values.div_(total)
+    else:
+        decoded = ((each.replica, each.codec.decode(each.payload, each.numel)) for each in ordered)
+        values = combined(first.average_rule, decoded, weights, factors, first.tensors)
+    check_mean(values, {each.replica: (each.codec, each.payload, scaled[each.replica]) for each in ordered})
     buffers = None
     if first.buffers is not None:
         buffers = torch.zeros_like(first.buffers)
         for contribution in ordered:
             assert contribution.buffers is not None
-            buffers.add_(contribution.buffers * contribution.weight)
+            buffers.add_(contribution.buffers * weights[contribution.replica])
         buffers.div_(total)
+        if not bool(torch.isfinite(buffers).all()):
+            raise CodecError("the mean of the model's buffers is not finite")
     return Mean(
-        values=values.div_(total),
+        values=values,
         contributors=tuple(contribution.replica for contribution in ordered),
         weight=total,
         buffers=buffers,
         integers=first.integers,
         clipped=tuple(factors),
+        spread=_spread(ordered, weights) if first.telemetry else None,
     )
+
+
+def combined(
+    rule: AverageRule,
+    decoded: Iterable[tuple[int, Tensor]],
+    weights: Mapping[int, float],
+    factors: Mapping[int, float],
+    tensors: Sequence[int],
+) -> Tensor:
+    """What ``rule`` makes of contributions.
+
+    Args:
+        rule: how they are averaged.
+        decoded: replica and values, ``(numel,)`` float32, ascending; the values may be overwritten.
+        weights: replica -> weight.
+        factors: replica -> by what its values are multiplied, where that is not 1.
+        tensors: sizes of the tensors that the values are.
+    """
+    return rule.combine(
+        ((weights[replica], values.mul_(factors.get(replica, 1.0))) for replica, values in decoded), tensors
+    )
+
+
+def _spread(contributions: Sequence[Contribution], weights: Mapping[int, float]) -> float | None:
+    codec, numel = contributions[0].codec, contributions[0].numel
+    payloads = [(weights[each.replica], each.payload) for each in contributions]
+    terms = spread_terms(codec, payloads, numel, sampled_stretches(numel, codec.block_size))
+    return spread(*terms, sum(weights.values()))

@@ -1,4 +1,5 @@
 """Contributions that are too large are scaled down before they are averaged: the same on every replica, to the bit.
+A mean that is too large all the same is refused.
 
 A contribution of norm n keeps its weight, but its values are multiplied by ``min(1, c / n)``, where the bound c is a
 number, or a multiple of the median norm of the round's contributors. A replica that is wrong, or malicious, then moves
@@ -17,9 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.algorithm.codec import Codec
+from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.numbers import check_number
+from diloco.errors import CodecError
 
-__all__ = ["STRETCH", "UNCLIPPED", "Clipping", "scale_factors", "vector_norm"]
+__all__ = ["LARGEST_MEAN", "STRETCH", "UNCLIPPED", "Clipping", "check_mean", "scale_factors", "vector_norm"]
+
+LARGEST_MEAN = 2.0**100
+"""A mean with a larger value is void: momentum and outer steps would make infinity of it."""
 
 STRETCH = 1 << 20
 """Values whose squares are summed at a time: 8 MiB of float64. Part of the definition, since it decides the order."""
@@ -115,3 +122,30 @@ def _folded(values: Tensor) -> Tensor:
         values[: count - half] += values[half:count]  # the one in the middle of an odd number waits for the next fold
         count = half
     return values[0]
+
+
+def check_mean(values: Tensor, addends: Mapping[int, tuple[Codec, Tensor, float]]) -> None:
+    """Check (a part of) a mean, of which every addend may be finite and the sum not.
+
+    Args:
+        values: ``(n,)`` float32, the mean.
+        addends: replica -> codec, payload of ``n`` values, and the weight with which they were added.
+
+    Raises:
+        CodecError: a value is not finite, or above 2^100. It names the replica that contributed most to it.
+    """
+    largest = largest_magnitude(values)
+    if not largest <= LARGEST_MEAN:
+        replica = _largest_contributor(addends, values.numel())
+        what = "is not finite" if not math.isfinite(largest) else f"has values up to {largest:.3g}"
+        raise CodecError(f"the mean {what}, to which replica {replica} contributed most")
+
+
+def _largest_contributor(addends: Mapping[int, tuple[Codec, Tensor, float]], numel: int) -> int:
+    """The replica with the largest weighted value, the lowest of several; arguments as of `check_mean`."""
+
+    def largest(replica: int) -> float:
+        codec, payload, weight = addends[replica]
+        return weight * largest_magnitude(codec.decode(payload, numel))
+
+    return max(sorted(addends), key=largest)

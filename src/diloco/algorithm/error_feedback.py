@@ -12,7 +12,24 @@ from diloco.algorithm.codec.base import empty
 from diloco.algorithm.numbers import check_number
 from diloco.errors import CheckpointError, CodecError
 
-__all__ = ["ErrorFeedback"]
+__all__ = ["ErrorFeedback", "encode_with_residual"]
+
+
+def encode_with_residual(codec: Codec, values: Tensor, residual: Tensor, decay: float, payload: Tensor) -> Tensor:
+    """Encode ``values + decay * residual``; returns what that loses, the next residual.
+
+    Args:
+        codec: Q.
+        values: ``(numel,)`` float32.
+        residual: ``(numel,)`` float32, what was lost before.
+        decay: beta.
+        payload: ``(codec.payload_bytes(numel),)`` uint8, to be written.
+    """
+    lost = empty(values.numel(), torch.float32, values.device)
+    torch.add(values, residual, alpha=decay, out=lost)
+    codec._encode(lost, payload)
+    codec._accumulate(payload, lost, -1.0)
+    return lost
 
 
 class ErrorFeedback(Codec):
@@ -141,11 +158,7 @@ class ErrorFeedback(Codec):
                 "Nothing was encoded."
             )
         self._residual = self._residual.to(values.device)
-        candidate = empty(self.numel, torch.float32, values.device)
-        torch.add(values, self._residual, alpha=self.decay, out=candidate)
-        self.codec._encode(candidate, payload)
-        self.codec._accumulate(payload, candidate, -1.0)
-        self._candidate = candidate
+        self._candidate = encode_with_residual(self.codec, values, self._residual, self.decay, payload)
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         self.codec._decode(payload, out)

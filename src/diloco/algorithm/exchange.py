@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from diloco.algorithm.averaging import Contribution
 from diloco.algorithm.codec import Codec
+from diloco.algorithm.mean_encoding import PLAIN_MEAN
 
-__all__ = ["Exchange", "data_parallel_bytes", "plan_exchange", "shard_bounds"]
+__all__ = ["Exchange", "data_parallel_bytes", "plan_exchange", "plan_round", "shard_bounds"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Exchange:
 
     Attributes:
         pattern: ``all-gather``: everybody gets every payload and sums for itself; ``reduce-scatter``: the replica at
-            position i sums stretch i of the values and sends the float32 mean of it to all others.
+            position i owns stretch i of the values: it sums it and sends the mean of it to all others.
         shards: ``(start, stop)`` of the stretch of each position, as `shard_bounds` cuts them. All-gather has them,
             too, and makes no use of them.
         sent: bytes by position; payloads, means and what travels beside them.
@@ -70,19 +73,26 @@ def shard_bounds(numel: int, num_replicas: int, block_size: int) -> tuple[tuple[
 
 
 def plan_exchange(
-    codec: Codec, numel: int, num_replicas: int, extra_bytes: int = 0, *, whole: bool = False
+    codec: Codec,
+    numel: int,
+    num_replicas: int,
+    extra_bytes: int = 0,
+    *,
+    mean_codec: Codec = PLAIN_MEAN.codec,
+    whole: bool = False,
 ) -> Exchange:
     """The pattern for ``numel`` values between ``num_replicas`` replicas that asks less of the busiest of them.
 
-    With n the payload, all-gather moves ``(M - 1) * n`` bytes each way; reduce-scatter followed by an all-gather of the
-    means moves about ``(M - 1) * (n / M + 4 * numel / M)``, counted here stretch by stretch. The means stay float32:
-    quantising them again would be another algorithm. On a tie all-gather is taken, which needs one trip instead of two.
+    With n the payload and m the encoded mean of all values, all-gather moves ``(M - 1) * n`` bytes each way;
+    reduce-scatter followed by an all-gather of the means moves about ``(M - 1) / M * (n + m)``, counted here stretch by
+    stretch. On a tie all-gather is taken, which needs one trip instead of two.
 
     Args:
         codec: encodes the contributions.
         numel: values in the round.
         num_replicas: M.
         extra_bytes: what travels beside the payload of each replica (model buffers), always all-gathered.
+        mean_codec: encodes the means; stretches are cut between the blocks of both codecs.
         whole: whether every replica needs whole contributions, as to clip them by their norms: then it is all-gather.
 
     >>> from diloco.algorithm.codec import make_codec
@@ -91,11 +101,13 @@ def plan_exchange(
     ('reduce-scatter', (4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))
     >>> plan_exchange(make_codec("fp4"), 1024, 4).pattern
     'all-gather'
+    >>> plan_exchange(make_codec("fp4"), 1024, 4, mean_codec=make_codec("fp4")).sent
+    (774, 774, 774, 774)
     """
     others = num_replicas - 1
-    shards = shard_bounds(numel, num_replicas, codec.block_size)
+    shards = shard_bounds(numel, num_replicas, math.lcm(codec.block_size, mean_codec.block_size))
     payloads = [codec.payload_bytes(stop - start) for start, stop in shards]
-    means = [4 * (stop - start) for start, stop in shards]
+    means = [mean_codec.payload_bytes(stop - start) for start, stop in shards]
     both = list(zip(payloads, means, strict=True))
     gathered = (others * (codec.payload_bytes(numel) + extra_bytes),) * num_replicas
     gather = Exchange("all-gather", shards, gathered, gathered)
@@ -106,6 +118,18 @@ def plan_exchange(
         received=tuple(others * (payload + extra_bytes) + sum(means) - mean for payload, mean in both),
     )
     return gather if whole else min(gather, scatter, key=lambda exchange: exchange.busiest_bytes)  # the first on a tie
+
+
+def plan_round(contribution: Contribution, num_replicas: int) -> Exchange:
+    """`plan_exchange` for a round of ``num_replicas`` contributions like this one: the same for each of them."""
+    return plan_exchange(
+        contribution.codec,
+        contribution.numel,
+        num_replicas,
+        contribution.extra_bytes,
+        mean_codec=contribution.mean.codec,
+        whole=contribution.whole,
+    )
 
 
 def data_parallel_bytes(numel: int, num_replicas: int, steps: int) -> int:

@@ -55,9 +55,14 @@ class Fragment:
     shapes: tuple[tuple[int, ...], ...]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Values of each parameter in this rank's flat vector, in its order."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
     def numel(self) -> int:
         """Values in this rank's flat vector; 0 where its shards are all empty."""
-        return sum(math.prod(shape) for shape in self.shapes)
+        return sum(self.sizes)
 
     def named(self, values: Tensor) -> dict[str, Tensor]:
         """Name -> its part of the flat vector ``values``, ``(numel,)``, as a view in its shape.
@@ -65,7 +70,7 @@ class Fragment:
         >>> Fragment(0, ("a", "b"), ((2,), (1, 2))).named(torch.arange(4))
         {'a': tensor([0, 1]), 'b': tensor([[2, 3]])}
         """
-        pieces = torch.split(values, [math.prod(shape) for shape in self.shapes])
+        pieces = torch.split(values, list(self.sizes))
         return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}
 
 
@@ -190,7 +195,8 @@ def flatten(tensors: Sequence[Tensor], out: Tensor) -> Tensor:
     start = 0
     for shard in map(local_shard, tensors):
         stop = start + shard.numel()
-        out[start:stop].view(shard.shape).copy_(shard, non_blocking=True)
+        # CUDA's copies are waited for below; another device's to the host must not be on its way still
+        out[start:stop].view(shard.shape).copy_(shard, non_blocking=shard.is_cuda or out.is_cuda)
         start = stop
     if out.device.type == "cpu" and any(tensor.is_cuda for tensor in tensors):
         torch.cuda.current_stream().synchronize()  # the host must not read a copy that is still on its way

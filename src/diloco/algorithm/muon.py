@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from diloco.errors import ConfigurationError
 __all__ = ["Muon", "muon", "orthogonalised"]
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_LEAST_SIDE = 64  # below it bfloat16 costs more than it gains
 _BATCH_VALUES = 1 << 24  # of matrices that are orthogonalised together; bounds the scratch memory
 
 
@@ -24,16 +26,17 @@ class Muon(torch.optim.Optimizer):
     For a matrix G (the gradient) of a group with ``orthogonalise``, where O is `orthogonalised`::
 
         B <- momentum B + G;   U = O(G + momentum B) with Nesterov, O(B) without
-        theta <- theta - lr (weight_decay theta + sqrt(max(1, rows / columns)) U)
+        theta <- theta - lr (weight_decay theta + sqrt(max(1, outputs / inputs)) U)
 
-    which is ``torch.optim.Muon``, with matrices of equal shape orthogonalised together, and in float32 on CPUs. All
-    other groups are stepped by ``torch.optim.AdamW``.
+    which is ``torch.optim.Muon``, with matrices of equal shape orthogonalised together. All other groups are stepped by
+    ``torch.optim.AdamW``.
 
     A scheduler that sets ``lr`` of all groups alike multiplies it by the group's ``lr_ratio``.
 
     Args:
-        params: parameter groups; ``orthogonalise`` says which kind a group is (default: AdamW), and ``lr_ratio`` how
-            many times ``lr`` its learning rate is (default: 1).
+        params: parameter groups; ``orthogonalise`` says which kind a group is (default: AdamW), ``lr_ratio`` how many
+            times ``lr`` its learning rate is (default: 1), and ``inputs_first`` whether its matrices have a column for
+            each output rather than a row (default: False).
         lr: learning rate of groups with ``lr_ratio`` 1.
         weight_decay: decoupled, of groups that do not say it themselves.
         momentum: of the matrices that are orthogonalised.
@@ -72,6 +75,7 @@ class Muon(torch.optim.Optimizer):
             group.setdefault("weight_decay", weight_decay)
             if not group.setdefault("orthogonalise", False):
                 continue
+            group.setdefault("inputs_first", False)
             group.update(momentum=momentum, nesterov=nesterov, newton_schulz_steps=newton_schulz_steps)
             for parameter in group["params"]:
                 _check_matrix(parameter)
@@ -116,7 +120,8 @@ class Muon(torch.optim.Optimizer):
             key = parameter.shape, parameter.device, parameter.dtype
             alike.setdefault(key, []).append((parameter, update))
         for (shape, _, _), pairs in alike.items():
-            step_size = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+            rows, columns = reversed(shape) if group["inputs_first"] else shape
+            step_size = group["lr"] * math.sqrt(max(1.0, rows / columns))
             at_once = max(1, _BATCH_VALUES // shape.numel())
             for start in range(0, len(pairs), at_once):
                 batch = pairs[start : start + at_once]
@@ -134,7 +139,8 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
         A = X X^T;   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
 
     Args:
-        matrices: ``(n, rows, columns)``, left as they are. Computed in bfloat16 on CUDA and in float32 elsewhere.
+        matrices: ``(n, rows, columns)``, left as they are. Computed in bfloat16 on CUDA, and for matrices of at least
+            64 x 64 on CPUs that multiply it in hardware (AMX); in float32 elsewhere.
         steps: of the iteration.
 
     Returns:
@@ -145,7 +151,8 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
     True
     """
     a, b, c = _COEFFICIENTS
-    working = matrices.to(torch.bfloat16 if matrices.device.type == "cuda" else torch.float32)
+    fast = matrices.is_cuda or (min(matrices.shape[1:]) >= _LEAST_SIDE and _multiplies_bfloat16(matrices.device.type))
+    working = matrices.to(torch.bfloat16 if fast else torch.float32)
     tall = matrices.shape[1] > matrices.shape[2]
     if tall:
         working = working.mT
@@ -154,6 +161,13 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
         gram = working @ working.mT
         working = torch.baddbmm(working, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), working, beta=a)
     return (working.mT if tall else working).to(matrices.dtype)
+
+
+@functools.cache
+def _multiplies_bfloat16(device: str) -> bool:
+    """Whether bfloat16 matrices are multiplied in hardware, several times as fast as float32 ones."""
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # newer versions of torch
+    return device == "cpu" and bool(capabilities.get("amx_bf16"))
 
 
 def muon(
@@ -167,8 +181,10 @@ def muon(
 ) -> Muon:
     """`Muon` over the trainable parameters of ``model``: hidden matrices are orthogonalised, the rest goes to AdamW.
 
-    Hidden matrices are all matrices but embeddings, output heads (linear layers from an embedding's width to its number
-    of entries) and those named by ``adamw``. Norms, biases and other vectors are not decayed.
+    Hidden matrices are all matrices but embeddings, output heads and those named by ``adamw``. A head is a linear layer
+    from an embedding's width to its number of entries; where there are more such layers than such embeddings, none is
+    (hidden matrices of a model that has as many learned positions as channels). Norms, biases and other vectors are not
+    decayed.
 
     Args:
         model: any module.
@@ -195,8 +211,12 @@ def muon(
         )
     names = {id(parameter) for parameter in hidden.values()}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in names]
+    # GPT-2's layers keep their matrices the other way round, as (inputs, outputs)
+    turned = {id(module.weight) for module in model.modules() if type(module).__name__ == "Conv1D"}
+    matrices = {"orthogonalise": True, "lr_ratio": matrix_lr_ratio}
     groups: list[dict[str, Any]] = [
-        {"params": list(hidden.values()), "orthogonalise": True, "lr_ratio": matrix_lr_ratio},
+        {"params": [p for p in hidden.values() if id(p) not in turned], **matrices},
+        {"params": [p for p in hidden.values() if id(p) in turned], **matrices, "inputs_first": True},
         {"params": [p for p in others if p.dim() >= 2]},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
@@ -209,10 +229,12 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn
     Raises:
         ConfigurationError: if a pattern fits no trainable matrix.
     """
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    tables = {(weight.shape[0], weight.shape[1]) for weight in embeddings}
-    heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and tuple(m.weight.shape) in tables]
-    apart = {id(weight) for weight in (*embeddings, *heads)}
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    apart = {id(weight) for weight in tables}
+    for shape in {weight.shape for weight in tables}:
+        heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape == shape]
+        if len(heads) <= sum(weight.shape == shape for weight in tables):
+            apart |= {id(weight) for weight in heads}
     matrices = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2}
     for pattern in adamw:
         if not fnmatch.filter(matrices, pattern):

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["check_number", "check_whole"]
+__all__ = ["check_number", "check_whole", "learning_rate_of_gain"]
 
 
 def check_whole(name: str, value: Any, least: int | None = None) -> int:
@@ -55,3 +55,12 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, a
     else:
         works = "a finite number"
     raise ConfigurationError(f"{name}={value!r} was given; it must be {works}. Nothing was started.")
+
+
+def learning_rate_of_gain(gain: float, momentum: float) -> float:
+    """``gain (1 - mu)``: the learning rate with which equal means move the parameters by ``gain`` of them in the end.
+
+    >>> learning_rate_of_gain(4.0, 0.9), learning_rate_of_gain(1.75, 0.6), learning_rate_of_gain(1.0, 0.0)
+    (0.4, 0.7, 1.0)
+    """
+    return round(gain * (1 - momentum), 12)  # not 0.3999999999999999

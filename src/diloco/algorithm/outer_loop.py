@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.digest import digest_state
 from diloco.algorithm.fragments import Fragment, bind, flatten, local_shard, unflatten_
 from diloco.algorithm.merge import MergeRule, carry_over
@@ -78,7 +79,7 @@ class OuterLoop:
         """
         local = self.local(index)
         delta = self.global_params[index] - local if keep_local else local.neg_().add_(self.global_params[index])
-        largest = float(torch.linalg.vector_norm(delta, math.inf)) if delta.numel() else 0.0  # of nothing: an error
+        largest = largest_magnitude(delta)
         if not math.isfinite(largest):
             fragment = self.fragments[index]
             bad = [

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from diloco.algorithm.numbers import check_number
+from diloco.algorithm.numbers import check_number, learning_rate_of_gain
 from diloco.errors import ConfigurationError
 
 __all__ = ["Adam", "Nesterov", "OuterOptimizer", "OuterState", "ScalarSchedule", "Sgd"]
@@ -110,6 +110,20 @@ class Nesterov:
     def __post_init__(self) -> None:
         _check("learning_rate", self.learning_rate)
         _check("momentum", self.momentum, 1)
+
+    @classmethod
+    def of_gain(cls, gain: float, momentum: float = 0.9) -> Self:
+        """With ``lr = gain (1 - mu)``: what equal means are multiplied by once they have gone on for long.
+
+        Settings of one gain are alike where rounds are many. In a short run the momentum does not build up: the first
+        step is ``lr (1 + mu)``.
+
+        >>> Nesterov.of_gain(1.75, momentum=0.6)
+        Nesterov(learning_rate=0.7, momentum=0.6)
+        """
+        check_number("outer gain", gain, 0)
+        check_number("outer momentum", momentum, 0, 1)
+        return cls(learning_rate=learning_rate_of_gain(gain, momentum), momentum=momentum)
 
     def init(self, values: Tensor) -> OuterState:
         return OuterState(slots={"momentum": torch.zeros_like(values)})

@@ -19,6 +19,9 @@ _KEPT = 0.9
 
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 
+_MOST_TIMES = 8
+"""No replica is taken to be faster than so many times the second fastest."""
+
 _ENOUGH_STEPS = 6
 """A mean of fewer says little."""
 
@@ -37,11 +40,17 @@ def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: 
     >>> speeds = {0: 4.0, 1: 2.0, 2: 0.9, 3: 0.001}
     >>> [steps_to_train(replica, speeds, inner_steps=10) for replica in (0, 1, 2, 3, 4)]
     [10, 5, 2, 1, 10]
+
+    Replicas tell their speeds themselves, so one counts for at most eight times the second fastest:
+
+    >>> steps_to_train(0, {0: 4.0, 1: 4.0, 2: 1e308}, inner_steps=80)
+    10
     """
     if replica not in steps_per_s:
         return inner_steps
-    mine, fastest = steps_per_s[replica], max(steps_per_s.values())
-    return inner_steps if mine == fastest else max(1, math.floor(mine / fastest * inner_steps))
+    mine, speeds = steps_per_s[replica], sorted(steps_per_s.values())
+    fastest = min(speeds[-1], _MOST_TIMES * speeds[-2]) if len(speeds) > 1 else speeds[-1]
+    return inner_steps if mine >= fastest else max(1, math.floor(mine / fastest * inner_steps))
 
 
 def trains_at(step: int, steps: int, inner_steps: int) -> bool:

@@ -32,12 +32,13 @@ class SyncSchedule:
 
     The first synchronisation of fragment p is after step ``H + t_p``: with H=100 and P=2, fragment 0 is sent at
     100, 200, ... and fragment 1 at 150, 250, ..., the paper's example. H and P need not divide each other, and any
-    0 <= tau < H is allowed, so several fragments can be in flight at once, but never twice the same one.
+    0 <= tau <= H is allowed, so several fragments can be in flight at once, but never twice the same one: with tau = H,
+    a whole round late, a fragment is merged in the step in which it is sent again, just before that.
 
     Args:
         inner_steps: inner steps between two synchronisations of one fragment (H).
         num_fragments: number of fragments (P), at most H.
-        overlap_steps: inner steps between sending and merging (tau).
+        overlap_steps: inner steps between sending and merging (tau), at most H.
         offsets: step at which each fragment's cycle begins (t_p), each 0 <= t_p < H; by default spread evenly,
             ``t_p = floor(p * H / P)``.
 
@@ -69,10 +70,10 @@ class SyncSchedule:
                 f"num_fragments={num_fragments} was given with inner_steps={inner_steps}. Use 1 to {inner_steps}, "
                 "so that no two fragments need the same step. Nothing was started."
             )
-        if not 0 <= self.overlap_steps < inner_steps:
+        if not 0 <= self.overlap_steps <= inner_steps:
             raise ConfigurationError(
                 f"overlap_steps={self.overlap_steps} was given with inner_steps={inner_steps}. Use 0 to "
-                f"{inner_steps - 1}: a fragment must be merged before it is sent again. Nothing was started."
+                f"{inner_steps}: a fragment must be merged before it is sent again. Nothing was started."
             )
         spread = (p * inner_steps // num_fragments for p in range(num_fragments))
         given = spread if self.offsets is None else self.offsets
@@ -90,15 +91,26 @@ class SyncSchedule:
         assert self.offsets is not None
         return self.offsets
 
+    @property
+    def whole_round_late(self) -> bool:
+        """Whether tau = H: a round is merged when the next one of the same fragment is sent."""
+        return self.overlap_steps == self.inner_steps
+
     def actions(self, step: int) -> tuple[Send | Merge, ...]:
-        """What to do after inner step ``step`` (counted from 1): all sends first, so that the link starts early."""
+        """What to do after inner step ``step`` (counted from 1): all sends first, so that the link starts early.
+
+        But merges where each of them is of a fragment that is sent again (tau = H).
+
+        >>> SyncSchedule(inner_steps=10, overlap_steps=10).actions(20)
+        (Merge(fragment=0, outer_step=0), Send(fragment=0, outer_step=1))
+        """
         sends = [Send(p, k) for p in range(self.num_fragments) if (k := self._outer_step(p, step)) is not None]
         merges = [
             Merge(p, k)
             for p in range(self.num_fragments)
             if (k := self._outer_step(p, step - self.overlap_steps)) is not None
         ]
-        return (*sends, *merges)
+        return (*merges, *sends) if self.whole_round_late else (*sends, *merges)
 
     def busy_steps(self, steps: int) -> tuple[int, ...]:
         """The steps in 1..``steps`` after which there is something to do, ascending.

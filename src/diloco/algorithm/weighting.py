@@ -11,11 +11,23 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.algorithm.averaging import GREATEST_WEIGHT, LEAST_WEIGHT
 from diloco.algorithm.numbers import check_number
 from diloco.errors import CheckpointError, ConfigurationError
 
-__all__ = ["TrainedSteps", "check_base_weight", "contribution_weight"]
+__all__ = [
+    "GREATEST_WEIGHT",
+    "LEAST_WEIGHT",
+    "TrainedSteps",
+    "bounded_weights",
+    "check_base_weight",
+    "contribution_weight",
+]
+
+LEAST_WEIGHT, GREATEST_WEIGHT = 1e-18, 1e18
+"""Weights multiply values in float32: far beyond these, they would become 0 or infinite there."""
+
+MOST_WINDOWS = 8
+"""A contribution weighs at most as much as so many full windows: the work of seven void rounds and its own."""
 
 
 def contribution_weight(base_weight: float, trained: float, scheduled: int) -> float:
@@ -38,6 +50,27 @@ def contribution_weight(base_weight: float, trained: float, scheduled: int) -> f
     if trained <= 0:
         return LEAST_WEIGHT
     return min(GREATEST_WEIGHT, max(LEAST_WEIGHT, base_weight * (trained / scheduled)))
+
+
+def bounded_weights(weights: Mapping[int, float], base_weights: Mapping[int, float]) -> dict[int, float]:
+    """``min(w, 8 b)``, where b is the replica's base weight, or the second largest of all base weights if that is less.
+
+    A replica says itself what it weighs. So nobody weighs more than eight full windows, and nobody's window more than
+    that of some other replica. An honest replica is not affected, unless more than seven of its rounds in a row came to
+    nothing, or its base weight is more than eight times that of any other.
+
+    Args:
+        weights: replica -> w, of all contributors.
+        base_weights: replica -> what it calls a full window.
+
+    >>> bounded_weights({0: 1.0, 1: 1e18, 2: 2.0}, {0: 1.0, 1: 1e18, 2: 1.0})
+    {0: 1.0, 1: 8.0, 2: 2.0}
+    """
+    bases = sorted(base_weights[replica] for replica in weights)
+    second = bases[-2] if len(bases) > 1 else GREATEST_WEIGHT
+    return {
+        replica: min(weight, MOST_WINDOWS * min(base_weights[replica], second)) for replica, weight in weights.items()
+    }
 
 
 def check_base_weight(base_weight: float) -> float:

@@ -10,14 +10,18 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.buffers import check_buffers
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
+from diloco.algorithm.mean_encoding import MeanEncoding
+from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
+from diloco.plugins import code_digest
 
-__all__ = ["check_arguments", "facts_of_arguments"]
+__all__ = ["check_arguments", "described", "facts_of_arguments"]
 
 _NAMED = 3
 """So many tensors are named one by one; the rest go into a digest."""
@@ -33,6 +37,9 @@ def facts_of_arguments(
     outer_optimizer: object,
     merge: object,
     clipping: Clipping,
+    mean_codec: Codec,
+    mean_error_feedback: bool | float,
+    average: AverageRule | None,
 ) -> dict[str, str]:
     """What must be the same on all replicas: name -> value, the likeliest mistakes first."""
     shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
@@ -43,11 +50,13 @@ def facts_of_arguments(
         "schedule": (
             f"H {schedule.inner_steps}, tau {schedule.overlap_steps}, offsets {list(schedule.fragment_offsets)}"
         ),
-        "codec": codec.name + (f" ({parameters})" if parameters else ""),
+        "codec": codec.name + (f" ({parameters})" if parameters else "") + _code(codec),
         "error feedback": "yes" if error_feedback else "no",
-        "outer optimizer": _described(outer_optimizer),
-        "merge": _described(merge),
-        "clipping": _described(clipping),
+        "outer optimizer": described(outer_optimizer) + _code(outer_optimizer),
+        "merge": described(merge) + _code(merge),
+        "clipping": described(clipping),
+        "mean codec": str(MeanEncoding(mean_codec, float(mean_error_feedback))),
+        "average": "weighted mean" if average is None else described(average) + _code(average),
         **{f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in fragments},
         "buffers": _listed(buffers),
     }
@@ -59,6 +68,8 @@ def check_arguments(
     schedule: SyncSchedule,
     fragments: Sequence[Fragment],
     clipping: Clipping,
+    average: AverageRule | None,
+    merge: MergeRule,
 ) -> None:
     """Refuse arguments that do not work together.
 
@@ -75,6 +86,17 @@ def check_arguments(
             "more parameters over ranks. Leave clipping out, or let every rank hold all parameters (ddp). Nothing was "
             "started."
         )
+    if average is not None and not average.elementwise and sharded:
+        raise ConfigurationError(
+            f"{described(average)} averages whole tensors, and this model shards {sharded[0]} and {len(sharded) - 1} "
+            "more over ranks. Leave average out, or let every rank hold all parameters (ddp). Nothing was started."
+        )
+    if schedule.whole_round_late and not merge.keeps_sent:
+        raise ConfigurationError(
+            f"overlap_steps={schedule.overlap_steps}, a whole round late, was given with {described(merge)}, which "
+            "drops what was trained since the fragment was sent, and so all of it. Use RebaseMerge, or fewer steps. "
+            "Nothing was started."
+        )
     optimizers = [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if idle := [name for name, parameter in trainable.items() if id(parameter) not in held]:
@@ -89,24 +111,32 @@ def check_arguments(
         )
 
 
-def _described(value: object) -> str:
-    """A value as text that is the same in every process; a function by its name.
+def described(value: object) -> str:
+    """A value as text that is the same in every process: an object by its attributes, a function by its name.
 
     >>> from diloco.algorithm.outer_optimizer import Nesterov
-    >>> _described(Nesterov(learning_rate=1, momentum=max))
+    >>> described(Nesterov(learning_rate=1, momentum=max))
     'Nesterov(learning_rate=1.0, momentum=max)'
     """
-    if dataclasses.is_dataclass(value):
-        fields = (f"{field.name}={_described(getattr(value, field.name))}" for field in dataclasses.fields(value))
-        return f"{type(value).__name__}({', '.join(fields)})"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_described, value))})"
+        return f"({', '.join(map(described, value))})"
     if isinstance(value, bool | str) or value is None:
         return repr(value)
     if isinstance(value, Real):
         return repr(float(value))
-    name: str = getattr(value, "__qualname__", type(value).__qualname__)
-    return name
+    if hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    if dataclasses.is_dataclass(value):
+        attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        attributes = getattr(value, "__dict__", {})
+    return f"{type(value).__name__}({', '.join(f'{name}={described(held)}' for name, held in attributes.items())})"
+
+
+def _code(value: object) -> str:
+    """Which version of somebody's own code it is; "" for ours."""
+    digest = code_digest(value)
+    return f", code {digest}" if digest else ""
 
 
 def _listed(tensors: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ the algorithm runs or what the network is; `diloco.outer.fragment_rounds` is wha
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -16,10 +17,12 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import Fragment, holding, partition
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
@@ -27,7 +30,7 @@ from diloco.algorithm.schedule import Merge, Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
 from diloco.errors import CheckpointError
 from diloco.events import Event, Note
-from diloco.outer.arguments import check_arguments, facts_of_arguments
+from diloco.outer.arguments import check_arguments, described, facts_of_arguments
 from diloco.outer.fragment_rounds import FragmentRounds
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
@@ -58,6 +61,12 @@ class DiLoCo:
         weight: of this replica in a mean, for a full window of training. It is multiplied by the fraction of the window
             that the replica trained. Give it where replicas have different batch sizes.
         clipping: the largest contribution, the same on all replicas; default: no limit.
+        average: how contributions are averaged; None: their weighted mean. `Rda` and `SendersMean` are others.
+        telemetry: whether each round is measured, for `RoundCommitted`: norms, cosines, gain and spread.
+        mean_codec: how means are encoded where each replica sums a part of the values (`plan_exchange`): a codec or its
+            name. Default: float32, which loses nothing.
+        mean_error_feedback: how much of what ``mean_codec`` loses is kept for the next mean, as ``error_feedback``; by
+            whoever summed, 4 / M bytes per parameter.
         on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`, and with a `Note` of any other failure.
         compare_arguments: whether to compare these arguments with the other replicas'; False if that is already done.
 
@@ -92,6 +101,10 @@ class DiLoCo:
         global_device: torch.device | str | None = None,
         weight: float = 1.0,
         clipping: Clipping | None = None,
+        average: AverageRule | None = None,
+        telemetry: bool = True,
+        mean_codec: Codec | str = "float32",
+        mean_error_feedback: bool | float = False,
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
     ) -> None:
@@ -103,12 +116,14 @@ class DiLoCo:
         self.weight = check_base_weight(weight)
         self.clipping = clipping or UNCLIPPED
         self.steps = 0
-        check_arguments(model, inner_optimizer, self.schedule, self.fragments, self.clipping)
+        check_arguments(model, inner_optimizer, self.schedule, self.fragments, self.clipping, average, self.merge_rule)
         default = Nesterov(learning_rate=0.7 if len(self.fragments) == 1 else 0.4)
         device = None if global_device is None else torch.device(global_device)
         self.outer_loop = OuterLoop(model, self.fragments, outer_optimizer or default, device)
         self._on_event = on_event or (lambda event: None)
         codec = make_codec(codec) if isinstance(codec, str) else codec
+        mean_codec = make_codec(mean_codec) if isinstance(mean_codec, str) else mean_codec
+        mean = MeanEncoding(mean_codec, decay=float(mean_error_feedback))
         self._rounds = FragmentRounds(
             model,
             self.outer_loop,
@@ -117,6 +132,9 @@ class DiLoCo:
             codec=codec,
             error_feedback=error_feedback,
             clipping=self.clipping,
+            average_rule=average,
+            telemetry=telemetry,
+            mean=mean,
         )
         self._facts: dict[str, str] = {}
         if compare_arguments:
@@ -129,6 +147,9 @@ class DiLoCo:
                 outer_optimizer=self.outer_loop.outer_optimizer,
                 merge=self.merge_rule,
                 clipping=self.clipping,
+                mean_codec=mean_codec,
+                mean_error_feedback=mean_error_feedback,
+                average=average,
             )
         self._introduce()
 
@@ -143,7 +164,10 @@ class DiLoCo:
         self.finish()
 
     def begin(self, trained: float = 1.0) -> None:
-        """The first half of `step`: count the inner step and send what is due. Never blocks on other replicas."""
+        """The first half of `step`: count the inner step and send what is due. Never blocks on other replicas.
+
+        What is sent only after a merge (``overlap_steps`` = ``inner_steps``) is left to `finish`.
+        """
         self._take_over_what_came()
         self._rounds.trained_steps.add(trained)
         self.steps += 1
@@ -151,18 +175,22 @@ class DiLoCo:
         for action in self.schedule.actions(self.steps):
             match action:
                 case Send(fragment, outer_step):
-                    window = self.schedule.window_steps(fragment, outer_step)
-                    round_id = RoundId(fragment, outer_step)
-                    sent = self._rounds.send(round_id, step=self.steps, base_weight=self.weight, scheduled_steps=window)
-                    self._on_event(sent)
+                    self._send(RoundId(fragment, outer_step))
+                case Merge():
+                    break
 
     def finish(self) -> None:
         """The second half of `step`: wait for the averages that are due, and merge them."""
         in_flight = {round_id.fragment for round_id in self.in_flight}
+        merging = False
         for action in self.schedule.actions(self.steps):
             match action:
-                case Merge(fragment) if fragment in in_flight:
-                    self._on_event(self._rounds.merge(fragment, step=self.steps))
+                case Merge(fragment):
+                    merging = True
+                    if fragment in in_flight:
+                        self._on_event(self._rounds.merge(fragment, step=self.steps))
+                case Send(fragment, outer_step) if merging:
+                    self._send(RoundId(fragment, outer_step))
 
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, with nothing in flight.
@@ -185,6 +213,7 @@ class DiLoCo:
         Raises:
             TransportError: if none of ``donors`` answers.
         """
+        self._rounds.forget_means()
         for index in self._rounds.taking_over.all_from(donors, keep_work=keep_work):
             if not keep_work:
                 self._rounds.trained_steps.forget(index)
@@ -206,6 +235,19 @@ class DiLoCo:
             self._on_event(self._rounds.merge(round_id.fragment, step=self.steps))
         if take_over:
             self._take_over_what_came(wait=True)
+
+    def end(self) -> None:
+        """Merge every fragment in flight, as the loop is over; warn of fragments that it was too short to send."""
+        self.drain()
+        schedule, steps = self.schedule, self.steps
+        unsent = [fragment.index for fragment in self.fragments if not schedule.rounds_of(fragment.index, steps)]
+        if steps and unsent:
+            which = "any fragment" if len(unsent) == len(self.fragments) else f"fragment {', '.join(map(str, unsent))}"
+            warnings.warn(
+                f"The loop ended after {steps} steps, before {which} was first sent (inner_steps="
+                f"{schedule.inner_steps}): nothing of it was shared, and its global parameters have not moved.",
+                stacklevel=3,
+            )
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
@@ -276,9 +318,17 @@ class DiLoCo:
                 )
         self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
+        if self._rounds.keeps_means and state.get("mean_residuals") is None:
+            words = "This was saved without what the encoding of earlier means lost, so that its error feedback begins "
+            self._on_event(Note(step=self.steps, text=f"{words}anew."))
         if lacking := ", ".join(map(str, state.get("lacking", ()))):
             words = f"This was saved while the state of fragment {lacking} was being fetched. It will be fetched again."
             self._on_event(Note(step=self.steps, text=words))
+
+    def _send(self, round_id: RoundId) -> None:
+        window = self.schedule.window_steps(round_id.fragment, round_id.outer_step)
+        sent = self._rounds.send(round_id, step=self.steps, base_weight=self.weight, scheduled_steps=window)
+        self._on_event(sent)
 
     def _introduce(self) -> None:
         """Offer the state to others on the transport, and compare arguments with them."""
@@ -299,7 +349,7 @@ class DiLoCo:
             "offsets": list(self.schedule.fragment_offsets),
             "fragments": [list(fragment.names) for fragment in self.fragments],
             "codec": {"name": codec.name, **codec.parameters()},
-            "merge": repr(self.merge_rule),
+            "merge": described(self.merge_rule),
             "outer optimizer": type(self.outer_loop.outer_optimizer).__name__,
         }
 
@@ -309,6 +359,6 @@ class DiLoCo:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Merge what is in flight, unless an error is on its way out."""
+        """As `end`, unless an error is on its way out."""
         if kind is None:
-            self.drain()
+            self.end()

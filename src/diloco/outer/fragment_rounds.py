@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.buffers import collect_buffers, restore_buffers_
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.error_feedback import ErrorFeedback
+from diloco.algorithm.mean_encoding import MeanEncoding, Residual
 from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.outer_loop import OuterLoop
+from diloco.algorithm.telemetry import measured_outer_step
 from diloco.algorithm.weighting import TrainedSteps, contribution_weight
 from diloco.errors import DivergedError, RoundVoidError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
@@ -55,6 +58,9 @@ class FragmentRounds:
         codec: of the payloads.
         error_feedback: how much of what the codec loses is kept for the next round; 0: nothing.
         clipping: how large a contribution may be.
+        average_rule: how contributions are averaged; None: the weighted mean.
+        telemetry: whether rounds are measured.
+        mean: how means travel from those who own a stretch of the values.
 
     Attributes:
         codecs: one for each fragment.
@@ -74,6 +80,9 @@ class FragmentRounds:
         codec: Codec,
         error_feedback: float,
         clipping: Clipping,
+        average_rule: AverageRule | None,
+        telemetry: bool,
+        mean: MeanEncoding,
     ) -> None:
         self._feedback = {
             f.index: ErrorFeedback(codec, f.numel, decay=float(error_feedback))
@@ -91,12 +100,22 @@ class FragmentRounds:
         self._transport = transport
         self._merge_rule = merge_rule
         self._clipping = clipping
+        self._average_rule = average_rule
+        self._telemetry = telemetry
+        self._last_means: dict[int, Tensor] = {}  # fragment -> a sample of the last mean that was applied
+        self._mean = mean
+        self._residuals: dict[int, Residual] = {}  # fragment -> what this replica has not sent yet of means it owned
         self._in_flight: dict[int, _InFlight] = {}
 
     @property
     def in_flight(self) -> tuple[RoundId, ...]:
         """Rounds sent and not yet merged, in the order sent."""
         return tuple(entry.contribution.round for entry in self._in_flight.values())
+
+    @property
+    def keeps_means(self) -> bool:
+        """Whether this replica keeps what the encoding of its means loses."""
+        return self._mean.keeps_residual
 
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, with nothing in flight."""
@@ -127,10 +146,16 @@ class FragmentRounds:
             numel=delta.numel(),
             payload=codec.encode(delta),
             weight=contribution_weight(base_weight, self.trained_steps.hand_in(index), scheduled_steps),
+            base_weight=base_weight,
             digest=self._loop.digest(index),
             buffers=buffers,
             integers=integers,
             clipping=self._clipping,
+            average_rule=self._average_rule,
+            tensors=self._loop.fragments[index].sizes,
+            telemetry=self._telemetry,
+            mean=self._mean,
+            residual=self._residuals.get(index),
         )
         self._submit(contribution, sent)
         return RoundSent(
@@ -155,19 +180,24 @@ class FragmentRounds:
         """
         entry = self._in_flight[index]
         average, reason = None, ""
+        measures: dict[str, float | None] = {}
         try:
             average = entry.pending.wait()
+            if average.residual is not None:
+                self._residuals[index] = average.residual
             if average.donor is not None:
                 reason = self.taking_over.missed(average, average.donor)
                 average = None
         except DivergedError as error:
             reason = f"{error} {self.taking_over.follow(index, error)}"
+            if self._residuals.pop(index, None) is not None:  # it may have missed a commit, and sent this already
+                reason += " What it had kept of earlier means is dropped."
         except RoundVoidError as error:
             reason = str(error)
         round_id, me = entry.contribution.round, self._transport.replica
         averaged = average is not None and me in average.contributors
         if average is not None:
-            self._apply(average, entry.sent, averaged=averaged)
+            measures = self._apply(average, entry.sent, averaged=averaged)
             self.committed += 1
         else:
             self.void += 1
@@ -196,24 +226,33 @@ class FragmentRounds:
             wait_s=average.wait_s,
             clipped=average.clipped,
             note=average.note,
+            spread=average.spread,
+            late_s=average.late_s,
+            **measures,
         )
 
     def forget_losses(self) -> None:
-        """Drop what the codec lost so far; with nothing in flight."""
+        """Drop what codecs lost so far; with nothing in flight."""
+        self.forget_means()
         for feedback in self._feedback.values():
             feedback.load_state_dict({"residual": torch.zeros_like(feedback.residual)})
+
+    def forget_means(self) -> None:
+        """Drop what this replica has not sent yet of means that it owned, as it may not know which were committed."""
+        self._residuals.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """What the rounds made, and what they need to go on; tensors are not copied.
 
-        Global parameters and outer state, contributions in flight, error-feedback residuals, steps that no mean has
-        taken, counters.
+        Global parameters and outer state, contributions in flight, error-feedback residuals of contributions and
+        means, steps that no mean has taken, counters.
         """
         return {
             "rounds_committed": self.committed,
             "rounds_void": self.void,
             "fragments": [self._loop.fragment_state(fragment.index) for fragment in self._loop.fragments],
             "codecs": [self._feedback[p].state_dict() if self._feedback else None for p in range(len(self.codecs))],
+            "mean_residuals": [_residual_state(self._residuals.get(p)) for p in range(len(self.codecs))],
             "in_flight": [_in_flight_state(entry) for entry in self._in_flight.values()],
             "finished_rounds": list(self.shared.finished_rounds),
             "lacking": list(self.taking_over.lacking),
@@ -233,6 +272,8 @@ class FragmentRounds:
             self._loop.load_fragment_state(fragment.index, saved)
         for index, feedback in self._feedback.items():
             feedback.load_state_dict(state["codecs"][index])
+        residuals = enumerate(state.get("mean_residuals") or ())
+        self._residuals = {p: Residual(int(e["start"]), e["values"].clone()) for p, e in residuals if e is not None}
         self.shared.finished_rounds = [int(count) for count in state["finished_rounds"]]
         self._in_flight.clear()
         for entry in state["in_flight"]:
@@ -244,10 +285,16 @@ class FragmentRounds:
                 numel=fragment.numel,
                 payload=entry["payload"].to(device),
                 weight=float(entry["weight"]),
+                base_weight=float(entry.get("base_weight", 1.0)),  # checkpoints of 0.5.0 have none
                 digest=str(entry["digest"]),
                 buffers=entry["buffers"],
                 integers=entry["integers"],
                 clipping=self._clipping,
+                average_rule=self._average_rule,
+                tensors=fragment.sizes,
+                telemetry=self._telemetry,
+                mean=self._mean,
+                residual=self._residuals.get(fragment.index),
             )
             self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
 
@@ -255,19 +302,35 @@ class FragmentRounds:
         pending = self._transport.average(contribution)
         self._in_flight[contribution.round.fragment] = _InFlight(contribution, pending, sent)
 
-    def _apply(self, average: Average, sent: Tensor | None, *, averaged: bool) -> None:
-        """Outer step and merge. Own work that is not in the average stays in the local parameters, to be sent."""
+    def _apply(self, average: Average, sent: Tensor | None, *, averaged: bool) -> dict[str, float | None]:
+        """Outer step and merge. Own work that is not in the average stays in the local parameters, to be sent.
+
+        Returns:
+            What was measured, by name.
+        """
         index = average.round.fragment
         with self.shared.changing(index):
             self.shared.finished_rounds[index] = average.round.outer_step + 1
             if averaged:
-                self._loop.outer_step(index, average.values)
+                measures = self._outer_step(index, average.values)
                 self._loop.merge(index, self._merge_rule, sent)
             else:
                 with self._loop.carrying_over(index):
-                    self._loop.outer_step(index, average.values)
+                    measures = self._outer_step(index, average.values)
         if average.buffers is not None or average.integers is not None:
             restore_buffers_(self._model, average.buffers, average.integers)
+        return measures
+
+    def _outer_step(self, index: int, mean: Tensor) -> dict[str, float | None]:
+        if not self._telemetry:
+            self._loop.outer_step(index, mean)
+            return {}
+        measures, self._last_means[index] = measured_outer_step(self._loop, index, mean, self._last_means.get(index))
+        return dict(vars(measures))
+
+
+def _residual_state(residual: Residual | None) -> dict[str, Any] | None:
+    return None if residual is None else {"start": residual.start, "values": residual.values}
 
 
 def _in_flight_state(entry: _InFlight) -> dict[str, Any]:
@@ -277,6 +340,7 @@ def _in_flight_state(entry: _InFlight) -> dict[str, Any]:
         "outer_step": contribution.round.outer_step,
         "payload": contribution.payload,
         "weight": contribution.weight,
+        "base_weight": contribution.base_weight,
         "digest": contribution.digest,
         "buffers": contribution.buffers,
         "integers": contribution.integers,

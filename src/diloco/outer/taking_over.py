@@ -118,9 +118,10 @@ class TakingOver:
                 index = fragment.index
                 state = self._transport.fetch(index, donors, self._expected_bytes(index))
                 carrying = self._loop.carrying_over(index) if keep_work else nullcontext()
+                finished = _finished_rounds(index, state)  # may raise, while nothing has changed
                 with self._shared.changing(index), carrying:
                     self._load(index, state)
-                    self._shared.finished_rounds[index] = _finished_rounds(index, state)
+                    self._shared.finished_rounds[index] = finished
                     self._shared.data_order = str(state.get("data_order", ""))
                     if not keep_work:
                         self._loop.merge(index, AlphaMerge(), None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import Codec
+from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.fragments import flatten, local_shard, trainable_parameters, unflatten_
+from diloco.algorithm.weighting import contribution_weight
 from diloco.errors import NonFiniteError, RoundVoidError, ViewChangedError
 from diloco.model.language_model import LanguageModel
 from diloco.transport.base import Average, Pending, Transport
@@ -35,8 +39,13 @@ class GradientAverager:
         self._pending: Pending | None = None
         self._contribution: Contribution | None = None
 
-    def begin(self, step: int) -> None:
-        """Send the gradients of inner step ``step`` (counted from 0); absent ones count as zero."""
+    def begin(self, step: int, weight: float = 1.0) -> None:
+        """Send the gradients of inner step ``step`` (counted from 0); absent ones count as zero.
+
+        Args:
+            step: of the run.
+            weight: of these gradients in the mean; 0: they are of a batch in which nothing counts.
+        """
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -44,13 +53,14 @@ class GradientAverager:
         values = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
         flatten([parameter.grad for parameter in self.parameters if parameter.grad is not None], values)
         # looked at here, since a saturating codec would hide it; a replica's ranks withdraw together
-        finite = self.group.all(bool(torch.isfinite(values).all()))
+        finite = self.group.all(math.isfinite(largest_magnitude(values)))
         self._contribution = Contribution(
             round=RoundId(-1, step),
             replica=self.transport.replica,
             codec=self.codec,
             numel=numel,
             payload=self.codec.encode(values),
+            weight=contribution_weight(1.0, weight, 1),
             withdrawn="" if finite else "gradients that are not finite",
         )
         self._pending = self.transport.average(self._contribution)

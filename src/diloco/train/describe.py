@@ -14,15 +14,29 @@ import torch
 
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import make_codec
-from diloco.algorithm.exchange import data_parallel_bytes, plan_exchange
+from diloco.algorithm.exchange import Exchange, data_parallel_bytes, plan_exchange
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.schedule import Send, SyncSchedule
+from diloco.algorithm.settings import OuterSettings
 from diloco.model.language_model import LanguageModel
-from diloco.train.components import make_clipping, make_configured_codec, make_fragments, make_schedule
+from diloco.model.settings import ModelSettings
+from diloco.outer.arguments import described
+from diloco.plugins import is_own
+from diloco.train.components import (
+    make_average_rule,
+    make_clipping,
+    make_configured_codec,
+    make_fragments,
+    make_mean_encoding,
+    make_merge_rule,
+    make_outer_optimizer,
+)
 from diloco.train.inner_optimizer import inner_optimizer_in_words
+from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
 from diloco.units import format_bytes, format_count, format_ratio
 
-__all__ = ["describe", "describe_environment"]
+__all__ = ["bytes_per_frozen", "bytes_per_trained", "describe", "describe_environment"]
 
 _PACKAGES = ("diloco", "torch", "numpy", "safetensors", "tokenizers", "xxhash")
 
@@ -34,8 +48,10 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
         settings: resolved.
         model: the one to be trained; a model on the meta device will do.
     """
-    parameters = model.num_parameters()
-    facts = {"model": f"{format_count(parameters)} parameters, {model.num_layers} layers{_origin(settings, model)}"}
+    parameters, total = model.num_trained(), model.num_parameters()
+    facts = {"model": f"{format_count(total)} parameters, {model.num_layers} layers{_origin(settings, model)}"}
+    if parameters != total:
+        facts["trained"] = f"{format_count(parameters)} parameters, {parameters / total:.2%} of them{_lora(settings)}"
     facts["algorithm"] = _algorithm(settings)
     if words := inner_optimizer_in_words(settings.inner, model):
         facts["inner optimizer"] = words
@@ -51,7 +67,7 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
         facts |= _gradients(settings, parameters)
     else:
         facts["traffic"] = "none"
-    facts["memory"] = _memory(settings, parameters)
+    facts["memory"] = _memory(settings, parameters, total - parameters)
     evaluation, checkpoint = settings.evaluation, settings.checkpoint
     facts["evaluation"] = _every(evaluation.every_steps)
     facts["checkpoints"] = f"{_every(checkpoint.every_steps)}, the last {checkpoint.keep} kept"
@@ -88,17 +104,18 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     local_steps = settings.train.steps - start
     schedule, codec = make_schedule(settings), make_configured_codec(settings.codec)
     payloads = [codec.payload_bytes(size) for size in fragment_sizes]
-    clipping = make_clipping(settings.outer)
-    exchanges = [plan_exchange(codec, size, replicas, whole=clipping.active) for size in fragment_sizes]
+    clipping, whole = make_clipping(settings.outer), settings.outer.whole_contributions
+    mean = make_mean_encoding(settings)
+    exchanges = [plan_exchange(codec, size, replicas, mean_codec=mean.codec, whole=whole) for size in fragment_sizes]
     rounds = [schedule.rounds_of(fragment, local_steps) for fragment in range(schedule.num_fragments)]
     sent = sum(count * exchange.mean_bytes for count, exchange in zip(rounds, exchanges, strict=True))
     parameters = sum(fragment_sizes)
     per_gradient = data_parallel_bytes(parameters, replicas, 1)
     ratio = f", {format_ratio(per_gradient * local_steps / sent)} as much" if sent else ""
-    outer, merge = settings.outer, settings.merge
+    merge = settings.merge
     mixed = f"alpha = {merge.alpha:g}" if merge.rule == "alpha" else "rebase"
+    mixed = described(make_merge_rule(merge)) if is_own(merge.rule) else mixed
     feedback = " with error feedback" if settings.codec.error_feedback else ""
-    momentum = f", momentum {outer.momentum:g}" if outer.name == "nesterov" else ""
     facts = {
         "fragments": ", ".join(format_count(size) for size in fragment_sizes) + " parameters",
         "schedule": _schedule_in_words(schedule, start),
@@ -106,13 +123,20 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         "codec": f"{codec.name}{feedback}, {8 * sum(payloads) / parameters:.3g} bits per parameter",
         "weights": "by the steps that a replica trained since its last contribution that counted",
         "merge": mixed,
-        "outer optimizer": f"{outer.name}, learning rate {outer.learning_rate:g}{momentum}",
+        "outer optimizer": (
+            described(make_outer_optimizer(settings.outer, max(rounds)))
+            if is_own(settings.outer.name)
+            else _outer_in_words(settings.outer, rounds)
+        ),
         "payload": f"{', '.join(format_bytes(payload) for payload in payloads)} per round",
+        "exchange": f"{_exchange_in_words(exchanges, mean)} per replica and round each way",
         "traffic": (
             f"{format_bytes(sent / max(1, local_steps))} per replica and step each way; data-parallel: "
             f"{format_bytes(per_gradient)}{ratio}"
         ),
     }
+    if settings.outer.average != "mean":
+        facts["average"] = described(make_average_rule(settings.outer))
     if clipping.active:
         facts["clipping"] = _bounds_in_words(clipping)
     if settings.swarm.dynamic_steps:
@@ -120,6 +144,30 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     if start:
         facts["traffic"] += f" (the shared start sends {format_bytes(per_gradient * start)} beside it)"
     return facts
+
+
+def _outer_in_words(outer: OuterSettings, rounds: Sequence[int]) -> str:
+    """The outer optimizer, its gain, and the rounds of each fragment that it has.
+
+    >>> _outer_in_words(OuterSettings(learning_rate=0.4), [40, 39, 39])
+    'nesterov, learning rate 0.4, momentum 0.9: gain 4, 39 to 40 rounds per fragment'
+    """
+    momentum = f", momentum {outer.momentum:g}" if outer.name == "nesterov" else ""
+    gain = "" if outer.lasting_gain is None else f": gain {outer.lasting_gain:.3g}"
+    each = " to ".join(map(str, sorted({min(rounds), max(rounds)})))
+    return f"{outer.name}, learning rate {outer.learning_rate:g}{momentum}{gain}, {each} rounds per fragment"
+
+
+def _exchange_in_words(exchanges: Sequence[Exchange], mean: MeanEncoding) -> str:
+    """By which patterns fragments travel, and the bytes of each.
+
+    >>> plans = [plan_exchange(make_codec("fp4"), size, 16) for size in (100_000, 256)]
+    >>> _exchange_in_words(plans, MeanEncoding(make_codec("float32")))
+    'reduce-scatter with means as float32, all-gather: 422 kB, 1.9 kB'
+    """
+    words = {"all-gather": "all-gather", "reduce-scatter": f"reduce-scatter with means as {mean}"}
+    patterns = dict.fromkeys(words[exchange.pattern] for exchange in exchanges)
+    return f"{', '.join(patterns)}: {', '.join(format_bytes(exchange.mean_bytes) for exchange in exchanges)}"
 
 
 def _bounds_in_words(clipping: Clipping) -> str:
@@ -163,16 +211,42 @@ def _schedule_in_words(schedule: SyncSchedule, start: int) -> str:
     return f"{', '.join(shown)}, and every {schedule.inner_steps} steps again; merged {merged}"
 
 
-def _memory(settings: RunSettings, parameters: int) -> str:
-    """Parameters, gradients and Adam's two moments: 16 bytes; global parameters and momentum: 8 more."""
-    outer = {"nesterov": 4, "sgd": 0, "adam": 8}[settings.outer.name]
+def bytes_per_trained(settings: RunSettings) -> int:
+    """Bytes that a replica keeps for each value that it trains: the value, its gradient and Adam's two moments, 16; the
+    global value, 4; the outer optimizer's; and what error feedback keeps, 4."""
     each = 16
     if settings.algorithm in ("streaming", "diloco"):
-        each += 4 + outer + (4 if settings.codec.error_feedback else 0)
-    replicas = settings.transport.replicas
+        each += 4 + 4 * len(make_outer_optimizer(settings.outer, 1).init(torch.zeros(1)).slots)
+        each += 4 if settings.codec.error_feedback else 0
+    return each
+
+
+def bytes_per_frozen(settings: ModelSettings) -> float:
+    """Bytes of each value that is only read; of a quantised one without the scales of its blocks."""
+    if settings.quantization is not None:
+        return {"nf4": 0.5, "int8": 1.0}[settings.quantization]
+    return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}[settings.base_dtype]
+
+
+def _memory(settings: RunSettings, trained: int, frozen: int) -> str:
+    each, replicas = bytes_per_trained(settings), settings.transport.replicas
+    total = each * trained + bytes_per_frozen(settings.model) * frozen
+    lost = 4 * trained if settings.transport.mean_error_feedback else 0
+    others = f"{format_bytes(lost)} for what means lost, and activations" if lost else "activations"
+    beside = f" trained and {bytes_per_frozen(settings.model):g} per frozen one" if frozen else ""
     return (
-        f"{format_bytes(each * parameters * replicas)} for {replicas} replicas at {each} bytes per parameter, "
-        "activations beside it"
+        f"{format_bytes(round(total * replicas))} for {replicas} replicas at {each} bytes per parameter{beside}, "
+        f"{others} beside it"
+    )
+
+
+def _lora(settings: RunSettings) -> str:
+    """Which adapters they are."""
+    model = settings.model
+    if not model.lora_rank:
+        return ""
+    return f"; LoRA of rank {model.lora_rank} at {', '.join(model.lora_targets)}, frozen weights as " + (
+        model.quantization or model.base_dtype
     )
 
 

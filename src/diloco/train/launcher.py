@@ -21,7 +21,8 @@ from diloco.protocol.registry import Registry
 from diloco.train.stopping import is_echo
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import TcpStreams
+from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.secret import read_secret
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve
 
@@ -52,7 +53,8 @@ def launch(
     Returns:
         The exit code of the whole, see `exit_code`.
     """
-    connections = ConnectionManager(-1, Timing(), TcpStreams())
+    secret = read_secret(settings.secret_file, "transport.secret_file")
+    connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
     try:
         host = settings.host or "127.0.0.1"
         address = connections.listen(host, range(1), host)

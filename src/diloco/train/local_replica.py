@@ -16,6 +16,7 @@ from diloco.data.prefetch import Prefetcher
 from diloco.events import Event
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
+from diloco.model.loss import ENDS
 from diloco.outer.diloco import DiLoCo
 from diloco.train.components import outer_arguments
 from diloco.train.data_parallel import GradientAverager
@@ -82,6 +83,7 @@ def make_replica(
         load_parameters(model, initial)
     prepare_model(model, settings.train)
     parallel = parallelise(model, strategy, group, device)
+    end = corpus.tokenizer.eos_id if settings.train.document_masks else None
     inner = InnerLoop(
         parallel,
         make_inner_optimizer(settings.inner, model),
@@ -89,7 +91,7 @@ def make_replica(
         clip_norm=settings.inner.clip_norm,
         precision=settings.train.precision,
         accumulation=settings.train.gradient_accumulation,
-        end_of_document=corpus.tokenizer.eos_id if settings.train.document_masks else None,
+        end_of_document=ENDS if corpus.train.marks_ends else end,
     )
     codec = settings.codec.name if settings.algorithm == "data-parallel" else None
     gradients = GradientAverager(model, fleet.endpoint(number), make_codec(codec or "float32"), group)
@@ -113,13 +115,18 @@ def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic
 
 
 def make_diloco(settings: RunSettings, replica: Replica, fleet: Fleet, on_event: Callable[[Event], None]) -> DiLoCo:
-    """The outer loop of a replica, whose parameters become the global ones."""
+    """The outer loop of a replica, whose parameters become the global ones.
+
+    Beside a GPU of Apple's, which lacks some operations of the codecs, global state is on the host.
+    """
+    on_host = settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
     return DiLoCo(
         replica.model,
         replica.inner.optimizer,
         transport=fleet.endpoint(replica.number),
         **outer_arguments(settings, replica.model),
-        global_device="cpu" if settings.train.global_device == "cpu" else None,
+        global_device="cpu" if on_host else None,
+        telemetry=settings.outer.telemetry,
         on_event=on_event,
         compare_arguments=False,  # the settings were, when the replicas met
     )

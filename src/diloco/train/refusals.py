@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, nearest
+from diloco.plugins import is_own
 from diloco.train.settings import RunSettings
 
-__all__ = ["check_clipping", "check_lengths", "check_transport", "refuse_if"]
+__all__ = ["check_averaging", "check_lengths", "check_means", "check_name", "check_transport", "refuse_if"]
 
 _IN_A_SWARM = {
     "transport.replica_size": 1,
@@ -27,6 +30,22 @@ def refuse_if(wrong: bool, message: str) -> None:
     """Raise `ConfigurationError` with ``message`` if ``wrong``."""
     if wrong:
         raise ConfigurationError(f"{message} Nothing was started.")
+
+
+def check_name(
+    key: str, name: str, known: Sequence[str], arguments: Mapping[str, Any], arguments_key: str | None = None
+) -> None:
+    """``name`` is one of ours, or code of the user's own; ``arguments`` are for the latter."""
+    refuse_if(
+        name not in known and not is_own(name),
+        f"{key}={name!r} is unknown; {nearest(name, known)} Your own is named module:Class, or FILE.py:Class.",
+    )
+    section = key.partition(".")[0]
+    refuse_if(
+        bool(arguments) and not is_own(name),
+        f"{arguments_key or f'{section}.arguments'} was given with {key}={name!r}, which has settings of its own in "
+        f"[{section}]. Arguments are for your own code, named module:Class.",
+    )
 
 
 def check_lengths(settings: RunSettings, longest: int | None) -> None:
@@ -59,8 +78,20 @@ def check_lengths(settings: RunSettings, longest: int | None) -> None:
     )
 
 
-def check_clipping(settings: RunSettings) -> None:
-    """Clipping takes the norm of whole contributions."""
+def check_averaging(settings: RunSettings) -> None:
+    """Clipping takes the norm of whole contributions, and an average by tensors needs whole tensors."""
+    average = settings.outer.average
+    sharded = settings.transport.replica_size > 1 and settings.train.parallelism == "fsdp"
+    refuse_if(
+        average != "mean" and settings.algorithm not in ("streaming", "diloco"),
+        f"outer.average={average!r} was given with algorithm={settings.algorithm!r}, but only the contributions of "
+        "streaming and diloco are averaged in other ways than the mean.",
+    )
+    refuse_if(
+        average == "rda" and sharded,
+        f"outer.average='rda' needs whole tensors, and with train.parallelism='fsdp' and "
+        f"transport.replica_size={settings.transport.replica_size} no rank has one. Use --train.parallelism ddp.",
+    )
     for name in ("max_norm", "median_norm_factor"):
         if (bound := getattr(settings.outer, name)) is None:
             continue
@@ -70,10 +101,25 @@ def check_clipping(settings: RunSettings) -> None:
             "streaming and diloco are clipped; inner.clip_norm clips gradients.",
         )
         refuse_if(
-            settings.transport.replica_size > 1 and settings.train.parallelism == "fsdp",
+            sharded,
             f"outer.{name}={bound} needs whole contributions, and with train.parallelism='fsdp' and "
             f"transport.replica_size={settings.transport.replica_size} no rank has one. Use --train.parallelism ddp.",
         )
+
+
+def check_means(settings: RunSettings) -> None:
+    """Means are encoded where pseudo-gradients are averaged."""
+    transport, algorithm = settings.transport, settings.algorithm
+    refuse_if(
+        transport.mean_codec != "float32" and algorithm not in ("streaming", "diloco"),
+        f"transport.mean_codec={transport.mean_codec!r} was given with algorithm={algorithm!r}, but only the means of "
+        "streaming and diloco are encoded. Leave it out.",
+    )
+    refuse_if(
+        transport.mean_error_feedback and transport.mean_codec == "float32",
+        "transport.mean_error_feedback=true was given with transport.mean_codec='float32', which loses nothing. Use "
+        "--transport.mean-codec fp4 or int8, or leave it out.",
+    )
 
 
 def check_transport(settings: RunSettings) -> None:
@@ -93,7 +139,17 @@ def check_transport(settings: RunSettings) -> None:
             settings.algorithm == "none",
             f"algorithm='none', which sends nothing, was given with {given}. Use --transport in-process.",
         )
+    else:
+        refuse_if(
+            transport.secret_file is not None,
+            f"transport.secret_file={str(transport.secret_file)!r} was given with {given}, whose replicas are one "
+            "process. Leave it out, or use --transport torch.",
+        )
     if transport.name == "hivemind":
+        refuse_if(
+            transport.secret_file is not None,
+            f"transport.secret_file={str(transport.secret_file)!r} was given with {given}. Use --swarm.secret-file.",
+        )
         _check_swarm(settings)
     else:
         refuse_if(swarm.run is not None, f"swarm.run={swarm.run!r} was given with {given}. Use --transport hivemind.")

@@ -23,6 +23,9 @@ from diloco.train.inner import InnerLoop
 
 __all__ = ["ReplicaState", "with_rounds_void"]
 
+_OF_RANKS = ("fragments", "codecs", "in_flight", "mean_residuals")
+"""What of the state of a `DiLoCo` is not the same on all ranks."""
+
 
 class ReplicaState:
     """The state of an inner loop and, if there is one, of the `DiLoCo` around it.
@@ -40,7 +43,7 @@ class ReplicaState:
 
     def values(self) -> dict[str, Tensor]:
         """Name -> value in the shape of a parameter (or a buffer), DTensors where the model is sharded; not copied."""
-        values = {f"model/{name}": tensor.detach() for name, tensor in self.inner.model.state_dict().items()}
+        values = {f"model/{name}": tensor.detach() for name, tensor in self.inner.model.saved_state().items()}
         for parameter, slots in self.inner.optimizer.state.items():
             for slot, value in slots.items():
                 if _is_shaped_as(value, parameter):
@@ -75,9 +78,20 @@ class ReplicaState:
             return {}
         state = self.diloco.state_dict()
         candidates = [None if codec is None else codec.get("candidate") for codec in state["codecs"]]
-        return {"in_flight": state["in_flight"], "candidates": candidates}
+        return {
+            "in_flight": state["in_flight"],
+            "candidates": candidates,
+            "mean_residuals": state["mean_residuals"],
+        }
 
-    def load(self, saved: SavedValues, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[RoundId, ...]:
+    def load(
+        self,
+        saved: SavedValues,
+        common: Mapping[str, Any],
+        own: Mapping[str, Any] | None,
+        *,
+        same_replicas: bool = True,
+    ) -> tuple[RoundId, ...]:
         """Go on where the three were saved, on any number of ranks; a `DiLoCo` must be there if one was saved.
 
         Args:
@@ -85,6 +99,7 @@ class ReplicaState:
             common: of `common`.
             own: of `own`, from the same position among as many ranks; None: another number of ranks goes on, for which
                 the rounds in flight were not encoded, so they count as void.
+            same_replicas: whether the rounds in flight were between the same replicas; else they count as void, too.
 
         Returns:
             The rounds that are void. Global parameters did not move, so the next rounds have the work.
@@ -102,7 +117,7 @@ class ReplicaState:
             )
         saved.load_into(values)
         self._load_inner(slots, common["inner"])
-        return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own)
+        return () if self.diloco is None else self._load_diloco(self.diloco, common["diloco"], own, same_replicas)
 
     def _laid_out(self, local: Tensor, name: str) -> Tensor:
         """``local``, shaped as this rank's shard of parameter ``name``, as a DTensor if the parameter is one."""
@@ -132,7 +147,7 @@ class ReplicaState:
 
     def _common_of(self, diloco: DiLoCo) -> dict[str, Any]:
         state = diloco.state_dict()
-        kept = {name: value for name, value in state.items() if name not in ("fragments", "codecs", "in_flight")}
+        kept = {name: value for name, value in state.items() if name not in _OF_RANKS}
         kept["outer_steps"] = [fragment["outer_step"] for fragment in state["fragments"]]
         kept["rounds_in_flight"] = [[round_id.fragment, round_id.outer_step] for round_id in diloco.in_flight]
         return kept
@@ -159,11 +174,16 @@ class ReplicaState:
         self.inner.scaler.load_state_dict(dict(common["scaler"]))
 
     def _load_diloco(
-        self, diloco: DiLoCo, common: Mapping[str, Any], own: Mapping[str, Any] | None
+        self,
+        diloco: DiLoCo,
+        common: Mapping[str, Any],
+        own: Mapping[str, Any] | None,
+        same_replicas: bool,
     ) -> tuple[RoundId, ...]:
         now = diloco.state_dict()
-        void = () if own is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
-        candidates = own["candidates"] if own is not None else [None] * len(diloco.fragments)
+        rounds = own if same_replicas else None
+        void = () if rounds is not None else tuple(RoundId(int(p), int(k)) for p, k in common["rounds_in_flight"])
+        candidates = rounds["candidates"] if rounds is not None else [None] * len(diloco.fragments)
         # the values were loaded in place, so loading them from there changes nothing
         state = {
             **common,
@@ -175,7 +195,8 @@ class ReplicaState:
                 None if codec is None else _with_candidate(codec["residual"], candidate)
                 for codec, candidate in zip(now["codecs"], candidates, strict=True)
             ],
-            "in_flight": own["in_flight"] if own is not None else [],
+            "in_flight": rounds["in_flight"] if rounds is not None else [],
+            "mean_residuals": own.get("mean_residuals") if own is not None else None,
         }
         diloco.load_state_dict(with_rounds_void(state, void))
         return void

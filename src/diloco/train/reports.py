@@ -29,6 +29,7 @@ __all__ = [
     "checkpoint_about",
     "evaluate_session",
     "handshake_facts",
+    "leave_adapter",
     "model_fingerprint",
     "run_facts",
     "run_summary",
@@ -36,13 +37,16 @@ __all__ = [
 ]
 
 
-def handshake_facts(settings: RunSettings, model: LanguageModel, corpus_fingerprint: str) -> Mapping[str, str]:
+def handshake_facts(
+    settings: RunSettings, model: LanguageModel, corpus_fingerprint: str, base: str = ""
+) -> Mapping[str, str]:
     """Name -> value, the likeliest mistakes first.
 
     Args:
         settings: resolved.
         model: the one to be trained; a model on the meta device will do.
         corpus_fingerprint: of the training data.
+        base: a digest of the weights that the model begins from, where they are stored ones.
     """
     train, transport = settings.train, settings.transport
     replicas = f"{transport.replicas} of {transport.replica_size} ranks"
@@ -54,6 +58,7 @@ def handshake_facts(settings: RunSettings, model: LanguageModel, corpus_fingerpr
     return {
         "protocol version": str(PROTOCOL_VERSION),
         "model": model_fingerprint(model),
+        **({"base model": base} if base else {}),
         "algorithm": settings.algorithm,
         "steps": f"{train.steps}, {train.data_parallel_steps} of them shared ones",
         **outer,
@@ -186,6 +191,25 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
     }
 
 
+def leave_adapter(session: Session, home: Path) -> None:
+    """Of a model with adapters: leave what the replicas agree on where ``peft`` can load it, beside the tokeniser.
+
+    To be called on all ranks of a replica.
+    """
+    model: Any = session.replicas[0].model
+    if getattr(model, "adapters", None) is None:
+        return
+    from diloco.model.adapters import ADAPTER_FOLDER, save_adapter
+
+    values = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in session.global_params().items()
+    }
+    if session.fleet.group.position == 0:
+        save_adapter(home / ADAPTER_FOLDER, model, values)
+        session.corpus.tokenizer.save(home / ADAPTER_FOLDER)
+
+
 def run_summary(
     session: Session, folder: Path, evaluation: Evaluated | None, signal_name: str | None
 ) -> dict[str, Any]:
@@ -212,7 +236,9 @@ def run_summary(
         "parameters": session.num_parameters,
         "sent_bytes_per_replica": sent_bytes,
         "received_bytes_per_replica": received_bytes,
-        "data_parallel_bytes_per_replica": data_parallel_bytes(session.num_parameters, replicas, steps),
+        "data_parallel_bytes_per_replica": data_parallel_bytes(
+            session.replicas[0].model.num_trained(), replicas, steps
+        ),
         "shared_start_steps": min(steps, session.settings.train.data_parallel_steps),
         "shared_start_sent_bytes_per_replica": session.totals.shared_start_sent_bytes if first else sent_bytes,
         "compute_utilization": session.compute_utilization(),

@@ -11,22 +11,30 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TypeVar
 
+from diloco.algorithm.numbers import learning_rate_of_gain
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.devices import check_device
-from diloco.errors import ConfigurationError, nearest
-from diloco.train.refusals import check_clipping, check_lengths, check_transport, refuse_if
+from diloco.errors import ConfigurationError
+from diloco.train.refusals import check_averaging, check_lengths, check_means, check_name, check_transport, refuse_if
 from diloco.train.settings import RunSettings
 
-__all__ = ["CODEC_NAMES", "notes", "resolve"]
+__all__ = ["CODEC_NAMES", "make_schedule", "notes", "resolve"]
 
 CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4", "int2", "topk2")
 """The codecs of `diloco.algorithm.codec`, which imports torch; a test compares the two."""
+
+OUTER_NAMES = ("nesterov", "sgd", "adam")
+AVERAGE_NAMES = ("mean", "rda", "senders")
+MERGE_RULES = ("alpha", "rebase")
 
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")
 """What data-parallel training can send its gradients as."""
 
 _LAYERS_PER_FRAGMENT = 3
 """Streaming DiLoCo, Fig. 6: three layers per fragment at every scale."""
+
+_MANY_ROUNDS, _HIGH_GAIN = 50, 2.0
+"""Where few rounds and a high gain don't fit: stock Nesterov lost up to 10 % in runs of 6 rounds (yeto, 27B)."""
 
 S = TypeVar("S", bound=RunSettings)
 
@@ -51,7 +59,8 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
         settings = _with(settings, {"transport.replicas": settings.swarm.start_replicas})
     train, inner, resume = settings.train, settings.inner, settings.checkpoint.resume
     check_lengths(settings, max_sequence_length)
-    check_clipping(settings)
+    check_averaging(settings)
+    check_means(settings)
     check_transport(settings)
     check_device("train.device", train.device)
     refuse_if(
@@ -59,6 +68,7 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
         f"checkpoint.resume={resume} was given together with train.init_from={train.init_from}. Use one of them: "
         "--resume goes on with a run, --init-from begins a new one from its parameters.",
     )
+    settings = _gain_as_learning_rate(settings)
     rule, alpha = _merge(settings)
     number, overlap = _fragments_and_overlap(settings, num_layers)
     derived: dict[str, object] = {
@@ -71,6 +81,9 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
         # a data-parallel run is nothing but such steps
         "train.data_parallel_steps": 0 if settings.algorithm == "data-parallel" else train.data_parallel_steps,
     }
+    outer = settings.outer
+    check_name("outer.name", outer.name, OUTER_NAMES, outer.arguments)
+    check_name("outer.average", outer.average, AVERAGE_NAMES, outer.average_arguments, "outer.average_arguments")
     defaults: dict[str, float] = {
         "outer.learning_rate": 0.4 if settings.algorithm == "streaming" else 0.7,
         "evaluation.every_steps": max(1, train.steps // 10),
@@ -80,22 +93,58 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     return _with(settings, derived | missing)
 
 
+def make_schedule(settings: RunSettings) -> SyncSchedule:
+    """The synchronisation schedule of resolved settings."""
+    schedule, fragments = settings.schedule, settings.fragments
+    return SyncSchedule(
+        inner_steps=schedule.inner_steps,
+        num_fragments=fragments.num_fragments or 1,
+        overlap_steps=schedule.overlap_steps or 0,
+        offsets=schedule.offsets,
+    )
+
+
 def notes(settings: RunSettings) -> tuple[str, ...]:
     """What is allowed and probably not meant, a sentence each; for resolved settings."""
     found = []
     if settings.algorithm in ("streaming", "diloco"):
         if settings.merge.alpha == 1:
             found.append("merge.alpha=1: replicas never take over anything from each other; they train alone.")
-        local_steps = settings.train.steps - settings.train.data_parallel_steps
-        if 0 < local_steps < settings.schedule.inner_steps:
-            found.append(
-                f"No fragment is ever sent: the {local_steps} steps after the shared start are fewer than "
-                f"schedule.inner_steps={settings.schedule.inner_steps}, and the global parameters do not move."
-            )
+        found += _notes_on_rounds(settings)
     alone = settings.transport.replicas == 1 and settings.transport.name != "hivemind"
     if alone and settings.algorithm != "none":
         found.append("transport.replicas=1: one replica, so the mean is over itself.")
     return tuple(found)
+
+
+def _notes_on_rounds(settings: RunSettings) -> list[str]:
+    """What the number of rounds is too small for."""
+    start, schedule = settings.train.data_parallel_steps, make_schedule(settings)
+    steps, after = settings.train.steps - start, " after the shared start" if start else ""
+    if steps <= 0:
+        return []
+    rounds = [schedule.rounds_of(fragment, steps) for fragment in range(schedule.num_fragments)]
+    if not any(rounds):
+        return [
+            f"No fragment is ever sent: the {steps} steps{after} are fewer than "
+            f"schedule.inner_steps={schedule.inner_steps}, and the global parameters do not move."
+        ]
+    found = []
+    if unsent := [fragment for fragment, count in enumerate(rounds) if not count]:
+        found.append(
+            f"Fragment {', '.join(map(str, unsent))} is never sent in the {steps} steps{after}, and its global "
+            f"parameters do not move: with schedule.inner_steps={schedule.inner_steps} the last fragment is first sent "
+            f"after step {schedule.inner_steps + max(schedule.fragment_offsets)}."
+        )
+    gain = settings.outer.lasting_gain
+    # after a shared start a high gain was the best at 40 rounds, too (benchmarks/parity)
+    if gain is not None and gain > _HIGH_GAIN and max(rounds) < _MANY_ROUNDS and not start:
+        found.append(
+            f"The outer optimizer has a gain of {gain:.3g} and {max(rounds)} rounds per fragment, too few for its "
+            f"momentum to build up. Below about {_MANY_ROUNDS} rounds a gain of 1 to 2 often learns more: try "
+            "--outer.gain 1.75 --outer.momentum 0.6."
+        )
+    return found
 
 
 def _with(settings: S, values: Mapping[str, object]) -> S:
@@ -107,11 +156,30 @@ def _with(settings: S, values: Mapping[str, object]) -> S:
     return settings
 
 
+def _gain_as_learning_rate(settings: S) -> S:
+    """The settings with an outer learning rate where they had a gain."""
+    outer, momentum = settings.outer, settings.outer.lasting_momentum
+    if outer.gain is None:
+        return settings
+    refuse_if(
+        outer.learning_rate is not None,
+        f"outer.gain={outer.gain:g} and outer.learning_rate={outer.learning_rate} were both given, and the gain says "
+        "what the learning rate is. Use one of them.",
+    )
+    if momentum is None:
+        raise ConfigurationError(
+            f"outer.gain={outer.gain:g} was given with outer.name={outer.name!r}, which has no gain. Use "
+            "outer.learning_rate, or nesterov or sgd. Nothing was started."
+        )
+    learning_rate = learning_rate_of_gain(outer.gain, momentum)
+    return _with(settings, {"outer.gain": None, "outer.learning_rate": learning_rate})
+
+
 def _codec(settings: RunSettings) -> str:
     codec, algorithm = settings.codec, settings.algorithm
     default = "fp4" if algorithm == "streaming" else "float32"
     name = default if codec.name is None else codec.name
-    refuse_if(name not in CODEC_NAMES, f"codec.name={name!r} is not a codec; {nearest(name, CODEC_NAMES)}")
+    check_name("codec.name", name, CODEC_NAMES, codec.arguments)
     refuse_if(
         algorithm == "data-parallel" and name not in _GRADIENT_CODECS,
         f"codec.name={name!r} can't carry the gradients of algorithm='data-parallel'. Use --codec float32, or one of "
@@ -143,8 +211,8 @@ def _merge(settings: RunSettings) -> tuple[str, float | None]:
     """The rule, and alpha where the rule has one."""
     merge, algorithm = settings.merge, settings.algorithm
     refuse_if(
-        merge.alpha is not None and merge.rule == "rebase",
-        f"merge.alpha={merge.alpha} was given with merge.rule='rebase', which has no alpha. Use one of the two.",
+        merge.alpha is not None and merge.rule not in (None, "alpha"),
+        f"merge.alpha={merge.alpha} was given with merge.rule={merge.rule!r}, which has no alpha. Use one of the two.",
     )
     refuse_if(
         bool(merge.alpha) and algorithm != "streaming",
@@ -152,6 +220,7 @@ def _merge(settings: RunSettings) -> tuple[str, float | None]:
         "Use --algorithm streaming.",
     )
     rule = merge.rule or ("rebase" if algorithm == "streaming" and merge.alpha is None else "alpha")
+    check_name("merge.rule", rule, MERGE_RULES, merge.arguments)
     refuse_if(
         rule == "rebase" and algorithm == "diloco",
         "merge.rule='rebase' was given with algorithm='diloco', which merges in the step in which it sends and so has "
@@ -197,7 +266,12 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
     )
     if overlap is None:
         overlap = 1 if streaming and schedule.inner_steps > 1 else 0
-    SyncSchedule(  # which checks itself
+    made = SyncSchedule(  # which checks itself
         inner_steps=schedule.inner_steps, num_fragments=number, overlap_steps=overlap, offsets=schedule.offsets
+    )
+    refuse_if(
+        made.whole_round_late and _merge(settings)[0] == "alpha",
+        f"schedule.overlap_steps={overlap}, a whole round late, was given with merge.rule='alpha', which drops what "
+        "was trained since the fragment was sent, and so all of it. Use --merge.rule rebase, or fewer overlap steps.",
     )
     return number, overlap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,21 +12,24 @@ from typing import Any
 
 import torch
 
+from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.checkpoint.disk import write_whole
 from diloco.checkpoint.reading import open_checkpoint
-from diloco.data.corpus import build_corpus, open_stream
+from diloco.data.chat import build_chat_corpus
+from diloco.data.corpus import Corpus, build_corpus, open_stream
 from diloco.devices import choose_device
 from diloco.errors import TransportError
 from diloco.events import (
     CheckpointSaved,
     Evaluated,
+    Event,
     Interrupted,
     Note,
     RunFinished,
     RunStarted,
     Sink,
 )
-from diloco.model.build import check_vocabulary, with_vocabulary
+from diloco.model.build import base_digest, check_vocabulary, with_vocabulary
 from diloco.train.beginning import find_beginning
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
@@ -37,6 +41,7 @@ from diloco.train.reports import (
     checkpoint_about,
     evaluate_session,
     handshake_facts,
+    leave_adapter,
     run_facts,
     run_summary,
     sample_session,
@@ -84,31 +89,45 @@ def run_training(
     choose_threads(settings.train.threads)
     torch.set_float32_matmul_precision(settings.train.matmul_precision)
     device = choose_device(settings.train.device)
-    corpus = open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
+    corpus = _read_corpus(settings)
     settings = dataclasses.replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
     weightless = outline(settings, corpus.tokenizer.vocab_size)
     check_vocabulary(weightless, corpus.tokenizer.vocab_size)
     initial = read_weights(settings.train.init_from, settings.model) if settings.train.init_from else None
-    peers = meet(handshake_facts(settings, weightless, corpus.fingerprint), folder) if meet else None
+    definition = stored_definition(settings)
+    base = base_digest(settings.model, definition) if meet else ""
+    peers = meet(handshake_facts(settings, weightless, corpus.fingerprint, base), folder) if meet else None
     fleet: Fleet = peers or InProcessFleet(make_transport(settings.transport))
     session: Session | None = None
+
+    def emit(event: Event) -> None:
+        sink.handle(event)
+        if peers:
+            peers.tell(event)
+
     try:
-        session = Session(settings, corpus, fleet, device, sink.handle, initial, stored_definition(settings))
+        session = Session(settings, corpus, fleet, device, emit, initial, definition)
         if peers and settings.swarm.dynamic_steps:
             session.pace = DynamicSteps(session.replicas[0].number, settings.schedule.inner_steps, peers)
         home = folder.parent if fleet.group.position else folder
-        resumed_from = find_beginning(session, peers, home, sink.handle)
+        resumed_from = find_beginning(session, peers, home, emit)
         if resumed_from is None or not (folder / "config.toml").exists():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.toml").write_text(config_toml, encoding="utf-8")
             corpus.tokenizer.save(folder)
         environment = json.dumps(describe_environment(device), indent=2)
         (folder / "environment.json").write_text(environment + "\n", encoding="utf-8")
-        return _Run(session, peers, sink, folder, home, resumed_from).train(notes)
+        return _Run(session, peers, emit, folder, home, resumed_from).train(notes)
     finally:
         if session is not None:
             session.close()
         fleet.close()
+
+
+def _read_corpus(settings: RunSettings) -> Corpus:
+    if settings.data.format == "chat":
+        return build_chat_corpus(settings.data, settings.train.sequence_length)
+    return open_stream(settings.data) if settings.data.streaming else build_corpus(settings.data)
 
 
 class _Run:
@@ -118,7 +137,7 @@ class _Run:
         self,
         session: Session,
         peers: PeerFleet | None,
-        sink: Sink,
+        emit: Callable[[Event], None],
         folder: Path,
         home: Path,
         resumed_from: str | None,
@@ -126,7 +145,7 @@ class _Run:
         self.settings = session.settings
         self.session = session
         self.peers = peers
-        self.emit = sink.handle
+        self.emit = emit
         self.folder = folder
         self.home = home
         self.resumed_from = resumed_from
@@ -161,6 +180,8 @@ class _Run:
                 evaluation = self._evaluate(final=True)
             if finished and fleet.leads:
                 self._sample(final=True)
+            if finished:
+                leave_adapter(session, self.home)
         self._count_time()
         summary = run_summary(session, self.folder, evaluation, interrupted)
         if finished and peers:
@@ -235,6 +256,9 @@ class _Run:
                 resumed_from=self.resumed_from,
                 flops_per_token=session.flops_per_token,
                 peak_flops_per_s=session.peak_flops_per_s,
+                data_parallel_bytes_per_step=data_parallel_bytes(
+                    session.replicas[0].model.num_trained(), settings.transport.replicas, 1
+                ),
                 facts=run_facts(session, self.folder),
             )
         )
@@ -255,6 +279,8 @@ class _Run:
         about = checkpoint_about(self.session)
         path = save_session(self.session, self.home / "checkpoints", about, self.settings.checkpoint.keep)
         size_bytes = open_checkpoint(path).size_bytes
-        save_s = time.perf_counter() - started_s
-        self.emit(CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s))
+        save_s, free_bytes = time.perf_counter() - started_s, shutil.disk_usage(path).free
+        self.emit(
+            CheckpointSaved(step=self.step, path=str(path), size_bytes=size_bytes, save_s=save_s, free_bytes=free_bytes)
+        )
         self.saved_at = self.step

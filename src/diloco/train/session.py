@@ -259,7 +259,7 @@ class Session:
         for replica, done in zip(self.replicas, self._inner, strict=True):
             if replica.diloco:
                 with replica.random_state.active():
-                    replica.diloco.begin(1.0 if trained and not done.skipped else 0.0)
+                    replica.diloco.begin(replica.inner.counted if trained and not done.skipped else 0.0)
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.finish()
@@ -273,7 +273,7 @@ class Session:
 
     def _average_gradients(self, step: int) -> bool:
         for replica in self.replicas:
-            replica.gradients.begin(step)
+            replica.gradients.begin(step, replica.inner.counted)
         applied = [replica.gradients.finish(may_skip=replica.inner.scaler.is_enabled()) for replica in self.replicas]
         return all(applied)
 

@@ -194,7 +194,7 @@ def _fleet_state(session: Session, saved: _SavedReplicas, state: Mapping[str, An
 
 def _whole_state(replica: Replica) -> dict[str, Any]:
     return {
-        "model": dict(replica.model.state_dict()),
+        "model": replica.model.saved_state(),
         "inner": replica.inner.state_dict(),
         "sampler": replica.sampler.state_dict(),
         "random": replica.random_state.state_dict(),
@@ -207,7 +207,7 @@ def _load_whole(
 ) -> tuple[RoundId, ...]:
     """Take over `_whole_state`; the rounds in flight that are void."""
     try:
-        replica.model.load_state_dict(state["model"])
+        replica.model.load_saved_state(state["model"])
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint is of another model: {error} Nothing was started.") from error
     replica.inner.load_state_dict(state["inner"])
@@ -235,8 +235,9 @@ def _load_shards(
     own = None
     if source == replica.number:
         own = load_own(saved.checkpoint, name, session.fleet.group.position, _num_shards(session))
-    rounds = None if own is None or saved.differ else own["diloco"]
-    void = replica.state.load(SavedValues(saved.checkpoint, name), common, rounds)
+    rounds = None if own is None else own["diloco"]
+    values = SavedValues(saved.checkpoint, name)
+    void = replica.state.load(values, common, rounds, same_replicas=not saved.differ)
     if own is not None:
         replica.random_state.load_state_dict(own["random"])
     return void

@@ -24,7 +24,7 @@ Algorithm = Literal["streaming", "diloco", "data-parallel", "none"]
 
 _TRAIN = ("steps", "batch_size", "gradient_accumulation", "sequence_length", "stop_after", "threads")
 _EVALUATION = ("every_steps", "sequences", "sample_tokens", "sample_every_steps")
-_OUTER = ("learning_rate", "epsilon", "max_norm", "median_norm_factor")
+_OUTER = ("learning_rate", "gain", "epsilon", "max_norm", "median_norm_factor")
 _RANGES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "at least 1",
@@ -74,7 +74,7 @@ class TrainSettings:
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Autocast type of the forward pass; float16 uses a gradient scaler. Parameters stay float32."""
     device: str = "auto"
-    """cpu, cuda, cuda:N, or auto (cuda where there is one)."""
+    """cpu, cuda, cuda:N, mps (Apple), or auto (cuda or mps where there is one)."""
     global_device: Literal["model", "cpu"] = "model"
     """Where global parameters and outer state live: beside the model, or in (pinned) host memory."""
     parallelism: Literal["fsdp", "ddp"] = "fsdp"
@@ -108,7 +108,8 @@ class InnerSettings:
     """The inner optimizer and its learning rate."""
 
     name: str = "AdamW"
-    """Name of a class in torch.optim. Muon: hidden matrices by Muon, embeddings, head and vectors by AdamW."""
+    """Name of a class in torch.optim. Muon: hidden matrices by Muon, embeddings, head and vectors by AdamW. Or
+    module:class, your own."""
     learning_rate: float = 4e-4
     """Peak learning rate. Muon: that of AdamW; hidden matrices have `arguments.matrix_lr_ratio` (10) times it."""
     arguments: Mapping[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.95), "weight_decay": 0.1})

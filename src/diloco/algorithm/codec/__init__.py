@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from diloco.algorithm.codec.base import Codec, codec_class, codec_names, register
 from diloco.algorithm.codec.casts import BFloat16, Float16, Float32
@@ -16,6 +17,7 @@ from diloco.algorithm.codec.int2 import Int2
 from diloco.algorithm.codec.int8 import Int8
 from diloco.algorithm.codec.topk2 import TopK2
 from diloco.errors import ConfigurationError, nearest
+from diloco.plugins import call, is_own
 
 __all__ = [
     "FP4",
@@ -32,8 +34,8 @@ __all__ = [
 ]
 
 
-def make_codec(name: str, **parameters: int) -> Codec:
-    """The codec registered as ``name``.
+def make_codec(name: str, **parameters: Any) -> Codec:
+    """The codec registered as ``name``, or of the class that it names as ``module:Class`` or ``file.py:Class``.
 
     Block-wise codecs run the compiled kernels on CPU tensors where they were built; `Codec.implementation` says so.
 
@@ -51,6 +53,9 @@ def make_codec(name: str, **parameters: int) -> Codec:
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'? Nothing ...
     """
+    if is_own(name):
+        own: Codec = call("codec.name", name, arguments=parameters)
+        return own
     codec = codec_class(name)
     known = [
         parameter.name

@@ -95,9 +95,6 @@ class TopK2(Codec):
             values = torch.where(codes < 2, values, -values).mul_(weight)
             rows.scatter_(1, positions, rows.gather(1, positions).add_(values))
 
-    def _cut(self, payload: Tensor, numel: int, start: int, stop: int) -> Tensor:
-        return payload[self.payload_bytes(start) : self.payload_bytes(stop)]
-
     def _find_fault(self, payload: Tensor, numel: int) -> str | None:
         for tiles, records in self._stretches(payload, numel):
             columns = (tiles.stop - tiles.start) // len(records)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs lack them
 
-from diloco.errors import ConfigurationError
 from diloco.train.components import make_links
 from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.fleet.torch_fleet import TorchFleet
@@ -22,13 +21,12 @@ from diloco.transport.address import parse_address
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
 from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.replica_group import ReplicaGroup, open_replica_group
+from diloco.transport.secret import read_secret
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from diloco.waiting import waiting_for
 
-__all__ = ["connect_peer", "connect_rank", "read_secret"]
-
-_SHORTEST_SECRET = 16
+__all__ = ["connect_peer", "connect_rank"]
 
 _NEW_WINDOW_S, _RESUMED_WINDOW_S = 3.0, 15.0
 """How long a peer waits for others before it founds a swarm. After a resume it is longer: machines that are started
@@ -76,21 +74,24 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         CheckpointError: if the checkpoint that it is to go on from can't be read.
     """
     settings, swarm, held = run.transport, run.swarm, held_checkpoint(run.checkpoint.resume)
+    secret = read_secret(swarm.secret_file, "swarm.secret_file")
     place = SwarmPlace(
         identity=swarm.identity or folder / "identity.key",
-        admission=Admission(str(swarm.run), read_secret(swarm.secret_file), frozenset(swarm.allow)),
+        admission=Admission(str(swarm.run), secret, frozenset(swarm.allow)),
         node=NodePlace(
             join=swarm.join,
             listen=() if swarm.behind_nat else swarm.listen,
             announce=swarm.announce,
             map_ports=swarm.map_ports,
             relay=swarm.relay,
+            direct=swarm.direct,
+            direct_port=swarm.direct_port,
         ),
         replica=settings.replica,
         join_window_s=_NEW_WINDOW_S if held.step < 0 else _RESUMED_WINDOW_S,
     )
     wire = Wire(
-        streams=settings.streams or 1,
+        streams=settings.streams or 0,
         **_exchange(settings, facts),
         go_on=True,
         comes_back=True,
@@ -109,33 +110,10 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
     )
 
 
-def read_secret(path: Path | None) -> str:
-    """What the file holds; "" for none.
-
-    Raises:
-        ConfigurationError: if it can't be read, or is too short to keep anybody out.
-    """
-    if path is None:
-        return ""
-    try:
-        secret = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"swarm.secret_file={path} can't be read: {error}. All peers need a file with the same words. Nothing was "
-            "started."
-        ) from error
-    if len(secret) < _SHORTEST_SECRET:
-        raise ConfigurationError(
-            f"swarm.secret_file={path} holds {len(secret)} characters, and a secret needs at least {_SHORTEST_SECRET}. "
-            "`openssl rand -hex 32` makes one. Nothing was started."
-        )
-    return secret
-
-
 def _exchange(settings: TransportSettings, facts: Mapping[str, str]) -> dict[str, Any]:
     """What a wire is told whatever it is made of."""
     names = ("piece_bytes", "heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "min_contributors")
-    chosen = {name: getattr(settings, name) for name in (*names, "min_replicas")}
+    chosen = {name: getattr(settings, name) for name in (*names, "min_replicas", "pace")}
     return {**chosen, "raise_on_loss": False, "facts": facts}
 
 
@@ -179,6 +157,7 @@ def _place_and_wire(
         host=settings.host or "",
         ports=settings.ports,
         interface=settings.interface or "",
+        secret=read_secret(settings.secret_file, "transport.secret_file"),
         streams=settings.streams or 0,
         **_exchange(settings, facts),
         go_on=settings.on_failure == "continue",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
+from diloco.events import Event
 from diloco.membership.change import NextView
 from diloco.membership.quorum import enough_without
 from diloco.membership.view import View
@@ -55,6 +56,7 @@ class PeerFleet(Fleet):
         self._changed = threading.Condition()
         self._news: list[NextView] = []
         self._lost_view: View | None = None
+        self._link_words: Mapping[int, str] = {}
         self.joining = False
         if connected is not None:
             self._connect(connected)
@@ -114,7 +116,11 @@ class PeerFleet(Fleet):
 
     def take_words(self) -> str:
         """What else has changed about this process since this was last asked; "" for nothing."""
-        return ""
+        ways = self.transport.link_words if self._talks else {}
+        news = {replica: way for replica, way in ways.items() if self._link_words.get(replica) != way}
+        self._link_words = {**self._link_words, **news}
+        sentences = [f"Payloads to replica {replica} go over {way}." for replica, way in sorted(news.items())]
+        return " ".join(sentences)
 
     @property
     def view(self) -> View:
@@ -131,6 +137,10 @@ class PeerFleet(Fleet):
 
     def note(self, **seen: Any) -> None:
         """Publish facts about this replica for people who watch the run."""
+        return None
+
+    def tell(self, event: Event) -> None:
+        """Let people who watch the run hear of an event."""
         return None
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:

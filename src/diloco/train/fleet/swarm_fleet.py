@@ -12,10 +12,14 @@ import xxhash
 
 from diloco.data.assignment import Assignment
 from diloco.data.shares import Shares
+from diloco.errors import RendezvousError
+from diloco.events import Event, json_ready
 from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
+from diloco.protocol.fields import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet
+from diloco.train.fleet.recent_events import RecentEvents
 from diloco.train.resuming import Held
 from diloco.train.threads import PeerThreads
 from diloco.transport.hivemind.connect import connect_swarm
@@ -46,6 +50,9 @@ class SwarmFleet(PeerFleet):
         margin: inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
         threads: its share of the cores, beside other peers on its machine.
+
+    Attributes:
+        others_type: what others type to take part, up to the addresses.
     """
 
     elastic = True
@@ -74,7 +81,9 @@ class SwarmFleet(PeerFleet):
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
         self._seen: dict[str, Any] = {}
+        self._recent = RecentEvents()
         self.threads = threads
+        self.others_type = f"diloco train --transport hivemind --run {place.admission.run} --join"
         self._started_s = time.monotonic()
         self._leaving: threading.Timer | None = None
         self.begun = False
@@ -113,8 +122,13 @@ class SwarmFleet(PeerFleet):
     def join(self, timeout_s: float) -> int:
         step = super().join(timeout_s)
         told = self.transport.welcome_note
-        self.begun = bool(told["begun"])
-        self.shares = Shares.from_message(told["shares"])
+        try:
+            self.begun = Fields(told).flag("begun")
+            self.shares = Shares.from_message(Fields(told).message("shares"))
+        except ValueError as error:
+            raise RendezvousError(
+                f"replica {self.transport.replica} was let in with words that can't be understood: {error}"
+            ) from error
         self._note_members(self.num_members)
         with self._changed:
             self._assignments, self._taken = self.shares.of_member(self.transport.replica), ()
@@ -143,10 +157,13 @@ class SwarmFleet(PeerFleet):
             return taken
 
     def take_words(self) -> str:
-        return self.threads.follow()
+        return " ".join(filter(None, (self.threads.follow(), super().take_words())))
 
     def note(self, **seen: Any) -> None:
         self._seen.update(seen)
+
+    def tell(self, event: Event) -> None:
+        self._recent.add(event)
 
     # The end. Each replica stops for itself; the others go on.
 
@@ -182,8 +199,7 @@ class SwarmFleet(PeerFleet):
         found = self.addresses()
         if not found:
             return (f"diloco: replica {self.transport.replica} of run {self._place.admission.run!r} listens nowhere",)
-        command = f"diloco train --transport hivemind --run {self._place.admission.run} --join"
-        return ("diloco: others take part by", *(f"  {command} {address}" for address in found))
+        return ("diloco: others take part by", *(f"  {self.others_type} {address}" for address in found))
 
     def beginning(self) -> tuple[str, ...]:
         """What becomes of the checkpoint that it could go on from; nothing if there is none."""
@@ -207,12 +223,13 @@ class SwarmFleet(PeerFleet):
         if abs(off_s) >= _CLOCK_OFF_S:
             side = "ahead of" if off_s > 0 else "behind"
             clock = {"clock": f"this machine's is {abs(off_s):,.0f} s {side} that of the others, which harms nothing"}
-        join = f"diloco train --transport hivemind --run {run} --join {addresses[0]}" if addresses else "(none can)"
+        join = f"{self.others_type} {addresses[0]}" if addresses else "(none can)"
         return {
             "replica": f"{transport.replica}, peer {transport.address}",
             "swarm": f"{self.connected.swarm} of run {run!r}, {self.num_members} replicas",
             "others join by": join,
             "listens at": ", ".join(addresses) or "nowhere: it opens all connections itself",
+            "payload links": self._streams.direct_words,
             **clock,
             "lost replicas": (
                 f"noticed when their connection ends, or after {transport.timing.silence_s:g} s of silence; "
@@ -220,10 +237,10 @@ class SwarmFleet(PeerFleet):
             ),
         }
 
-    def _status(self) -> Mapping[str, Any]:
+    def _status(self, since: int | None) -> Mapping[str, Any]:
         view, moved = self.transport.view, self.transport.last_transfer
         digests = sorted(self.transport.digests.items())
-        return {
+        said = {
             "replica": self.transport.replica,
             "swarm": self.connected.swarm,
             "state": "joining" if self.joining else ("training" if self.begun else "waiting for replicas"),
@@ -235,8 +252,11 @@ class SwarmFleet(PeerFleet):
             "uptime_s": round(time.monotonic() - self._started_s, 1),
             "digest": xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
             "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
+            "codec": self._wire.facts.get("codec", ""),
             **self._seen,
+            **({} if since is None else self._recent.since(since)),
         }
+        return cast(Mapping[str, Any], json_ready(said))  # a loss may be NaN
 
     # The shares of the data.
 

@@ -8,8 +8,9 @@ from typing import cast
 from diloco.membership.view import View
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.streams import TcpStreams
+from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.replica_group import ReplicaGroup
+from diloco.transport.tcp import congestion_control, streams_to_each
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect_again
 
 __all__ = ["TorchFleet"]
@@ -70,13 +71,14 @@ class TorchFleet(PeerFleet):
     def _facts(self) -> dict[str, str]:
         rules, policies = self.transport.rules, self.transport.policies
         entries = self.connected.table.entries
+        streams = policies.streams or streams_to_each(self._place.num_replicas - 1, congestion_control())
         others = "go on in a smaller view" if policies.go_on else "save and stop"
         if self.comes_back:
             others += ", and it comes back to them by itself"
         return {
             "replica": f"{rules.replica}, in a process of its own; {len(entries)} processes in all",
             "control addresses": ", ".join(f"{rank} at {entry.address}" for rank, entry in sorted(entries.items())),
-            "payload links": f"gloo, {policies.streams} streams to each replica, pieces of {rules.piece_bytes:,} bytes",
+            "payload links": f"{streams} TCP connections to each replica, pieces of {rules.piece_bytes:,} bytes",
             "lost replicas": (
                 f"noticed when their process ends, or after {self.transport.timing.silence_s:g} s of silence; the "
                 f"others {others}"

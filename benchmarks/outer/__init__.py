@@ -1,0 +1,1 @@
+"""What the outer step does in short runs: a whole round late, other averages, momentum that restarts."""

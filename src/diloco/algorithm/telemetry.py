@@ -1,0 +1,152 @@
+"""What a round tells of itself at no extra traffic: norms, angles and the gain of an outer step.
+
+All of it is estimated from samples of a fragment (the norm of the mean is exact), so it costs next to nothing, and
+nothing of it goes back into the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.codec import Codec
+from diloco.algorithm.outer_loop import OuterLoop
+
+__all__ = ["OuterStepMeasures", "measured_outer_step", "sample", "sampled_stretches", "spread", "spread_terms"]
+
+_SAMPLED_BLOCKS, _SAMPLED_BLOCK = 128, 128
+"""16384 values: the standard error of a cosine is 0.008."""
+
+_STRETCH, _VALUES_PER_STRETCH, _MOST_STRETCHES = 1 << 12, 1 << 18, 16
+"""A stretch of 4096 values of each contribution is decoded for every 262144 values of the fragment, up to 16."""
+
+_PIECE = 1 << 20
+"""Values whose squares are added in float32; longer sums would lose digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterStepMeasures:
+    """What one outer step did to a fragment. ``None``: not defined for this round.
+
+    Attributes:
+        mean_norm: ``|Delta|``, the L2 norm of the mean pseudo-gradient.
+        mean_cosine: between this mean and the fragment's last one; None for the first.
+        momentum_cosine: between this mean and the momentum before it was added; None without momentum, or while it is
+            zero.
+        gain: how far the global parameters moved along the mean, in lengths of the mean:
+            ``<theta before - theta after, Delta> / |Delta|^2``. For Nesterov ``lr (1 + mu)`` in the first step, and
+            ``lr / (1 - mu)`` once equal means have gone on for long.
+    """
+
+    mean_norm: float
+    mean_cosine: float | None = None
+    momentum_cosine: float | None = None
+    gain: float | None = None
+
+
+def measured_outer_step(
+    loop: OuterLoop, index: int, mean: Tensor, last: Tensor | None
+) -> tuple[OuterStepMeasures, Tensor]:
+    """`OuterLoop.outer_step`, with the same result, and what it did.
+
+    Args:
+        loop: global parameters and outer state.
+        index: of the fragment.
+        mean: ``(numel,)`` float32.
+        last: the sample of the fragment's last mean, or None.
+
+    Returns:
+        The measures, and the sample of this mean.
+    """
+    mean = mean.to(loop.device)
+    delta, before = sample(mean), sample(loop.global_params[index])
+    slots = loop.outer_states[index].slots  # Adam's first moment is called its mean
+    momentum = slots.get("momentum", slots.get("mean"))
+    momentum = None if momentum is None else sample(momentum)
+    loop.outer_step(index, mean)
+    moved = before.sub_(sample(loop.global_params[index]))
+    dots = {"square": delta.dot(delta), "moved": delta.dot(moved)}
+    if last is not None:
+        dots |= {"last": delta.dot(last), "last square": last.dot(last)}
+    if momentum is not None:
+        dots |= {"momentum": delta.dot(momentum), "momentum square": momentum.dot(momentum)}
+    squares = [piece.dot(piece) for piece in torch.split(mean, _PIECE)]
+    numbers = torch.stack([*dots.values(), *squares]).tolist()
+    found = dict(zip(dots, numbers, strict=False))
+    measures = OuterStepMeasures(
+        mean_norm=math.sqrt(sum(numbers[len(dots) :])),
+        mean_cosine=_cosine(found, "last"),
+        momentum_cosine=_cosine(found, "momentum"),
+        gain=_ratio(found["moved"], found["square"]),
+    )
+    return measures, delta
+
+
+def sample(values: Tensor) -> Tensor:
+    """A copy of at most 16384 of ``values``, ``(numel,)``: 128 stretches of 128, evenly spaced; fewer values whole.
+
+    >>> sample(torch.arange(5.0)), len(sample(torch.zeros(1_000_000)))
+    (tensor([0., 1., 2., 3., 4.]), 16384)
+    """
+    if values.numel() <= _SAMPLED_BLOCKS * _SAMPLED_BLOCK:
+        return values.clone()
+    stride = values.numel() // _SAMPLED_BLOCKS
+    return values.as_strided((_SAMPLED_BLOCKS, _SAMPLED_BLOCK), (stride, 1)).clone().flatten()  # flatten may be a view
+
+
+def sampled_stretches(numel: int, block_size: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of the values whose spread between replicas is measured, cut between blocks of a codec.
+
+    >>> sampled_stretches(1000, 256), sampled_stretches(600_000, 256)
+    ([(0, 1000)], [(0, 4096), (300032, 304128)])
+    """
+    count = max(1, min(_MOST_STRETCHES, numel // _VALUES_PER_STRETCH))
+    blocks, each = -(-numel // block_size), max(1, _STRETCH // block_size) * block_size
+    starts = (position * blocks // count * block_size for position in range(count))
+    return [(start, min(start + each, numel)) for start in starts]
+
+
+def spread_terms(
+    codec: Codec, payloads: Sequence[tuple[float, Tensor]], numel: int, stretches: Iterable[tuple[int, int]]
+) -> tuple[float, float]:
+    """What `spread` is made of: ``(sum_m w_m |Delta_m|^2, |sum_m w_m Delta_m|^2)`` over some stretches of the values.
+
+    Args:
+        codec: of the payloads.
+        payloads: weight and payload of each contributor.
+        numel: values behind each payload.
+        stretches: ``(start, stop)``, cut between blocks.
+    """
+    squares, of_sum = 0.0, 0.0
+    for start, stop in stretches:
+        total = None
+        for weight, payload in payloads:
+            values = codec.decode(codec.cut(payload, numel, start, stop), stop - start)
+            squares += weight * float(values.dot(values))
+            total = values.mul_(weight) if total is None else total.add_(values, alpha=weight)
+        of_sum += 0.0 if total is None else float(total.dot(total))
+    return squares, of_sum
+
+
+def spread(squares: float, of_sum: float, total_weight: float) -> float | None:
+    """How far contributions lie from their weighted mean (root mean square), in lengths of that mean.
+
+    0 where all are the same, ``sqrt(M - 1)`` where M of equal norm are orthogonal; None where the mean is zero.
+
+    >>> spread(squares=2.0, of_sum=4.0, total_weight=2.0), spread(squares=4.0, of_sum=4.0, total_weight=4.0)
+    (0.0, 1.7320508075688772)
+    """
+    ratio = _ratio(squares * total_weight, of_sum)
+    return None if ratio is None else math.sqrt(max(0.0, ratio - 1))
+
+
+def _cosine(dots: Mapping[str, float], name: str) -> float | None:
+    return _ratio(dots.get(name, 0.0), math.sqrt(dots["square"] * dots.get(f"{name} square", 0.0)))
+
+
+def _ratio(one: float, other: float) -> float | None:
+    return one / other if other > 0 and math.isfinite(one) and math.isfinite(other) else None

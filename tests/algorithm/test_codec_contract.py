@@ -1,0 +1,131 @@
+"""The contract of codecs, as anybody's tests can call it: ours keep it, and what does not is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.algorithm.codec import Codec, Float32, make_codec
+from diloco.algorithm.exchange import shard_bounds
+from diloco.errors import ContractError
+from diloco.testing import check_bytes, check_codec, check_payload
+from tests.algorithm.codecs import BLOCK, COARSE, CODECS, OURS, PIECE, SIZES, same_bits, spread_values, vectors
+
+ALL = CODECS | COARSE
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_registered_codec_is_tried_in_every_implementation(name: str) -> None:
+    assert name in ALL
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ours_keep_the_contract(name: str) -> None:
+    tile = ALL[name]().block_size
+    check_codec(ALL[name], sizes=[*SIZES, tile - 1, tile, tile + 1, 3 * tile + 70])
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=60, deadline=None)
+@given(values=vectors, weight=st.floats(2**-6, 0.75, width=32))
+def test_any_values(name: str, values: Tensor, weight: float) -> None:
+    check_payload(ALL[name](), values, weight)
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_bytes(name: str, data: st.DataObject) -> None:
+    codec, numel = ALL[name](), data.draw(st.integers(0, 2 * BLOCK + 3))
+    size = codec.payload_bytes(numel)
+    payload = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
+    check_bytes(codec, payload, numel)
+
+
+def test_block_size_is_what_the_codec_says_it_is() -> None:
+    sizes = {name: make().block_size for name, make in CODECS.items()}
+    assert {name for name, size in sizes.items() if size == 1} == {"float32", "float16", "bfloat16"}
+    assert {size for size in sizes.values() if size != 1} == {BLOCK}
+    assert make_codec("fp4", block_size=64).block_size == 64
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_shards_of_a_payload_of_several_pieces(name: str, num_replicas: int) -> None:
+    codec, numel = CODECS[name](), 2 * PIECE + BLOCK + 3
+    values = spread_values(numel)
+    payload = codec.encode(values)
+    decoded = torch.empty(numel)
+    for start, stop in shard_bounds(numel, num_replicas, codec.block_size):
+        part = codec.cut(payload, numel, start, stop)
+        assert torch.equal(part, codec.encode(values[start:stop]))
+        codec.decode(part, stop - start, decoded[start:stop])
+    assert same_bits(decoded, codec.decode(payload, numel))
+
+
+def halved(values: Tensor) -> Tensor:
+    return values.clamp(-65504, 65504).half().view(torch.uint8)
+
+
+class Halves(Codec):
+    """A codec that keeps the contract; each of those below breaks it in one place."""
+
+    name = "halves"
+
+    def payload_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def _encode(self, values: Tensor, payload: Tensor) -> None:
+        payload.copy_(halved(values))
+
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload.clone().view(torch.float16))
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "two instances encode": {"__init__": lambda self: setattr(self, "offset", float(torch.rand(())))},
+    "encoding again gives other bytes": {"_encode": lambda self, v, p: p.copy_(halved(v + torch.rand(()) - 0.5))},
+    "encode changed them": {"_encode": lambda self, v, p: p.copy_(halved(v.add_(1).clamp_(-60000, 60000)))},
+    "the payload shares their memory": {
+        "payload_bytes": lambda s, n: 4 * n,
+        "encode": lambda s, v: v.view(torch.uint8),
+    },
+    "leaves values unwritten": {"_decode": lambda s, p, o: o[1:].copy_(p.clone().view(torch.float16)[1:])},
+    "rounded twice": {"_accumulate": lambda s, p, o, w: o.add_(s.decode(p, o.numel()).double() * w)},
+    "at an odd address": {"_decode": lambda s, p, o: o.copy_((p.data_ptr() % 2) + p.clone().view(torch.float16))},
+    "is not their payload": {"_cut": lambda self, payload, n, start, stop: payload[: 2 * (stop - start)]},
+    "holds NaN or infinity": {"_encode": lambda self, v, p: p.copy_(v.half().view(torch.uint8))},
+    "lets pass what decodes": {"_find_fault": lambda self, payload, numel: None},
+    "may raise CodecError alone": {
+        "_find_fault": lambda self, payload, numel: [None][Codec._find_fault(self, payload, numel) is not None],
+    },
+    "validate takes a payload that is too short": {"_check_payload": lambda self, payload, numel: None},
+    "decode writes to an `out`": {"_check_out": lambda self, payload, numel, out: None},
+    "has no name of its own": {"name": 3},
+    "block_size is 0": {"block_size": 0},
+    "replicas can't compare it": {"parameters": lambda self: {"x": torch.zeros(1)}},
+}
+
+
+def test_a_codec_that_leaves_all_to_the_base_class_keeps_the_contract() -> None:
+    check_codec(Halves)
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_what_is_not_kept_is_told(words: str) -> None:
+    members = dict(BROKEN[words])
+    if "__init__" in members:
+        members["_encode"] = lambda self, values, payload: payload.copy_(halved(values + self.offset))
+    with pytest.raises(ContractError, match=words):
+        check_codec(type("Broken", (Halves,), members))
+
+
+def test_what_is_no_codec_is_told() -> None:
+    with pytest.raises(ContractError, match=r"codec Tensor: it is not a diloco\.Codec"):
+        check_codec(lambda: torch.zeros(1))  # type: ignore[arg-type, return-value]  # on purpose
+    assert same_bits(Float32().decode(Float32().encode(torch.ones(3)), 3), torch.ones(3))

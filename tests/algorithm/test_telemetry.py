@@ -1,0 +1,162 @@
+"""What a round tells of itself: norms, cosines, gain and spread."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.fragments import partition
+from diloco.algorithm.outer_loop import OuterLoop
+from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sgd
+from diloco.algorithm.telemetry import OuterStepMeasures, measured_outer_step, sample, sampled_stretches
+from diloco.events import RoundCommitted
+from tests.replicas import quadratic, streaming
+
+
+def measured(outer: OuterOptimizer, means: list[Tensor]) -> list[OuterStepMeasures]:
+    model = nn.Linear(len(means[0]), 1, bias=False)
+    loop, last, found = OuterLoop(model, partition(model, num_fragments=1), outer), None, []
+    for mean in means:
+        measures, last = measured_outer_step(loop, 0, mean, last)
+        found.append(measures)
+    return found
+
+
+def test_the_first_outer_step_is_lr_times_1_plus_mu_and_equal_means_approach_the_gain() -> None:
+    mean = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    found = measured(Nesterov(learning_rate=0.4, momentum=0.9), [mean] * 150)
+    assert found[0].mean_norm == pytest.approx(float(mean.norm()))
+    assert (found[0].mean_cosine, found[0].momentum_cosine) == (None, None)
+    assert found[0].gain == pytest.approx(0.4 * 1.9, rel=1e-4)
+    assert found[1].gain == pytest.approx(0.4 * 2.71, rel=1e-4)
+    assert found[-1].gain == pytest.approx(0.4 / (1 - 0.9), rel=1e-3)
+    assert found[-1].mean_cosine == pytest.approx(1)
+    assert found[-1].momentum_cosine == pytest.approx(1)
+
+
+def test_cosines_of_orthogonal_and_opposite_means() -> None:
+    one, other = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    found = measured(Nesterov(learning_rate=1.0, momentum=0.5), [one, other, -other])
+    assert [each.mean_norm for each in found] == [3, 4, 4]
+    assert [each.mean_cosine for each in found] == [None, 0, -1]
+    # the momentum is (3, 0), then (1.5, 4)
+    assert [each.momentum_cosine for each in found] == [None, 0, pytest.approx(-4 / math.hypot(1.5, 4))]
+    assert found[2].gain == pytest.approx(1 + 0.5 + 0.25 * -1)  # 1 + mu + mu^2 <b, Delta> / |Delta|^2
+
+
+@pytest.mark.parametrize("outer", [Sgd(learning_rate=0.5), Adam(learning_rate=0.3)])
+def test_the_gain_is_what_the_global_parameters_did_whatever_the_optimizer(outer: OuterOptimizer) -> None:
+    values, state = torch.zeros(50), outer.init(torch.zeros(50))
+    mean = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    outer.update(mean, state, values)
+    assert measured(outer, [mean])[0].gain == pytest.approx(float(-values.dot(mean) / mean.dot(mean)), rel=1e-4)
+
+
+def test_a_mean_of_zero_has_no_cosine_and_no_gain() -> None:
+    assert measured(Nesterov(), [torch.ones(3), torch.zeros(3)])[1] == OuterStepMeasures(mean_norm=0.0)
+
+
+def test_measuring_changes_no_bit_of_the_step() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(200, 200)
+
+    mean, loops = torch.randn(40_200), []
+    for _ in range(2):
+        one = model()
+        loops.append(OuterLoop(one, partition(one, num_fragments=1), Nesterov()))
+    loops[0].outer_step(0, mean)
+    measured_outer_step(loops[1], 0, mean, None)
+    assert loops[0].digest(0) == loops[1].digest(0)
+
+
+@pytest.mark.parametrize("numel", [1, 16_384, 16_385, 16_511, 16_512, 40_000])
+def test_a_sample_is_a_copy_whatever_the_size(numel: int) -> None:
+    """Stretches that touch each other are the values themselves, unless they are copied."""
+    values = torch.ones(numel)
+    sample(values).zero_()
+    assert torch.equal(values, torch.ones(numel))
+
+
+def test_samples_estimate_what_all_values_have() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean, other = (torch.randn(1_000_003, generator=generator) for _ in range(2))
+    mixed = 0.6 * mean + 0.8 * other
+    assert sample(mean).numel() == 1 << 14
+    found = measured(Nesterov(learning_rate=0.7), [mean, mixed])
+    assert found[0].mean_norm == pytest.approx(float(mean.double().norm()), rel=1e-4)
+    assert found[1].mean_cosine == pytest.approx(0.6, abs=0.03)
+
+
+def contributions(values: list[Tensor], weights: list[float], codec: str = "float32") -> list[Contribution]:
+    encoder = make_codec(codec)
+    return [
+        Contribution(
+            round=RoundId(0, 0),
+            replica=replica,
+            codec=encoder,
+            numel=len(each),
+            payload=encoder.encode(each),
+            weight=weight,
+            telemetry=True,
+        )
+        for replica, (each, weight) in enumerate(zip(values, weights, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+def test_the_spread_of_equal_contributions_is_0_and_of_orthogonal_ones_the_root_of_the_others(replicas: int) -> None:
+    same = weighted_mean(contributions([torch.ones(replicas)] * replicas, [1.0] * replicas))
+    assert same.spread == 0
+    unlike = weighted_mean(contributions(list(torch.eye(replicas)), [1.0] * replicas))
+    assert unlike.spread == pytest.approx(math.sqrt(replicas - 1))
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8", "topk2"])
+def test_the_spread_is_the_root_mean_square_distance_from_the_mean(codec: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = contributions([torch.randn(2000, generator=generator) for _ in range(3)], [1.0, 2.0, 0.5], codec)
+    decoded = torch.stack([each.codec.decode(each.payload, 2000) for each in given])
+    weights = torch.tensor([1.0, 2.0, 0.5]) / 3.5
+    mean = (weights[:, None] * decoded).sum(0)
+    expected = math.sqrt(float((weights * (decoded - mean).square().sum(1)).sum())) / float(mean.norm())
+    assert weighted_mean(given).spread == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("numel", [1, 255, 256, 4097, 131_072, 262_145, 20_000_000])
+@pytest.mark.parametrize("block_size", [1, 256, 4096, 65_536])
+def test_stretches_are_cut_between_blocks_and_do_not_overlap(numel: int, block_size: int) -> None:
+    stretches = sampled_stretches(numel, block_size)
+    assert all(start % block_size == 0 and (stop % block_size == 0 or stop == numel) for start, stop in stretches)
+    flat = [edge for stretch in stretches for edge in stretch]
+    assert flat == sorted(flat)
+    assert len(stretches) <= 64
+    assert flat[-1] <= numel
+
+
+def test_every_replica_tells_the_same_of_a_round_and_nothing_with_telemetry_off() -> None:
+    swarm = streaming(codec="int8")
+    swarm.run(15, quadratic())
+    told: dict[tuple[int, int], set[tuple[float | None, ...]]] = {}
+    for event in swarm.events:
+        if isinstance(event, RoundCommitted):
+            measures = (event.mean_norm, event.mean_cosine, event.momentum_cosine, event.gain, event.spread)
+            told.setdefault((event.fragment, event.outer_step), set()).add(measures)
+    assert len(told) > 3
+    for (_, outer_step), measures in told.items():
+        assert len(measures) == 1
+        norm, cosine, momentum, gain, spread = measures.pop()
+        assert None not in (norm, gain, spread)
+        assert (cosine is None, momentum is None) == (outer_step == 0, outer_step == 0)
+
+    silent = streaming(codec="int8", telemetry=False)
+    silent.run(15, quadratic())
+    committed = [event for event in silent.events if isinstance(event, RoundCommitted)]
+    assert committed
+    assert {(event.mean_norm, event.gain, event.spread) for event in committed} == {(None, None, None)}
+    assert torch.equal(silent.global_params(0), swarm.global_params(0))

@@ -1,0 +1,196 @@
+"""Means encoded by their owners, in rounds that commit, are void, or go on elsewhere: what was lost is sent once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.fragments import partition
+from diloco.events import RoundCommitted, RoundVoid
+from diloco.transport.faults import Fault
+from diloco.transport.in_process import InProcessTransport
+from tests.replicas import Swarm, agree, quadratic, streaming
+
+
+class Rows(nn.Module):
+    """Three parameters of several blocks each, one for each of three fragments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.second, self.third = (
+            nn.Parameter(torch.randn(size, generator=generator)) for size in (40, 48, 57)
+        )
+
+
+def encoded(num_replicas: int = 4, **more: Any) -> Swarm:
+    """Streaming DiLoCo with contributions in int8 and means in fp4, in blocks of four values."""
+    arguments = {
+        "make_model": Rows,
+        "fragments": partition(Rows(), strategy="patterns", patterns=(("first",), ("second",), ("third",))),
+        "codec": make_codec("int8", block_size=4),
+        "mean_codec": make_codec("fp4", block_size=4),
+        "mean_error_feedback": True,
+        **more,
+    }
+    return streaming(num_replicas, **arguments)
+
+
+def residuals(swarm: Swarm, fragment: int = 0) -> list[tuple[int, Tensor] | None]:
+    """What each replica holds of the means of a fragment: where it starts, and its values."""
+    found = [diloco.state_dict()["mean_residuals"][fragment] for diloco in swarm.replicas]
+    return [None if each is None else (each["start"], each["values"].clone()) for each in found]
+
+
+def test_all_replicas_hold_the_same_bits_and_each_a_part_of_what_was_lost() -> None:
+    swarm = encoded()
+    swarm.run(6, quadratic())
+    held = residuals(swarm)
+    assert [each and (each[0], len(each[1])) for each in held] == [(0, 8), (8, 12), (20, 8), (28, 12)]
+    assert all(each is not None and bool(each[1].any()) for each in held)
+    swarm.run(20, quadratic())
+    assert agree(swarm)
+    plain = encoded(mean_codec="float32", mean_error_feedback=False)
+    plain.run(26, quadratic())
+    assert not torch.equal(plain.global_params(0), swarm.global_params(0))
+    sent = [each.transport.endpoint(0).sent_bytes for each in (swarm, plain)]
+    assert sent[0] < 0.6 * sent[1]
+
+
+def test_without_feedback_nothing_is_kept() -> None:
+    swarm = encoded(mean_error_feedback=False)
+    swarm.run(26, quadratic())
+    assert agree(swarm)
+    assert residuals(swarm) == [None] * 4
+
+
+@pytest.mark.parametrize("mean_codec", ["float32", "fp4"])
+def test_a_lone_replica_has_its_own_mean_to_the_bit(mean_codec: str) -> None:
+    swarm = encoded(1, mean_codec=mean_codec)
+    plain = encoded(1, mean_codec="float32", mean_error_feedback=False)
+    for each in (swarm, plain):
+        each.run(20, quadratic())
+    assert torch.equal(swarm.global_params(0), plain.global_params(0))
+
+
+@pytest.mark.parametrize("mean_codec", ["bfloat16", "int8", "fp4"])
+def test_converges_to_the_mean_of_the_replicas_targets(mean_codec: str) -> None:
+    """As close as with means in float32, but for the noise of the gradients."""
+    found = []
+    for name, feedback in (("float32", False), (mean_codec, True)):
+        swarm = encoded(mean_codec=name, mean_error_feedback=feedback)
+        swarm.run(200, quadratic())
+        found.append(swarm.global_params(0))
+    generators = [torch.Generator().manual_seed(m) for m in range(4)]
+    drawn = [torch.cat([torch.randn(p.shape, generator=g) for p in Rows().parameters()]) for g in generators]
+    target = torch.stack(drawn).mean(0)
+    plain, means = (float((each - target).abs().mean()) for each in found)
+    assert means < 1.2 * plain + 0.005
+
+
+@pytest.mark.parametrize("least", [None, 3])
+def test_a_void_round_leaves_what_was_lost_as_it_was(least: int | None) -> None:
+    """And a round that goes on without a replica's contribution does not: that one still owns its part."""
+    fault = Fault(kind="drop", replica=2, round=RoundId(0, 1))
+    swarm = encoded(transport=InProcessTransport(4, faults=[fault], min_contributors=least))
+    swarm.run(9, quadratic())  # round (0, 1) was sent at 8 and is merged at 10
+    before = residuals(swarm)
+    swarm.run(1, quadratic())
+    for old, new in zip(before, residuals(swarm), strict=True):
+        assert old is not None
+        assert new is not None
+        assert torch.equal(old[1], new[1]) == (least is None)
+    swarm.run(10, quadratic())
+    assert agree(swarm)
+
+
+def test_who_misses_a_commit_drops_what_it_held_and_says_so() -> None:
+    """The others have applied a mean with it in it, so that it would be sent twice."""
+    fault = Fault(kind="miss-commit", replica=1, round=RoundId(0, 1))
+    swarm = encoded(transport=InProcessTransport(4, faults=[fault]))
+    swarm.run(11, quadratic())
+    assert residuals(swarm)[1] is not None, "nobody has told it yet"
+    swarm.run(3, quadratic())
+    void = [event for event in swarm.events if isinstance(event, RoundVoid) and event.outer_step == 2]
+    assert [event.reason.endswith("What it had kept of earlier means is dropped.") for event in void] == [
+        event.replica == 1 for event in void
+    ]
+    held = residuals(swarm)
+    assert held[1] is None
+    assert all(held[m] is not None for m in (0, 2, 3))
+    swarm.run(4, quadratic())
+    committed = [e for e in swarm.events if isinstance(e, RoundCommitted) and (e.fragment, e.outer_step) == (0, 3)]
+    assert {event.note for event in committed} == {
+        "the error feedback of the mean of 12 of 40 values is gone with its owner"
+    }
+    assert agree(swarm)
+
+
+@pytest.mark.parametrize("stop_at", [4, 6, 8, 9])
+def test_stopping_anywhere_and_going_on_is_never_stopping(stop_at: int) -> None:
+    """Invariant 6; at 4, 8 and 9 fragments are in flight."""
+    whole = encoded()
+    whole.run(20, quadratic())
+    first, second = encoded(), encoded()
+    first.run(stop_at, quadratic())
+    second.transport.load_state_dict(first.transport.state_dict())
+    for m, diloco in enumerate(second.replicas):
+        second.models[m].load_state_dict(first.models[m].state_dict())
+        diloco.load_state_dict(copy.deepcopy(first.replicas[m].state_dict()))
+    second.run(20 - stop_at, quadratic())
+    for m in range(4):
+        assert torch.equal(second.local(m), whole.local(m))
+        assert torch.equal(second.global_params(m), whole.global_params(m))
+    for mine, theirs in zip(residuals(second), residuals(whole), strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert (mine[0], mine[1].tolist()) == (theirs[0], theirs[1].tolist())
+
+
+def test_what_was_lost_goes_to_the_owners_among_other_replicas() -> None:
+    """Three go on from the checkpoint of four: what replica 3 held is gone, and the rest has new owners."""
+    four, three = encoded(), encoded(3)
+    four.run(6, quadratic())
+    for diloco in four.replicas:
+        diloco.drain()
+    for m, diloco in enumerate(three.replicas):
+        three.models[m].load_state_dict(four.models[m].state_dict())
+        diloco.load_state_dict(four.replicas[m].state_dict())
+    held = [part for part in residuals(four) if part is not None]
+    three.run(4, quadratic())
+    committed = [e for e in three.events if isinstance(e, RoundCommitted) and e.fragment == 0]
+    assert [event.note for event in committed] == [
+        "the error feedback of the mean of 12 of 40 values is gone with its owner"
+    ] * 3
+    assert [part and part[0] for part in residuals(three)] == [0, 12, 24]
+    assert len(held) == 4
+    assert agree(three)
+
+
+def test_a_state_without_what_means_lost_is_told_of() -> None:
+    first, second = encoded(), encoded()
+    first.run(6, quadratic())
+    for old, new in zip(first.replicas, second.replicas, strict=True):
+        state = old.state_dict()
+        del state["mean_residuals"]
+        new.load_state_dict(state)
+    assert [getattr(event, "text", "") for event in second.events] == [
+        "This was saved without what the encoding of earlier means lost, so that its error feedback begins anew."
+    ] * 4
+
+
+def test_who_takes_over_the_state_of_others_forgets_what_it_held() -> None:
+    swarm = encoded()
+    swarm.run(13, quadratic())
+    for diloco in swarm.replicas:
+        diloco.drain()
+    assert all(each is not None for each in residuals(swarm))
+    swarm.replicas[0].take_over([1])
+    swarm.replicas[1].begin_from_global()
+    assert [each is None for each in residuals(swarm)] == [True, True, False, False]
