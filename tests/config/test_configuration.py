@@ -115,6 +115,18 @@ def test_every_model_preset_has_a_run_preset() -> None:
     assert set(RUN_PRESETS) == set(preset_names())
 
 
+def test_an_outer_gain_and_a_learning_rate_replace_each_other_from_layer_to_layer(tmp_path: Path) -> None:
+    """The preset has a learning rate."""
+    outer = compose(command_line(outer__gain=2.0)).outer
+    assert (outer.gain, outer.learning_rate) == (2.0, None)
+    file = toml_file(tmp_path, "[outer]\ngain = 2.0\n")
+    outer = compose(command_line(file, outer__learning_rate=0.3)).outer
+    assert (outer.gain, outer.learning_rate) == (None, 0.3)
+    both = compose(command_line(file, outer__gain=3.0, outer__learning_rate=0.3))
+    with pytest.raises(ConfigurationError, match="were both given"):
+        resolve(both, num_layers=4)
+
+
 def test_another_inner_optimizer_does_not_inherit_arguments(tmp_path: Path) -> None:
     assert compose(command_line(inner__name="SGD")).inner.arguments == {}
     assert compose(command_line(inner__name="AdamW")).inner.arguments["weight_decay"] == 0.1

@@ -110,8 +110,12 @@ def compose(line: CommandLine) -> Configuration:
 
 
 def _overlay(below: Values, above: Mapping[str, object]) -> Values:
-    """Both layers; another inner optimizer does not inherit the arguments of the one below."""
+    """Both layers; another inner optimizer does not inherit the arguments of the one below, and an outer learning rate
+    and a gain, which are two words for one thing, replace each other."""
     values = below | dict(above)
+    for given, other in (("outer.gain", "outer.learning_rate"), ("outer.learning_rate", "outer.gain")):
+        if given in above and other not in above:
+            values.pop(other, None)
     renamed = "inner.name" in above and above["inner.name"] != below.get("inner.name", RunSettings().inner.name)
     if renamed and "inner.arguments" not in above:
         values["inner.arguments"] = {}

@@ -127,7 +127,7 @@ def nearest_key(given: str, known: Mapping[str, Key], *, is_section: bool = Fals
     >>> nearest_key("codec.inner_step", keys_of(RunSettings))
     "did you mean 'schedule.inner_steps'?"
     >>> nearest_key("codec.colour", keys_of(RunSettings))
-    '[codec] has: block_size, error_feedback, error_feedback_decay, name.'
+    '[codec] has: arguments, block_size, error_feedback, error_feedback_decay, name.'
     """
     section, _, leaf = given.rpartition(".")
     leaf = leaf.replace("-", "_")

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_origin
 
 from diloco import __version__
 from diloco.config.configuration import Configuration, compose
 from diloco.config.flags import CommandLine
-from diloco.config.keys import Values, build, flatten
+from diloco.config.keys import Key, Values, build, flatten, keys_of
 from diloco.config.presets import preset_values
 from diloco.config.toml import in_toml, read_toml, to_toml
 from diloco.errors import ConfigurationError
 from diloco.model.settings import native_keys, parse_source
+from diloco.plugins import absolute, is_own
 from diloco.train.resolve import notes, resolve
 from diloco.transport.hivemind.settings import SwarmSettings
 
-__all__ = ["RunPlan", "command_to_go_on", "plan_run"]
+__all__ = ["RunPlan", "command_to_go_on", "plan_run", "words_for_others"]
 
 CONFIG_FILE = "config.toml"
 
 _LISTEN = SwarmSettings().listen
+
+OWN_CODE = ("codec.name", "outer.name", "outer.average", "merge.rule", "inner.name")
+"""Settings that may name code of the user's own."""
 
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
 """Which of the processes this one is; in no record."""
@@ -39,7 +46,7 @@ WIRE_KEYS = (
 
 CHANGEABLE = (
     *("train.steps", "train.stop_after", "train.threads", "out", "evaluation", "checkpoint", "monitor"),
-    *("train.parallelism", "transport.replica_size", "swarm"),
+    *("outer.telemetry", "train.parallelism", "transport.replica_size", "swarm"),
     *(f"transport.{name}" for name in ("replicas", "min_contributors")),
     *(f"transport.{name}" for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s")),
     *PROCESS_KEYS,
@@ -94,12 +101,23 @@ def plan_run(line: CommandLine) -> RunPlan:
 def _resolved(asked: Configuration) -> Configuration:
     """``asked``, resolved for its model; one from a source is built for that, without memory."""
     model = asked.model
-    if model.source is None:
-        return resolve(asked, num_layers=model.layers, max_sequence_length=model.max_sequence_length)
-    from diloco.train.components import outline
+    num_layers, longest = model.layers, model.max_sequence_length
+    if model.source is not None:
+        from diloco.train.components import outline
 
-    built = outline(asked, 1024)  # layers and positions do not depend on the vocabulary, which the data determines
-    return resolve(asked, num_layers=built.num_layers, max_sequence_length=built.max_sequence_length)
+        built = outline(asked, 1024)  # layers and positions do not depend on the vocabulary, which the data determines
+        num_layers, longest = built.num_layers, built.max_sequence_length
+    resolved = resolve(asked, num_layers=num_layers, max_sequence_length=longest)
+    if any(is_own(name) for name in _named(resolved).values()):
+        from diloco.train.components import check_own_code
+
+        check_own_code(resolved)
+    return resolved
+
+
+def _named(configuration: Configuration) -> Values:
+    """The settings that may name code of the user's own, beside the model."""
+    return {key: operator.attrgetter(key)(configuration) for key in OWN_CODE}
 
 
 def _go_on(line: CommandLine, resume: Path) -> RunPlan:
@@ -170,6 +188,35 @@ def command_to_go_on(configuration: Configuration, folder: Path) -> str:
     return shlex.join(words)
 
 
+def words_for_others(typed: Sequence[str], configuration: Configuration) -> list[str]:
+    """What others type to take part in the swarm of ``configuration``, up to the addresses after ``--join``.
+
+    It is what was ``typed`` here, without what is about this peer alone; of a run that goes on, it is the name alone.
+    """
+    rest = list(typed)
+    if configuration.checkpoint.resume is not None:
+        rest = ["train", "--transport", "hivemind", "--run", str(configuration.swarm.run)]
+    keys = keys_of(Configuration)
+    own = {flag: keys[name] for name in ("out", *PROCESS_KEYS, *PEER_KEYS) for flag in _flags(keys[name])}
+    kept, place = [], 0
+    while place < len(rest):
+        flag, equals, _ = rest[place].partition("=")
+        place += 1
+        if flag not in own:
+            kept.append(shlex.quote(rest[place - 1]))
+            continue
+        many = get_origin(own[flag].annotation) is tuple
+        while not equals and place < len(rest) and not rest[place].startswith("-"):
+            place += 1
+            if not many:
+                break
+    return ["diloco", *kept, "--join"]
+
+
+def _flags(key: Key) -> tuple[str, ...]:
+    return (f"--{key.name.replace('_', '-')}", *key.aliases)
+
+
 def _record(configuration: Configuration, *, given: Values | None = None) -> str:
     """The text of ``config.toml``: `diloco train config.toml` begins the same run again."""
     lasting = dataclasses.replace(
@@ -192,12 +239,10 @@ def _absolute(configuration: Configuration) -> Configuration:
     """The configuration with every input path absolute, so that the run can go on from another working directory."""
     model, train = configuration.model, configuration.train
     init_from = None if train.init_from is None else Path(os.path.abspath(train.init_from.expanduser()))
-    return dataclasses.replace(
-        configuration,
-        data=configuration.data.absolute(),
-        model=dataclasses.replace(model, source=_absolute_source(model.source)),
-        train=dataclasses.replace(train, init_from=init_from),
-    )
+    values: Values = {"train.init_from": init_from, "model.source": _absolute_source(model.source)}
+    values |= {key: absolute(name) for key, name in _named(configuration).items() if name is not None}
+    absolute_data = dataclasses.replace(configuration, data=configuration.data.absolute())
+    return build(Configuration, flatten(absolute_data) | values)
 
 
 def _absolute_source(source: str | None) -> str | None:
@@ -205,8 +250,7 @@ def _absolute_source(source: str | None) -> str | None:
     if source is None:
         return None
     parsed = parse_source(source)
+    if parsed.kind == "module":
+        return absolute(source)
     path = Path(parsed.place).expanduser()
-    if not path.exists() or (parsed.kind == "module" and path.suffix != ".py"):
-        return source
-    place = os.path.abspath(path)
-    return f"{place}:{parsed.function}" if parsed.function else f"hf:{place}"
+    return f"hf:{os.path.abspath(path)}" if path.exists() else source

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from diloco.config.keys import Key, Values, flatten, keys_of, nearest_key
 from diloco.errors import ConfigurationError
+from diloco.units import visible
 
 __all__ = ["in_toml", "parse_toml", "read_toml", "to_toml", "write_values"]
 
@@ -50,8 +51,8 @@ def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
     """
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{where} is not valid TOML: {error}. Nothing was started.") from error
+    except (ValueError, RecursionError) as error:  # of a number of too many digits, and of too many levels
+        raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}. Nothing was started.") from error
     return _read_table(table, "", keys_of(settings_type), where)
 
 

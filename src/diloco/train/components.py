@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from diloco.algorithm.average_rules import AverageRule, Rda, SendersMean
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import Fragment, partition
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, ScalarSchedule, Sgd
-from diloco.algorithm.schedule import SyncSchedule
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.checkpoint.reading import open_checkpoint
-from diloco.errors import CheckpointError, FragmentError
+from diloco.errors import CheckpointError, ConfigurationError, ContractError, FragmentError
 from diloco.model.build import build_language_model, with_vocabulary
 from diloco.model.language_model import LanguageModel
+from diloco.plugins import call, is_own
+from diloco.testing import check_average_rule, check_codec, check_merge_rule, check_outer_optimizer
+from diloco.train.inner_optimizer import check_inner_arguments
+from diloco.train.resolve import make_schedule
 from diloco.train.settings import RunSettings
 from diloco.transport.faults import parse_fault
 from diloco.transport.in_process import InProcessTransport
@@ -25,29 +30,20 @@ from diloco.transport.links import Link, VirtualNetwork
 from diloco.transport.settings import TransportSettings
 
 __all__ = [
+    "check_own_code",
+    "make_average_rule",
     "make_clipping",
     "make_configured_codec",
     "make_fragments",
     "make_links",
+    "make_mean_encoding",
     "make_merge_rule",
     "make_outer_optimizer",
-    "make_schedule",
     "make_transport",
     "outer_arguments",
     "outline",
     "stored_definition",
 ]
-
-
-def make_schedule(settings: RunSettings) -> SyncSchedule:
-    """The synchronisation schedule of resolved settings."""
-    schedule, fragments = settings.schedule, settings.fragments
-    return SyncSchedule(
-        inner_steps=schedule.inner_steps,
-        num_fragments=fragments.num_fragments or 1,
-        overlap_steps=schedule.overlap_steps or 0,
-        offsets=schedule.offsets,
-    )
 
 
 def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fragment, ...]:
@@ -70,12 +66,22 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
 
 def make_merge_rule(settings: MergeSettings) -> MergeRule:
     """The merge rule of resolved settings."""
+    if is_own(settings.rule):
+        rule: MergeRule = call("merge.rule", settings.rule, arguments=settings.arguments)
+        return rule
     return RebaseMerge() if settings.rule == "rebase" else AlphaMerge(settings.alpha or 0.0)
 
 
 def make_configured_codec(settings: CodecSettings) -> Codec:
     """The codec of resolved settings."""
-    return make_codec(settings.name or "float32", **settings.arguments())
+    return make_codec(settings.name or "float32", **settings.parameters())
+
+
+def make_mean_encoding(settings: RunSettings) -> MeanEncoding:
+    """How the means of resolved settings travel."""
+    name, decay = settings.transport.mean_codec, float(settings.transport.mean_error_feedback)
+    parameters = {"block_size": settings.codec.block_size} if name in ("int8", "fp4") else {}
+    return MeanEncoding(make_codec(name, **parameters), decay)
 
 
 def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOptimizer:
@@ -100,7 +106,41 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
     momentum: ScalarSchedule = settings.momentum
     if settings.momentum_warmup_outer_steps:
         momentum = ValueSchedule(peak=settings.momentum, warmup_steps=settings.momentum_warmup_outer_steps)
+    if is_own(settings.name):
+        offered = {"learning_rate": learning_rate, "momentum": momentum}
+        outer: OuterOptimizer = call("outer.name", settings.name, arguments=settings.arguments, offered=offered)
+        return outer
     return Nesterov(learning_rate=learning_rate, momentum=momentum)
+
+
+def check_own_code(settings: RunSettings) -> None:
+    """Make what the settings name of the user's own code, and let it pass `diloco.testing`.
+
+    Raises:
+        ConfigurationError: if it can't be made, or is not what it must be.
+    """
+    codec, outer, merge = settings.codec, settings.outer, settings.merge
+    checks: tuple[tuple[str, str | None, Callable[[], object]], ...] = (
+        ("codec.name", codec.name, lambda: check_codec(lambda: make_configured_codec(codec))),
+        ("outer.name", outer.name, lambda: check_outer_optimizer(make_outer_optimizer(outer, 100))),
+        ("outer.average", outer.average, lambda: check_average_rule(make_average_rule(outer))),
+        ("merge.rule", merge.rule, lambda: check_merge_rule(make_merge_rule(merge))),
+        ("inner.name", settings.inner.name, lambda: check_inner_arguments(settings.inner)),
+    )
+    for key, name, check in checks:
+        try:
+            if is_own(name):
+                check()
+        except ContractError as error:
+            raise ConfigurationError(f"{key}={name} can't be used: {error} Nothing was started.") from error
+
+
+def make_average_rule(settings: OuterSettings) -> AverageRule | None:
+    """How contributions are averaged; None: the weighted mean."""
+    if is_own(settings.average):
+        rule: AverageRule = call("outer.average", settings.average, arguments=settings.average_arguments)
+        return rule
+    return {"mean": None, "rda": Rda(), "senders": SendersMean()}[settings.average]
 
 
 def make_clipping(settings: OuterSettings) -> Clipping:
@@ -111,6 +151,7 @@ def make_clipping(settings: OuterSettings) -> Clipping:
 def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
     """The arguments of `DiLoCo` that are the same on all replicas, by name."""
     steps = settings.train.steps - settings.train.data_parallel_steps
+    mean = make_mean_encoding(settings)
     return {
         "schedule": make_schedule(settings),
         "fragments": make_fragments(settings.fragments, model),
@@ -119,6 +160,9 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
         "codec": make_configured_codec(settings.codec),
         "error_feedback": settings.codec.kept_loss,
         "clipping": make_clipping(settings.outer),
+        "mean_codec": mean.codec,
+        "mean_error_feedback": mean.decay,
+        "average": make_average_rule(settings.outer),
     }
 
 

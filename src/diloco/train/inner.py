@@ -19,7 +19,7 @@ from diloco.algorithm.fragments import local_shard
 from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
-from diloco.model.language_model import document_numbers
+from diloco.model.language_model import documents_of
 from diloco.train.parallel import ParallelModel
 from diloco.train.settings import InnerSettings
 
@@ -69,9 +69,11 @@ class InnerLoop:
         clip_norm: largest global gradient norm, or None.
         precision: autocast type of the forward pass; float16 scales the loss, for the inner optimizer only.
         accumulation: pieces a batch is computed in, as even as its size allows; fewer where a rank has fewer sequences.
-        end_of_document: the token that ends a document, where documents in a sequence must not see each other.
+        end_of_document: the token that ends a document, where documents in a sequence must not see each other;
+            `diloco.model.loss.ENDS` where the targets say it.
 
     Attributes:
+        counted: of the last batch, the fraction of its tokens that have a target which counts.
         can_mask: whether the optimizer's kernel can skip a step by itself, where the gradients are not finite.
         masked: whether it does, so that the host need not look at them first: on CUDA, where it can.
     """
@@ -97,6 +99,7 @@ class InnerLoop:
         self.device = next(self.model.parameters()).device
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
+        self.counted = 1.0
         self._norm = torch.zeros((), device=self.device)
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # a scaler skips in its own way, and a shard does not see the others' gradients
@@ -106,10 +109,11 @@ class InnerLoop:
     def accumulate_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Add the gradients of the replica's batch, ``(batch, sequence)`` int64 each, to ``.grad``.
 
-        Every rank is given the whole batch and computes its rows of it.
+        Every rank is given the whole batch and computes its rows of it. All targets that count weigh the same, however
+        many of them a rank or a piece has.
 
         Returns:
-            Mean cross-entropy of the whole batch in nats per token, ``()`` float32 on the device.
+            Mean cross-entropy of the whole batch in nats per token that counts, ``()`` float32 on the device.
 
         Raises:
             ConfigurationError: if the batch has fewer sequences than the replica has ranks.
@@ -120,12 +124,15 @@ class InnerLoop:
         group, batch_size = self.parallel.group, len(tokens)
         rows = group.rows(batch_size)
         pieces = self.parallel.pieces(batch_size, self.accumulation)
+        counts = [int((piece >= 0).sum()) for piece in targets[rows].tensor_split(pieces)]
+        counted = int((targets >= 0).sum())
+        self.counted = counted / targets.numel()
         shares = [to_device(share[rows], self.device).tensor_split(pieces) for share in (tokens, targets)]
         for number, (piece_tokens, piece_targets) in enumerate(zip(*shares, strict=True), 1):
             # ranks take the mean of their gradients, whatever rows they are of
-            divisor = batch_size / (len(piece_tokens) * group.size)
-            end = self.end_of_document
-            documents = None if end is None else document_numbers(piece_tokens, end)
+            mine = counts[number - 1] * group.size
+            divisor = counted / mine if mine else math.inf
+            documents = documents_of(piece_tokens, piece_targets, self.end_of_document)
             with group.watched(), self.parallel.piece(last=number == pieces):
                 with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
                     loss, cross_entropy = self.parallel.loss(piece_tokens, piece_targets, documents)

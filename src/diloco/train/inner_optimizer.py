@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import nn
 
 from diloco.algorithm.muon import Muon, hidden_matrices, muon
 from diloco.errors import ConfigurationError, nearest
+from diloco.plugins import check_arguments, find, is_own, split, takes
 from diloco.train.settings import InnerSettings
 
-__all__ = ["inner_optimizer_in_words", "make_inner_optimizer"]
+__all__ = ["check_inner_arguments", "inner_optimizer_in_words", "make_inner_optimizer"]
 
 UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
 """Classes of torch.optim that no step of one forward and one dense backward can drive, and why."""
@@ -28,36 +30,27 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """The ``torch.optim`` class that ``settings`` names, or our own `muon`, over the trainable parameters of ``model``.
+    """The ``torch.optim`` class that ``settings`` names, or what else makes one, over the parameters of ``model``.
 
-    Weight decay, asked for or the class's own default, acts on matrices only, not on norms and biases. The fused kernel
-    is used where the class has one. Groups with an ``lr_ratio`` train at that many times the scheduled learning rate.
+    What is not of ``torch.optim`` (`muon`, or the user's own code) is called with ``model`` if it takes an argument of
+    that name, else with parameter groups, as a class of ``torch.optim`` is. Weight decay, asked for or the class's own
+    default, acts on matrices only, not on norms and biases. The fused kernel of ``torch.optim`` is used where there is
+    one. Groups with an ``lr_ratio`` train at that many times the scheduled learning rate.
 
     Raises:
         ConfigurationError: for an unknown class or argument; it names the nearest. For a class that needs more than one
             dense gradient a step, or whole parameters where the model is sharded.
     """
     name, sharded = settings.name, any(hasattr(parameter, "to_local") for parameter in model.parameters())
-    make, accepted = _constructor(name)
+    make, accepted = check_inner_arguments(settings)
     if sharded and name in UNFIT_ON_SHARDS:
         raise ConfigurationError(
             f"inner.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks that "
             "hold all parameters (ddp). Nothing was started."
         )
     arguments = dict(settings.arguments)
-    for argument in arguments:
-        if argument == "lr":
-            raise ConfigurationError(
-                "inner.arguments.lr was given. The schedule starts from inner.learning_rate: set that instead. "
-                "Nothing was started."
-            )
-        if argument not in accepted:
-            raise ConfigurationError(
-                f"inner.arguments.{argument} is no argument of {name}; {nearest(argument, accepted)} "
-                "Nothing was started."
-            )
-    may_fuse = "fused" in accepted and (name in FUSED_ON_SHARDS or not sharded)
-    if arguments.get("fused") and not may_fuse:
+    may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
+    if arguments.get("fused") and not may_fuse and not is_own(name):
         raise ConfigurationError(
             f"inner.arguments.fused was given to {name}, whose fused kernel takes no parameters that are sharded over "
             "ranks. Leave it out. Nothing was started."
@@ -65,24 +58,79 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
     decays = "weight_decay" in accepted and arguments.get("weight_decay", accepted["weight_decay"].default) != 0
+    trained = model if "model" in inspect.signature(make).parameters else _groups(model, decays=decays)
     try:
-        return make(model if name == "Muon" else _groups(model, decays=decays), lr=settings.learning_rate, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"torch.optim.{name} refused {arguments}: {error}. Nothing was started.") from error
+        optimizer = make(trained, lr=settings.learning_rate, **arguments)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        shown = name if is_own(name) else f"torch.optim.{name}"
+        raise ConfigurationError(
+            f"{shown} refused {arguments}: {type(error).__name__}: {error}. Nothing was started."
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"{name} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer. Nothing was started."
+        )
+    return optimizer
+
+
+def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
+    """What makes the optimizer, and the arguments that it takes beside parameters and learning rate.
+
+    Raises:
+        ConfigurationError: for an unknown class or argument; it names the nearest.
+    """
+    name = settings.name
+    make, accepted = _constructor(name)
+    for argument in settings.arguments:
+        if argument == "lr":
+            raise ConfigurationError(
+                "inner.arguments.lr was given. The schedule starts from inner.learning_rate: set that instead. "
+                "Nothing was started."
+            )
+        if argument not in accepted and not is_own(name):
+            raise ConfigurationError(
+                f"inner.arguments.{argument} is no argument of {name}; {nearest(argument, accepted)} "
+                "Nothing was started."
+            )
+    if is_own(name):
+        check_arguments("inner.name", name, make, settings.arguments)
+    return make, accepted
 
 
 def inner_optimizer_in_words(settings: InnerSettings, model: nn.Module) -> str:
-    """Which optimizer trains what, where there is more than one; else ""."""
+    """Which optimizer trains what, where there is more than one, or it is the user's own; else ""."""
+    if is_own(settings.name):
+        place, name = split(settings.name)
+        return f"{name} of {place.rpartition('/')[2]}"
     if settings.name != "Muon":
         return ""
     hidden = hidden_matrices(model, settings.arguments.get("adamw", ()))
-    values = sum(parameter.numel() for parameter in hidden.values())
-    rest = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) - values
-    return f"Muon for {len(hidden)} hidden matrices ({values:,} values), AdamW for {rest:,} others"
+    rest = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in hidden}
+    return f"Muon for {_named(hidden)}; AdamW for {_named(rest)}"
+
+
+def _named(parameters: Mapping[str, nn.Parameter]) -> str:
+    """How many, and which, those of alike layers once.
+
+    >>> _named({f"layers.{n}.norm.weight": nn.Parameter(torch.zeros(3)) for n in range(4)})
+    '4 tensors of 12 values (layers.*.norm.weight)'
+    """
+    values = sum(parameter.numel() for parameter in parameters.values())
+    names = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in parameters)
+    return f"{len(parameters)} tensors of {values:,} values ({', '.join(names)})"
 
 
 def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Parameters]:
     """What makes the optimizer ``name``, and the arguments that it takes beside parameters and learning rate."""
+    if is_own(name):
+        make = find("inner.name", name)
+        if not takes(make, "lr"):
+            raise ConfigurationError(
+                f"inner.name={name} takes no argument lr, and so can't be given a learning rate. Nothing was started."
+            )
+        return make, inspect.signature(make).parameters
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key: value
         for key, value in vars(torch.optim).items()
@@ -93,8 +141,8 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
         raise ConfigurationError(f"inner.name={name!r} {UNFIT[name]}. Use AdamW or SGD. Nothing was started.")
     if name not in known:
         raise ConfigurationError(
-            f"inner.name={name!r} is no optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} "
-            "Nothing was started."
+            f"inner.name={name!r} is no optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} Your "
+            "own is named module:Class, or FILE.py:Class. Nothing was started."
         )
     accepted = dict(inspect.signature(known[name]).parameters)
     if name == "Muon":

@@ -1,0 +1,206 @@
+"""What every codec must keep, whoever wrote it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.codec import Codec
+from diloco.errors import CodecError, ContractError
+from diloco.testing.expectations import contract, expect, same_bits
+
+__all__ = ["check_bytes", "check_codec", "check_payload", "spread_values"]
+
+_LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+def check_codec(make: Callable[[], Codec], *, sizes: Sequence[int] | None = None) -> None:
+    """Raise unless what ``make`` gives keeps the contract of `Codec`; some hundredths of a second.
+
+    It must encode the same values to the same bytes in every instance, in as many bytes as it says; decode to finite
+    values whatever it lets pass; add exactly what it decodes; be cut between blocks; and refuse what does not fit.
+    How much is lost is each codec's own affair.
+
+    Args:
+        make: gives a new codec at each call.
+        sizes: numbers of values to try beside none and a few; default: around one and several blocks.
+
+    Raises:
+        ContractError: it says what is not kept.
+    """
+    codec, other = make(), make()
+    with contract("codec", codec):
+        expect(isinstance(codec, Codec), "it is not a diloco.Codec")
+        expect(isinstance(getattr(codec, "name", None), str), "it has no name of its own")
+        block = codec.block_size
+        expect(isinstance(block, int) and block >= 1, f"block_size is {block!r}, not a number of values")
+        described = all(isinstance(value, int | float | str | bool) for value in codec.parameters().values())
+        expect(described, "parameters() holds what is no number or text, so replicas can't compare it")
+        for size in dict.fromkeys([0, 1, 2, 3, *(sizes or (block - 1, block, block + 1, 3 * block + 7, 257))]):
+            values = spread_values(size)
+            payload = check_payload(codec, values)
+            expect(torch.equal(other.encode(values), payload), f"two instances encode {size} values differently")
+        _check_random_bytes(codec, 2 * block + 3)
+        _check_refusals(codec, block + 1)
+
+
+def check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
+    """Raise unless ``values`` are encoded, decoded, added and cut as the contract of `Codec` says.
+
+    Args:
+        codec: any.
+        values: ``(numel,)`` float32, finite.
+        weight: to add what is decoded with.
+
+    Returns:
+        The payload.
+
+    Raises:
+        ContractError: it says what is not kept.
+    """
+    name, numel = f"{values.numel()} values", values.numel()
+    before = values.detach().clone()
+    payload = codec.encode(values)
+    expected = (codec.payload_bytes(numel),)
+    expect(tuple(payload.shape) == expected, f"{name}: the payload is {tuple(payload.shape)}, not {expected}")
+    expect(same_bits(values.detach(), before), f"{name}: encode changed them")
+    again = codec.encode(values)
+    expect(torch.equal(again, payload), f"{name}: encoding again gives other bytes")
+    again.fill_(255)
+    expect(same_bits(values.detach(), before), f"{name}: the payload shares their memory")
+    codec.validate(payload, numel)
+    decoded = codec.decode(payload, numel)
+    expect(bool(decoded.isfinite().all()), f"{name}: what is decoded is not finite")
+    expect(not decoded.requires_grad, f"{name}: what is decoded has a graph")
+    out = torch.full((numel,), math.nan)
+    expect(codec.decode(payload, numel, out) is out, f"{name}: decode does not return `out`")
+    expect(same_bits(out, decoded), f"{name}: decode to `out` leaves values unwritten, or gives others")
+    _check_sum(codec, payload, decoded, weight, name)
+    message = torch.cat([torch.zeros(3, dtype=torch.uint8), payload])[3:]  # as it stands in a larger message
+    expect(same_bits(codec.decode(message, numel), decoded), f"{name}: a payload at an odd address decodes to others")
+    _check_sum(codec, message, decoded, weight, name)
+    for start, stop in _stretches(codec, numel):
+        part, length = codec.cut(message, numel, start, stop), stop - start
+        expect(
+            torch.equal(part, codec.encode(values[start:stop])), f"{name}: cut({start}, {stop}) is not their payload"
+        )
+        codec.validate(part, length)
+        expect(same_bits(codec.decode(part, length), decoded[start:stop]), f"{name}: a cut decodes to others")
+        _check_sum(codec, part, decoded[start:stop], weight, name)
+    return payload
+
+
+def spread_values(numel: int, seed: int = 0) -> Tensor:
+    """``(numel,)`` float32 of many magnitudes, with zeros of both signs, subnormals and the largest among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * torch.exp2(torch.randn(numel, generator=generator) * 8)
+    corners = torch.tensor([0.0, -0.0, 1e-45, -1e-40, _LEAST, _LARGEST, -_LARGEST, 1.5, -0.75, 65519.0])
+    values[::13] = corners.repeat(numel // (13 * len(corners)) + 1)[: len(values[::13])]
+    return values
+
+
+def _check_sum(codec: Codec, payload: Tensor, decoded: Tensor, weight: float, name: str) -> None:
+    """``out += weight * decoded``, each product rounded before it is added, so that all replicas get the same bits."""
+    out = spread_values(len(decoded), seed=1).abs_().clamp_(1e-3, 1e30)  # no zeros, whose sign need not be touched
+    expected = out + decoded * weight
+    codec.accumulate(payload, out, weight)
+    expect(same_bits(out, expected), f"{name}: accumulate does not add weight * decode(payload), rounded twice")
+
+
+def _check_random_bytes(codec: Codec, numel: int) -> None:
+    """Payloads of which all, some or few bytes were drawn at random."""
+    generator, size = torch.Generator().manual_seed(2), codec.payload_bytes(numel)
+    for attempt in range(40):
+        payload = codec.encode(torch.randn(numel, generator=generator))
+        drawn = torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
+        changed = torch.rand(size, generator=generator) < (1.0, 0.2, 3 / max(1, size))[attempt % 3]
+        check_bytes(codec, torch.where(changed, drawn, payload), numel)
+
+
+def check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
+    """Raise unless ``codec`` refuses bytes from elsewhere, or decodes them to finite values, in whole and in parts.
+
+    Args:
+        codec: any.
+        payload: ``(payload_bytes(numel),)`` uint8, whatever it holds.
+        numel: values that it stands for.
+
+    Raises:
+        ContractError: it says what is not kept.
+    """
+    refused = _refused(codec, payload, numel)
+    parts = [(codec.cut(payload, numel, start, stop), stop - start) for start, stop in _stretches(codec, numel)]
+    alike = refused == any(_refused(codec, part, length) for part, length in parts)
+    expect(alike, "bytes are refused as a whole and let pass in parts, or the reverse")
+    if not refused:
+        fine = bool(codec.decode(payload, numel).isfinite().all())
+        expect(fine, "validate lets pass what decodes to NaN or infinity")
+
+
+def _stretches(codec: Codec, numel: int) -> Iterator[tuple[int, int]]:
+    """No values, half of the whole blocks, the other half, the values of a last block that is not whole."""
+    whole = numel // codec.block_size
+    return pairwise([0, 0, whole // 2 * codec.block_size, whole * codec.block_size, numel])
+
+
+def _refused(codec: Codec, payload: Tensor, numel: int) -> bool:
+    try:
+        codec.validate(payload, numel)
+    except CodecError:
+        return True
+    except Exception as error:
+        raise ContractError(
+            f"validate raised {type(error).__name__}: {error} of bytes from elsewhere; it may raise CodecError alone."
+        ) from error
+    return False
+
+
+def _malformed(good: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "a payload that is too short", good[:-1]
+    yield "a payload that is too long", torch.cat([good, good[:1]])
+    yield "no payload", good[:0]
+    yield "a payload of int8", good.view(torch.int8)
+    yield "a payload of two dimensions", good.unsqueeze(0)
+    yield "a strided payload", good.repeat_interleave(2)[::2]
+
+
+def _check_refusals(codec: Codec, numel: int) -> None:
+    good = codec.encode(torch.ones(numel))
+    for what, payload in _malformed(good):
+        out = torch.full((numel,), 7.0)
+        _must_refuse(f"validate takes {what}", codec.validate, payload, numel)
+        _must_refuse(f"cut takes {what}", codec.cut, payload, numel, 0, numel)
+        _must_refuse(f"decode takes {what}", codec.decode, payload, numel, out)
+        _must_refuse(f"accumulate takes {what}", codec.accumulate, payload, out)
+        expect(bool((out == 7).all()), f"{what} was refused after values had been written")
+    for what, values in (
+        ("float64 values", torch.zeros(3, dtype=torch.float64)),
+        ("a matrix", torch.zeros(2, 3)),
+        ("strided values", torch.zeros(6)[::2]),
+    ):
+        _must_refuse(f"encode takes {what}", codec.encode, values)
+    for what, out in (
+        ("too long", torch.zeros(numel + 1)),
+        ("of float64", torch.zeros(numel, dtype=torch.float64)),
+        ("strided", torch.zeros(2 * numel)[::2]),
+        ("on another device", torch.zeros(numel, device="meta")),
+    ):
+        _must_refuse(f"decode writes to an `out` that is {what}", codec.decode, good, numel, out)
+    size = codec.block_size
+    bounds = [(-size, size), (size, 0), (0, numel + size), *([(1, size), (0, size - 1)] if size > 1 else [])]
+    for start, stop in bounds:
+        _must_refuse(f"cut takes {start} to {stop}", codec.cut, good, numel, start, stop)
+
+
+def _must_refuse(what: str, method: Callable[..., object], *arguments: object) -> None:
+    try:
+        method(*arguments)
+    except CodecError:
+        return
+    except Exception as error:
+        raise ContractError(f"{what} and raises {type(error).__name__}; it must raise CodecError.") from error
+    raise ContractError(f"{what}; it must raise CodecError.")

@@ -1,0 +1,270 @@
+"""Code of the user's own: the examples of the page about it, in a loop and by the command, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import DiLoCo, InProcessTransport, SyncSchedule, make_codec, testing
+from diloco.cli import main
+from diloco.config.configuration import load_configuration
+from diloco.config.run_plan import plan_run
+from diloco.errors import ConfigurationError
+from diloco.plugins import absolute, call, find
+from diloco.train.components import outline
+from diloco.train.inner_optimizer import make_inner_optimizer
+from diloco.train.reports import handshake_facts
+from tests.cli.runs import SMALL, read_json, refused
+from tests.command_lines import command_line
+
+PAGE = Path(__file__).parent.parent / "docs" / "write-your-own.md"
+EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S))
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files of the page, text, and the settings of a small run."""
+    for name, text in EXAMPLES.items():
+        (tmp_path / f"{name}.py").write_text(f"#{text}", encoding="utf-8")
+    (tmp_path / "text.txt").write_text("\n\n".join(f"document {n}: " + "abc " * n for n in range(1, 40)))
+    (tmp_path / "run.toml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(key: str, file: str, name: str, **arguments: Any) -> Any:
+    return call(key, f"{file}.py:{name}", arguments=arguments)
+
+
+def test_the_page_has_one_short_example_of_each() -> None:
+    assert set(EXAMPLES) == {"signs", "largest", "median", "share", "lion"}
+    assert all(text.count("\n") <= 40 for text in EXAMPLES.values())
+
+
+def test_the_examples_keep_their_contracts(own: Path) -> None:
+    testing.check_outer_optimizer(made("outer.name", "signs", "Signs"))
+    testing.check_codec(lambda: made("codec.name", "largest", "Largest", kept=8))
+    testing.check_average_rule(made("outer.average", "median", "Median"))
+    testing.check_merge_rule(made("merge.rule", "share", "Share", share=0.25))
+    lion = find("inner.name", "lion.py:Lion")
+    testing.check_inner_optimizer(lambda model: lion(model.parameters(), lr=0.02))
+
+
+def test_the_examples_train_in_a_loop_of_ones_own(own: Path) -> None:
+    """Two replicas of a regression, each on half of the problem; they agree to the bit and have learned."""
+    transport, target = InProcessTransport(2), torch.linspace(-1, 1, 300)
+    replicas = []
+    for number in range(2):
+        model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(300))})
+        inner = find("inner.name", "lion.py:Lion")(model.parameters(), lr=0.01)
+        diloco = DiLoCo(
+            model,
+            inner,
+            transport=transport.endpoint(number),
+            schedule=SyncSchedule(inner_steps=5, overlap_steps=2),
+            outer_optimizer=made("outer.name", "signs", "Signs", learning_rate=0.03, momentum=0.5),
+            merge=made("merge.rule", "share", "Share"),
+            codec=made("codec.name", "largest", "Largest", kept=64),
+            error_feedback=True,
+        )
+        replicas.append((model["weight"], inner, diloco))
+
+    def loss(weight: torch.Tensor, number: int) -> torch.Tensor:
+        return (weight - target)[number::2].square().mean()
+
+    for _ in range(200):
+        for number, (weight, inner, diloco) in enumerate(replicas):
+            loss(weight, number).backward()  # type: ignore[no-untyped-call]  # torch
+            inner.step()
+            inner.zero_grad()
+            diloco.begin()
+        for _, _, diloco in replicas:
+            diloco.finish()
+    for _, _, diloco in replicas:
+        diloco.drain()
+    assert replicas[0][2].digest() == replicas[1][2].digest()
+    assert replicas[0][2].rounds_committed >= 39
+    with replicas[0][2].global_model():
+        reached = sum(float(loss(replicas[0][0], number).detach()) for number in range(2))
+        assert reached < 0.2 * float(2 * target.square().mean())
+
+
+OWN = [
+    *("--codec", "largest.py:Largest", "--codec.arguments", "{kept = 8}", "--codec.error-feedback"),
+    *("--outer.name", "signs.py:Signs", "--outer.learning-rate", "0.001"),
+    *("--outer.average", "median.py:Median"),
+    *("--merge.rule", "share.py:Share", "--merge.arguments", "{share = 0.25}"),
+    *("--inner.name", "lion.py:Lion", "--inner.learning-rate", "0.0003"),
+]
+
+
+def test_the_examples_train_by_the_command_and_go_on_from_elsewhere(
+    own: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ["train", "run.toml", "--data", "text.txt", *OWN, "--out"]
+    assert main([*run, str(own / "whole")]) == 0
+    assert main([*run, str(own / "part"), "--stop-after", "5"]) == 0
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert main(["train", "--resume", str(own / "part")]) == 0
+    whole, part = (read_json(own / name / "summary.json") for name in ("whole", "part"))
+    assert whole["rounds_committed"] > 0
+    assert part["global_params_digest"] == whole["global_params_digest"]
+
+
+def test_what_is_ones_own_is_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "run.toml", "--data", "text.txt", *OWN, "--print-config"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "# outer optimizer: Signs(learning_rate=0.001, momentum=0.9)",
+        "# average: Median()",
+        "# merge: Share(share=0.25)",
+        "# codec: largest with error feedback",
+        "# inner optimizer: Lion of lion.py",
+    ):
+        assert words in said
+
+
+def facts(own: Path, **values: Any) -> Mapping[str, str]:
+    configuration = plan_run(command_line(own / "run.toml", **values)).configuration
+    return handshake_facts(configuration, outline(configuration, 257), "data")
+
+
+@pytest.mark.parametrize(
+    ("fact", "file", "setting", "arguments", "other"),
+    [
+        ("codec", "largest", "codec__name", {"codec__arguments": {"kept": 8}}, {"codec__arguments": {"kept": 9}}),
+        ("outer optimizer", "signs", "outer__name", {}, {"outer__momentum": 0.8}),
+        ("merge", "share", "merge__rule", {}, {"merge__arguments": {"share": 0.25}}),
+    ],
+)
+def test_replicas_with_other_code_or_arguments_do_not_fit_together(
+    own: Path, fact: str, file: str, setting: str, arguments: dict[str, Any], other: dict[str, Any]
+) -> None:
+    class_name = file.capitalize()
+    named = {setting: f"{file}.py:{class_name}"}
+    base = facts(own, **named, **arguments)
+    assert facts(own, **named, **arguments) == base
+    assert {key for key, value in facts(own, **named, **(arguments | other)).items() if value != base[key]} == {fact}
+    (own / "copy.py").write_bytes((own / f"{file}.py").read_bytes().replace(b"\n", b"\r\n"))
+    assert facts(own, **{setting: f"copy.py:{class_name}"}, **arguments)[fact] == base[fact]
+    edited = (own / f"{file}.py").read_text().replace("0.9", "0.95").replace("65504", "65000").replace("0.5", "0.6")
+    (own / f"{file}.py").write_text(edited)
+    assert facts(own, **named, **arguments)[fact] != base[fact]
+
+
+def test_replicas_of_a_loop_with_other_arguments_refuse_each_other(own: Path) -> None:
+    transport = InProcessTransport(2)
+
+    def replica(number: int, momentum: float) -> DiLoCo:
+        model = nn.Linear(2, 1)
+        outer = made("outer.name", "signs", "Signs", momentum=momentum)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return DiLoCo(model, sgd, transport=transport.endpoint(number), outer_optimizer=outer)
+
+    replica(0, 0.9)
+    with pytest.raises(ConfigurationError, match=r"replica 0 has .*momentum=0\.9.* and replica 1 has .*momentum=0\.8"):
+        replica(1, 0.8)
+
+
+WRONG = """
+from diloco import Codec, OuterState
+import torch
+
+class Nothing:
+    pass
+
+class Growing:
+    def init(self, values): return OuterState()
+    def update(self, mean, state, values):
+        state.slots["more"] = mean.clone()
+        values.sub_(mean)
+        state.step += 1
+
+class Careless:
+    def init(self, values): return OuterState()
+    def update(self, mean, state, values):
+        values.sub_(mean.mul_(0.5))
+        state.step += 1
+
+class Halves(Codec):
+    name = "halves"
+    def payload_bytes(self, numel): return 2 * numel
+    def _encode(self, values, payload): payload.copy_(values.half().view(torch.uint8))
+    def _decode(self, payload, out): out.copy_(payload.clone().view(torch.float16))
+
+class Loses:
+    keeps_sent = False
+    def merge(self, local, global_params, sent): local.zero_()
+
+def broken(): raise KeyError("width")
+def no_rate(params): return torch.optim.SGD(params)
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"outer__name": "wrong.py:Nothing"}, r"outer\.name=.*wrong\.py:Nothing can't be used: .* no method init"),
+        ({"outer__name": "wrong.py:Growing"}, "update made or dropped slots of the state"),
+        ({"outer__name": "wrong.py:Careless"}, "update changed the mean"),
+        ({"outer__name": "wrong.py:Careles"}, "no function or class 'Careles'; did you mean 'Careless'"),
+        ({"outer__name": "wrong.py:broken"}, "raised KeyError: 'width'"),
+        ({"outer__name": "signs.py:Signs", "outer__arguments": {"momentun": 0.5}}, "did you mean 'momentum'"),
+        ({"outer__name": "nestorov"}, "did you mean 'nesterov'.* Your own is named module:Class"),
+        ({"outer__arguments": {"x": 1}}, r"outer\.arguments was given with outer\.name='nesterov'"),
+        ({"codec__name": "wrong.py:Nothing"}, r"codec Nothing: it is not a diloco\.Codec"),
+        ({"codec__name": "wrong.py:Halves"}, "codec Halves raised CodecError: halves payload of .* values holds NaN"),
+        ({"codec__name": "not_there_at_all:Codec"}, "can't be imported: ModuleNotFoundError"),
+        ({"codec__name": "fp4", "codec__arguments": {"x": 1}}, r"codec\.arguments was given with codec\.name='fp4'"),
+        (
+            {"codec__name": "largest.py:Largest", "algorithm": "data-parallel"},
+            "can't carry the gradients of algorithm='data-parallel'",
+        ),
+        ({"merge__rule": "wrong.py:Nothing"}, "no method merge"),
+        ({"merge__rule": "wrong.py:Loses"}, "parameters move although"),
+        ({"merge__rule": "share.py:Share", "merge__alpha": 0.5}, "which has no alpha"),
+        ({"inner__name": "wrong.py:no_rate"}, "takes no argument lr"),
+        ({"inner__name": "lion.py:Lion", "inner__arguments": {"beta": 1}}, "did you mean 'betas'"),
+        ({"inner__name": "lion.py:Lino"}, "did you mean 'Lion'"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_starts(own: Path, values: dict[str, Any], words: str) -> None:
+    (own / "wrong.py").write_text(WRONG)
+    with pytest.raises(ConfigurationError, match=words) as refusal:
+        plan_run(command_line(own / "run.toml", **values))
+    assert str(refusal.value).endswith("Nothing was started.")
+
+
+def test_the_command_says_it_in_a_sentence(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "wrong.py").write_text(WRONG)
+    said = refused(["train", "run.toml", "--data", "text.txt", "--codec", "wrong.py:Halves"], capsys)
+    assert "can't be used: codec Halves raised CodecError" in said
+    assert not (own / "runs").exists()
+
+
+def test_a_module_in_the_working_directory_is_found_and_a_file_is_loaded_once_for_its_content(own: Path) -> None:
+    assert find("codec.name", "largest:Largest") is importlib.import_module("largest").Largest
+    first = find("codec.name", "largest.py:Largest")
+    assert find("codec.name", str(own / "largest.py") + ":Largest") is first
+    assert absolute("largest.py:Largest") == f"{own / 'largest.py'}:Largest"
+    assert absolute("largest:Largest") == "largest:Largest"
+    assert make_codec("largest.py:Largest", kept=3).parameters() == {"kept": 3}
+    del sys.modules["largest"]
+
+
+def test_a_function_may_take_the_whole_model(own: Path) -> None:
+    (own / "whole.py").write_text(
+        "from diloco import muon\ndef make(model, lr, **more): return muon(model, lr, **more)"
+    )
+    settings = load_configuration(["run.toml", "--inner.name", "whole.py:make", "--inner.arguments", "{momentum=0.8}"])
+    model = outline(settings, 257).to_empty(device="cpu")
+    groups = make_inner_optimizer(settings.inner, model).param_groups
+    assert [group["momentum"] for group in groups if group["orthogonalise"]] == [0.8]
