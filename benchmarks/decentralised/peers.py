@@ -28,7 +28,6 @@ def make_peer(
         replica=number,
     )
     wire = Wire(
-        streams=1,
         round_timeout_s=job.timeout_s,
         rendezvous_timeout_s=job.timeout_s,
         go_on=True,

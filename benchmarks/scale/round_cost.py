@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import plan_exchange
-from diloco.transport.shaping import streams_to_each
+from diloco.transport.tcp import streams_to_each
 
 __all__ = ["RoundCost"]
 

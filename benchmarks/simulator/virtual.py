@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from diloco.algorithm.codec import make_codec
 from diloco.config import Configuration, load_configuration
 from diloco.data.corpus import build_corpus
 from diloco.model.transformer import build_model
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.traffic import outer_traffic
 from diloco.simulate.utilization import simulate
-from diloco.train.components import make_fragments, make_links, make_schedule, make_transport
+from diloco.train.components import make_configured_codec, make_fragments, make_links, make_transport
 from diloco.train.fleet.base import InProcessFleet
-from diloco.train.resolve import resolve
+from diloco.train.resolve import make_schedule, resolve
 from diloco.train.session import Session
 
 __all__ = ["compare"]
@@ -82,7 +81,7 @@ def _predict(settings: Configuration) -> dict[str, float]:
     settings = _with_vocabulary(settings, 257)
     model = build_model(settings.model, seed=0, device="meta")
     sizes = [fragment.numel for fragment in make_fragments(settings.fragments, model)]
-    codec = make_codec(settings.codec.name or "float32", **settings.codec.arguments())
+    codec = make_configured_codec(settings.codec)
     transport = settings.transport
     traffic = outer_traffic(make_schedule(settings), sizes, [codec], transport.replicas)
     cluster = Cluster.of(make_links(transport), transport.step_time_s[0])

@@ -144,11 +144,12 @@ def test_the_choice_trained_on_the_virtual_link_keeps_the_promise(bandwidth: flo
     assert choice is not None
     values = planned_values("tiny", choice, here, steps=10 * choice.inner_steps)
     sizes = {"preset", "train.steps", "transport.replicas"}
-    flags = " ".join(
-        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    words = {
+        name: " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is True else str(value)
         for name, value in values.items()
         if name not in sizes
-    )
+    }
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in words.items())
     if choice.algorithm == "diloco":
         flags += " --fragments 1 --overlap-steps 0"
     summary = train(write_text(tmp_path), tmp_path / "run", f"{flags} --steps {10 * choice.inner_steps}")

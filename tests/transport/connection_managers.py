@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from diloco.protocol.events import Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import TcpStreams
+from diloco.transport.peers.tcp_streams import TcpStreams
 
 
 class HasBoard(Protocol):

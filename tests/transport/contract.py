@@ -12,18 +12,28 @@ from dataclasses import replace
 import pytest
 import torch
 
+from diloco.algorithm.average_rules import Rda, SendersMean
 from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
 from diloco.algorithm.clipping import UNCLIPPED, Clipping
-from diloco.algorithm.codec import codec_names, make_codec
+from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import plan_exchange
+from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding, Residual, encode_all_means
 from diloco.errors import ConfigurationError, DivergedError, RoundVoidError, TransportError
 from diloco.transport.base import Average, Transport
+from tests.algorithm.codecs import OURS
 from tests.transport.wires import at_once
 
 MakeEndpoints = Callable[[int], Sequence[Transport]]
 """Number of replicas -> their transports, each on its own side."""
 
 SIZE = 1000
+
+LOSSY_MEANS: list[tuple[str, str, dict[str, int]]] = [
+    ("float32", "bfloat16", {}),
+    ("float16", "int8", {"block_size": 4}),
+    ("int8", "fp4", {"block_size": 64}),
+]
+"""Codecs of contributions, and of means that make a reduce-scatter of them between four."""
 
 
 def contribution(
@@ -36,6 +46,8 @@ def contribution(
     digest: str = "d",
     clipping: Clipping = UNCLIPPED,
     scale: float = 1.0,
+    mean: MeanEncoding = PLAIN_MEAN,
+    residual: Residual | None = None,
 ) -> Contribution:
     generator = torch.Generator().manual_seed(17 * replica + outer_step)
     encoder = make_codec(codec)
@@ -50,6 +62,9 @@ def contribution(
         buffers=torch.tensor([float(replica), 1.0]),
         integers=torch.tensor([replica, 7], dtype=torch.uint8),
         clipping=clipping,
+        telemetry=True,
+        mean=mean,
+        residual=residual,
     )
 
 
@@ -70,7 +85,7 @@ class TransportContract:
     def test_every_replica_gets_the_same_weighted_mean(self, make_endpoints: MakeEndpoints, num_replicas: int) -> None:
         weights = [1.0 + replica for replica in range(num_replicas)]
         endpoints = make_endpoints(num_replicas)
-        for outer_step, codec in enumerate(codec_names()):
+        for outer_step, codec in enumerate(OURS):
             given = [
                 contribution(m, outer_step=outer_step, codec=codec, weight=weights[m]) for m in range(num_replicas)
             ]
@@ -129,6 +144,21 @@ class TransportContract:
             for each in pending:
                 with pytest.raises(RoundVoidError, match="replica 1 was refused: has the weight"):
                     each.wait()
+
+    @pytest.mark.parametrize("codec", ["float32", "bfloat16", "fp4"])
+    def test_a_mean_that_is_not_finite_is_void_for_all_and_a_weight_is_bounded(
+        self, make_endpoints: MakeEndpoints, codec: str
+    ) -> None:
+        """Each part is finite; the sum would not be. What follows is as if nothing had happened."""
+        endpoints = make_endpoints(3)
+        given = [contribution(m, codec=codec, scale=1e37 if m == 1 else 1.0) for m in range(3)]
+        given[1] = replace(given[1], weight=1e18, base_weight=1e18)
+        pending = [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]
+        for each in pending:
+            with pytest.raises(RoundVoidError, match=r"the mean .*, to which replica 1 contributed most"):
+                each.wait()
+        given = [contribution(m, outer_step=1, codec=codec, weight=1e18 if m == 1 else 1.0) for m in range(3)]
+        assert {average.weight for average in exchange(endpoints, given)} == {10.0}
 
     def test_a_digest_of_the_minority_is_never_averaged_over(self, make_endpoints: MakeEndpoints) -> None:
         endpoints = make_endpoints(3)
@@ -193,7 +223,7 @@ class TransportContract:
         }
         scales = (1.0, 1.1, 0.9, 10.0)
         endpoints = make_endpoints(4)
-        for outer_step, (codec, policy) in enumerate(itertools.product(codec_names(), policies)):
+        for outer_step, (codec, policy) in enumerate(itertools.product(OURS, policies)):
             given = [
                 contribution(m, outer_step=outer_step, codec=codec, weight=1.0 + m, clipping=policy, scale=scale)
                 for m, scale in enumerate(scales)
@@ -203,10 +233,102 @@ class TransportContract:
             for average in averages:
                 assert torch.equal(average.values, expected.values)
                 assert average.clipped == expected.clipped
+                assert average.spread == pytest.approx(expected.spread, rel=1e-5), "whoever has the contributions"
                 assert codec == "topk2" or expected.clipped == policies[policy], "topk2 keeps few values: smaller norms"
                 assert average.weight == 10.0
             sent = 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2)
             assert [average.sent_bytes for average in averages] == [sent] * 4, "whole contributions to everybody"
+
+    @pytest.mark.parametrize("decay", [0.0, 1.0])
+    def test_encoded_means_are_the_bits_of_the_pure_function_round_after_round(
+        self, make_endpoints: MakeEndpoints, decay: float
+    ) -> None:
+        """Each owner gets what its codec lost, and gives it to the next round; a void one leaves no trace."""
+        endpoints, weights = make_endpoints(4), (1.0, 2.0, 0.5, 3.0)
+        for fragment, (codec, name, parameters) in enumerate(LOSSY_MEANS):
+            mean = MeanEncoding(make_codec(name, **parameters), decay)
+            held: list[Residual | None] = [None] * 4
+            whole: Sequence[Residual] = ()
+            for outer_step in range(4):
+                given = [
+                    contribution(
+                        m, fragment=fragment, outer_step=outer_step, codec=codec, weight=w, mean=mean, residual=held[m]
+                    )
+                    for m, w in enumerate(weights)
+                ]
+                if outer_step == 1:
+                    given[2] = replace(given[2], withdrawn="it was not finite")
+                    pending = [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]
+                    for each in pending:
+                        with pytest.raises(RoundVoidError):
+                            each.wait()
+                    continue
+                averages, expected = exchange(endpoints, given), weighted_mean(given).values
+                plan = plan_exchange(make_codec(codec), SIZE, 4, 2 * 4 + 2, mean_codec=mean.codec)
+                assert plan.pattern == "reduce-scatter"
+                whole = encode_all_means(expected, whole, plan.shards, mean)
+                for position, average in enumerate(averages):
+                    assert torch.equal(average.values, expected)
+                    assert average.sent_bytes == plan.sent[position]
+                    assert average.received_bytes == plan.received[position]
+                    if not decay:
+                        assert average.residual is None
+                    else:
+                        assert average.residual is not None
+                        assert average.residual.stretch == plan.shards[position]
+                        assert torch.equal(average.residual.values, whole[position].values)
+                held = [average.residual for average in averages]
+
+    def test_what_was_lost_in_another_view_is_handed_over_to_the_owners_in_this_one(
+        self, make_endpoints: MakeEndpoints
+    ) -> None:
+        """From a view of two, one of five, and one whose last third is gone with its owner."""
+        mean = MeanEncoding(make_codec("int8", block_size=4), 1.0)
+        lost = 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(5))
+        endpoints = make_endpoints(3)
+        cuts = ((None, (0, 500), (500, SIZE)), ((400, 600), (0, 200), (200, 400)), ((300, 600), None, (0, 300)))
+        gone = (0, 400, 400)
+        for outer_step, stretches in enumerate(cuts):
+            held = [None if each is None else Residual(each[0], lost[slice(*each)]) for each in stretches]
+            given = [contribution(m, outer_step=outer_step, mean=mean, residual=held[m]) for m in range(3)]
+            averages, expected = exchange(endpoints, given), weighted_mean(given).values
+            shards = plan_exchange(make_codec("float32"), SIZE, 3, mean_codec=mean.codec).shards
+            whole = encode_all_means(expected, [each for each in held if each is not None], shards, mean)
+            for average, residual in zip(averages, whole, strict=True):
+                assert torch.equal(average.values, expected)
+                assert average.residual is not None
+                assert torch.equal(average.residual.values, residual.values)
+                words = f"the error feedback of the mean of {gone[outer_step]} of 1000 values is gone with its owner"
+                assert average.note == (words if gone[outer_step] else "")
+
+    def test_where_everybody_sums_everything_nothing_is_encoded(self, make_endpoints: MakeEndpoints) -> None:
+        """As under clipping, which needs whole contributions; what was lost before stays with whoever holds it."""
+        mean, clipping = MeanEncoding(make_codec("fp4"), 1.0), Clipping(max_norm=1e9)
+        kept = Residual(0, torch.ones(SIZE))
+        given = [contribution(m, mean=mean, clipping=clipping, residual=kept) for m in range(3)]
+        for average in exchange(make_endpoints(3), given):
+            assert torch.equal(average.values, weighted_mean(given, clipping).values)
+            assert average.residual is None
+
+    def test_rules_give_every_replica_the_bits_of_the_pure_function(self, make_endpoints: MakeEndpoints) -> None:
+        """Four replicas of one weight each more than the last, with and without clipping."""
+        endpoints, clipping = make_endpoints(4), [UNCLIPPED, Clipping(max_norm=20.0)]
+        cases = itertools.product([Rda(), SendersMean()], clipping, ["float32", "fp4", "topk2"])
+        for outer_step, (rule, bounds, codec) in enumerate(cases):
+            given = [
+                replace(
+                    contribution(m, outer_step=outer_step, codec=codec, weight=1.0 + m, clipping=bounds),
+                    average_rule=rule,
+                    tensors=(300, 1, 0, 699),
+                )
+                for m in range(4)
+            ]
+            expected = weighted_mean(given, bounds)
+            for average in exchange(endpoints, given):
+                assert torch.equal(average.values, expected.values)
+                assert average.clipped == expected.clipped
+                assert average.spread == pytest.approx(expected.spread, rel=1e-5)
+                assert average.sent_bytes == 3 * (make_codec(codec).payload_bytes(SIZE) + 2 * 4 + 2), "to everybody"
 
     def test_facts_that_differ_are_refused_on_every_side(self, make_endpoints: MakeEndpoints) -> None:
         endpoints, codecs = make_endpoints(3), ["fp4", "int8", "fp4"]

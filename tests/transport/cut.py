@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.transport.peers import connection_manager, control_connection
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import Work
-from diloco.transport.torch_distributed.gloo_link import GlooLink
+from diloco.transport.peers.reliable_link import ReliableLink
 
 __all__ = ["Cut"]
 
@@ -34,7 +34,7 @@ class Cut:
         for owner, method in (
             (asyncio.StreamWriter, "write"),
             (asyncio.StreamWriter, "close"),
-            (GlooLink, "close"),
+            (ReliableLink, "close"),
         ):
             setattr(owner, method, self._putting_off(getattr(owner, method)))
         self._hold_back_payloads()
@@ -69,33 +69,40 @@ class Cut:
         return put_off
 
     def _hold_back_payloads(self) -> None:
-        send, receive = GlooLink.send, GlooLink.receive
+        send, receive = ReliableLink.send, ReliableLink.receive
 
-        def held_send(link: GlooLink, values: Tensor, stream: int, tag: int) -> Work:
+        def held_send(link: ReliableLink, values: Tensor, tag: int) -> Work:
             self._whole.wait()
-            return send(link, values, stream, tag)
+            return send(link, values, tag)
 
-        def held_receive(link: GlooLink, values: Tensor, stream: int, tag: int) -> Any:
-            return _Held(receive(link, values, stream, tag), self._whole)
+        def held_receive(link: ReliableLink, values: Tensor, tag: int) -> Any:
+            return _Held(receive(link, values, tag), self._whole)
 
-        GlooLink.send = held_send  # type: ignore[method-assign]
-        GlooLink.receive = held_receive  # type: ignore[method-assign]
+        ReliableLink.send = held_send  # type: ignore[method-assign]
+        ReliableLink.receive = held_receive  # type: ignore[method-assign]
 
     def _hold_back_control(self) -> None:
-        read_frame, open_connection = connection_manager.read_frame, asyncio.open_connection
+        open_connection = asyncio.open_connection
 
-        async def held_read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
-            try:
-                return await read_frame(reader)
-            finally:
-                await self._whole_in_loop.wait()
+        def held(read: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+            async def held_read(*arguments: Any) -> Any:
+                try:
+                    return await read(*arguments)
+                finally:
+                    await self._whole_in_loop.wait()
+
+            return held_read
 
         async def held_open(*arguments: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             await self._whole_in_loop.wait()
             return await open_connection(*arguments)
 
-        for module in (connection_manager, control_connection):
-            module.read_frame = held_read  # type: ignore[attr-defined]
+        for module, name in (
+            (connection_manager, "read_frame"),
+            (control_connection, "read_head"),
+            (control_connection, "read_body"),
+        ):
+            setattr(module, name, held(getattr(module, name)))
         asyncio.open_connection = held_open  # type: ignore[assignment]
 
 

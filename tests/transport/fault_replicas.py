@@ -25,10 +25,11 @@ from diloco.transport.address import Address
 from diloco.transport.base import Transport
 from diloco.transport.peers.connected import join
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.payload_exchange import PayloadExchange, message_tag
+from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.peers.round_messages import message_tag
 from diloco.transport.torch_distributed.connect import Place, connect
-from diloco.transport.torch_distributed.gloo_link import GlooLink
 from tests.processes import PRELOADED, report, told
 from tests.replicas import quadratic
 from tests.transport.cut import Cut
@@ -137,7 +138,7 @@ class Victim:
         self.scenario = scenario
         self.words = words
         self.way = Cut()
-        self.links: list[GlooLink] = []
+        self.links: list[ReliableLink] = []
         self.connections: ConnectionManager | None = None
         self.decided = {TARGET: threading.Event(), BEFORE: threading.Event()}
         words.acts["heal"] = self.heal
@@ -145,9 +146,9 @@ class Victim:
             self._stop_in_flight()
         elif scenario.stage == "vote":
             self._stop_at_vote()
-        resolve, made = PeerPending.resolve, GlooLink.__init__
+        resolve, made = PeerPending.resolve, ReliableLink.__init__
 
-        def remembered(link: GlooLink, *arguments: Any) -> None:
+        def remembered(link: ReliableLink, *arguments: Any) -> None:
             made(link, *arguments)
             self.links.append(link)
 
@@ -157,7 +158,7 @@ class Victim:
                 self.decided[pending.round].set()
 
         PeerPending.resolve = resolved  # type: ignore[method-assign]
-        GlooLink.__init__ = remembered  # type: ignore[method-assign]
+        ReliableLink.__init__ = remembered  # type: ignore[method-assign]
 
     def hold(self) -> None:
         """Here it happens, in whatever thread this is."""
@@ -177,17 +178,17 @@ class Victim:
         self.way.heal(self.connections)
 
     def _stop_in_flight(self) -> None:
-        send, pieces = GlooLink.send, 0
+        send, pieces = ReliableLink.send, 0
 
-        def stop_at_second(link: GlooLink, values: Tensor, stream: int, tag: int) -> Any:
+        def stop_at_second(link: ReliableLink, values: Tensor, tag: int) -> Any:
             nonlocal pieces
             if tag >> 18 == message_tag(TARGET, 0, False) >> 18:
                 pieces += 1
                 if pieces == self.scenario.num_replicas:  # each of the others has one
                     self.hold()
-            return send(link, values, stream, tag)
+            return send(link, values, tag)
 
-        GlooLink.send = stop_at_second  # type: ignore[method-assign]
+        ReliableLink.send = stop_at_second  # type: ignore[method-assign]
 
     def _stop_at_vote(self) -> None:
         reduce, send, last = PayloadExchange.reduce, ConnectionManager.send, max(self.scenario.others)

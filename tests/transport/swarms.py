@@ -6,14 +6,14 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from diloco.transport.hivemind.connect import connect_swarm
-from diloco.transport.hivemind.library import PeerReport, list_peers
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
+from diloco.transport.hivemind.visitor import PeerReport, list_peers
 from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.wires import at_once
@@ -64,6 +64,7 @@ class Swarms:
         swarm: str = "",
         held_swarm: str = "",
         join_window_s: float = 0.5,
+        direct: Literal["auto", "only", "never"] = "auto",
         **wire: Any,
     ) -> Connected:
         """Start a peer that knows ``known``.
@@ -72,6 +73,7 @@ class Swarms:
             at: more addresses that it knows.
             hidden: whether nobody can open a connection to it.
             listen: multiaddresses to listen at.
+            direct: as `NodePlace.direct`.
         """
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
@@ -80,12 +82,13 @@ class Swarms:
                 join=(*at, *(address for each in known for address in self.addresses_of(each))),
                 listen=() if hidden else tuple(listen),
                 map_ports=False,
+                direct=direct,
             ),
             replica=number,
             swarm=swarm,
             held_swarm=held_swarm,
             join_window_s=join_window_s,
-            status=lambda: {"words": f"of peer {number}"},
+            status=lambda since: {"words": f"of peer {number}"},
         )
         connected = connect_swarm(place, Wire(**(QUICK | wire)), held_step=held_step)
         self._open.append(connected.transport)

@@ -97,7 +97,7 @@ def test_ranks_with_different_settings_are_all_refused_in_the_same_sentence() ->
         found = at_once([lambda: one(0), lambda: one(1)])
         late = at_once([lambda: one(2)])
     (words,) = {str(error) for error in [*found, *late]}
-    assert words.endswith("; the same on both sides would work. Nothing was started.")
+    assert words.endswith("; both sides need the same. Nothing was started.")
     for side in ("replica 0 (127.0.0.1:", "has codec = fp4", "replica 1 (127.0.0.1:", "has codec = int8"):
         assert side in words
     assert diloco_threads() <= before

@@ -15,7 +15,8 @@ from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.address import Address
 from diloco.transport.peers import connection_manager
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import MAX_BLOB_BYTES, TcpStreams, pack
+from diloco.transport.peers.streams import MAX_BLOB_BYTES, pack
+from diloco.transport.peers.tcp_streams import TcpStreams
 from tests.processes import Processes, report, told
 from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair
 
@@ -153,17 +154,31 @@ def test_a_member_that_sends_what_is_no_message_is_lost(make_rank: MakeRank) -> 
     assert rank == 5
 
 
-def test_a_new_connection_of_a_rank_takes_the_place_of_the_old_one_which_is_told(make_rank: MakeRank) -> None:
-    first, second = pair(make_rank)
-    before = first.connections.get(1)
+def test_a_new_connection_of_a_rank_takes_the_place_of_one_that_is_silent_which_is_told(make_rank: MakeRank) -> None:
+    first, second = pair(make_rank, Timing(heartbeat_s=0.1, silence_s=LIMIT_S))
+    before, awake = first.connections.get(1), threading.Event()
+    second.connections.post(awake.wait)  # it stands still
     again = make_rank(1)
     again.reach(first)
+    awake.set()
     assert second.heard.get(timeout=LIMIT_S)[1] == {"kind": "replaced"}
     first.settled()
     assert first.connections.get(1) not in (None, before)
     again.say(0, {"kind": "me"})
     assert first.heard.get(timeout=LIMIT_S)[1] == {"kind": "me"}
     assert first.losses.empty(), "who comes in its place says so itself"
+
+
+def test_nobody_takes_the_place_of_a_rank_that_answers(make_rank: MakeRank) -> None:
+    first, second = pair(make_rank)
+    before = first.connections.get(1)
+    with pytest.raises(TransportError, match=rf"refuses: rank 1 is connected from {second.address}, and answers"):
+        make_rank(1).reach(first)
+    assert first.connections.get(1) is before
+    second.say(0, {"kind": "here"})
+    assert first.heard.get(timeout=LIMIT_S)[1] == {"kind": "here"}
+    assert second.heard.empty()
+    assert first.losses.empty()
 
 
 def test_closing_ends_the_thread_and_may_be_done_twice(make_rank: MakeRank) -> None:

@@ -16,7 +16,7 @@ import pytest
 from diloco.errors import TransportError
 from diloco.transport.peers import connection_manager
 from diloco.transport.peers.streams import pack, read_frame
-from tests.transport.connection_managers import LIMIT_S, MakeRank, pair
+from tests.transport.connection_managers import LIMIT_S, MakeRank, Rank, pair
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
@@ -29,6 +29,12 @@ STRANGERS = {
     "no rank": pack({"kind": "hello"}),
     "no number": pack({"kind": "hello", "rank": "first", "address": "a:1"}),
     "no address": pack({"kind": "hello", "rank": 3, "address": "a:b"}),
+    "a number of a rank that is none": pack({"kind": "hello", "rank": 1 << 40, "address": "a:1"}),
+    "a negative rank": pack({"kind": "hello", "rank": -3, "address": "a:1"}),
+    "an address with escapes": pack({"kind": "hello", "rank": 3, "address": "\x1b[2J:1"}),
+    "17 kB of text": pack({"kind": "hello", "rank": 3, "address": "a:1", "more": "x" * 17_000}),
+    "a blob of 5 kB": pack({"kind": "who"}, bytes(5000)),
+    "16 kB of lists": pack({"kind": "who", "more": [[]] * 5000}),
     "half a frame": pack({"kind": "hello", "rank": 3, "address": "a:1"})[:-1],
 }
 
@@ -71,6 +77,67 @@ def test_a_stranger_who_says_nothing_is_shown_out(make_rank: MakeRank, monkeypat
     with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
         stranger.settimeout(LIMIT_S)
         assert stranger.recv(1) == b""
+
+
+def stranger_as(first: Rank, rank: int) -> socket.socket:
+    """A connection over which somebody has said that he is a rank."""
+    stranger = socket.create_connection((first.address.host, first.address.port))
+    stranger.settimeout(LIMIT_S)
+    stranger.sendall(pack({"kind": "hello", "rank": rank, "address": str(first.address)}))
+    assert stranger.recv(16, socket.MSG_WAITALL)[:4] == b"DLC1"
+    first.settled()
+    return stranger
+
+
+def test_a_stranger_says_little_and_a_member_may_say_much(make_rank: MakeRank) -> None:
+    first = make_rank(0)
+    much = {"kind": "much", "words": "x" * 17_000}
+    with closing(stranger_as(first, 5)) as stranger:
+        stranger.sendall(pack({"kind": "little", "words": "x" * 16_000}))
+        assert first.heard.get(timeout=LIMIT_S)[1]["kind"] == "little"
+        stranger.sendall(pack(much))
+        rank, loss = first.losses.get(timeout=LIMIT_S)
+    assert rank == 5
+    assert "17026 + 0 bytes was announced; 16384 + 4096 are taken" in loss.text
+    first.connections.post(first.connections.trust, [6])
+    with closing(stranger_as(first, 6)) as member:
+        member.sendall(pack(much, bytes(100_000)))
+        assert first.heard.get(timeout=LIMIT_S)[1] == much
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_who_does_not_read_what_it_is_told_is_lost(make_rank: MakeRank, *, trusted: bool) -> None:
+    first = make_rank(0)
+    first.connections.post(first.connections.trust, [5] if trusted else [])
+    most_bytes = connection_manager.MOST_UNSENT_BYTES if trusted else connection_manager.MOST_UNSENT_TO_STRANGERS_BYTES
+    with closing(stranger_as(first, 5)):
+        for _ in range((most_bytes + (16 << 20)) // 100_000):  # some of it is in the kernel
+            first.say(5, {"kind": "x"}, bytes(100_000))
+        rank, loss = first.losses.get(timeout=LIMIT_S)
+    assert rank == 5
+    assert "does not read what it is told" in loss.text
+
+
+def test_connections_of_one_address_that_do_nothing_are_bounded(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_manager, "MOST_OPEN_OF_ONE", 3)
+    first = make_rank(0)
+    idle = [socket.create_connection((first.address.host, first.address.port)) for _ in range(3)]
+    with closing(socket.create_connection((first.address.host, first.address.port))) as one_too_many:
+        one_too_many.settimeout(LIMIT_S)
+        assert one_too_many.recv(1) == b""
+    idle.pop().close()
+    with contextlib.ExitStack() as stack:
+        for each in idle:
+            stack.enter_context(closing(each))
+        while True:  # its place is free once its end was noticed
+            with closing(socket.create_connection((first.address.host, first.address.port))) as other:
+                other.settimeout(LIMIT_S)
+                with contextlib.suppress(ConnectionError):
+                    other.sendall(pack({"kind": "who"}))
+                    if other.recv(4) == b"DLC1":
+                        break
 
 
 def test_somebody_else_behind_an_address_is_told_apart(make_rank: MakeRank) -> None:

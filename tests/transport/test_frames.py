@@ -27,7 +27,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
-MESSAGES = st.builds(lambda kind, rest: {**rest, "kind": kind}, st.text(), st.dictionaries(st.text(), VALUES))
+MESSAGES = st.builds(
+    lambda kind, rest: {**rest, "kind": kind}, st.text(max_size=64), st.dictionaries(st.text(), VALUES)
+)
 
 
 def read(*chunks: bytes) -> list[tuple[dict[str, Any], bytes]]:

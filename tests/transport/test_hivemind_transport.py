@@ -1,4 +1,4 @@
-"""The hivemind transport: the contract, over real libp2p streams."""
+"""The hivemind transport: the contract, over direct streams and over libp2p's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 
-class TestHivemindContract(TransportContract):
+class TestDirectStreamsContract(TransportContract):
     @pytest.fixture
     def make_endpoints(self, swarms: Swarms) -> MakeEndpoints:
         def make(num_replicas: int) -> Sequence[Transport]:
-            return swarms.meet(num_replicas)
+            return swarms.meet(num_replicas, direct="auto", streams=2)
+
+        return make
+
+
+class TestLibp2pStreamsContract(TransportContract):
+    @pytest.fixture
+    def make_endpoints(self, swarms: Swarms) -> MakeEndpoints:
+        def make(num_replicas: int) -> Sequence[Transport]:
+            return swarms.meet(num_replicas, direct="never")
 
         return make

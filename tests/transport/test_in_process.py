@@ -141,7 +141,7 @@ def test_an_average_is_taken_once() -> None:
 
 @pytest.mark.parametrize("text", ["dorp replica=1", "drop replica=1", "drop replica=x fragment=0 outer_step=0", ""])
 def test_faults_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"drop|would work"):
+    with pytest.raises(ConfigurationError, match="drop"):
         parse_fault(text)
 
 

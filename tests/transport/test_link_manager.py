@@ -18,40 +18,60 @@ from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
-from diloco.transport.peers.link_manager import LinkManager, ReliableLink
-from diloco.transport.peers.streams import TcpStreams, pack
+from diloco.transport.peers.link_manager import LinkManager
+from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.peers.streams import pack
+from diloco.transport.peers.tcp_streams import TcpStreams
 from tests.transport.wires import at_once
 
 LIMIT_S = 20.0
 
 
 class Breaking(TcpStreams):
-    """TCP whose open connections can be cut, and whose bytes can be damaged."""
+    """TCP whose open connections can be cut, and whose bytes can be damaged on the way in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.opened: list[asyncio.StreamWriter] = []
+        self.changed = threading.Condition()
         self.refuses = False
         self.damage: Callable[[bytes], bytes] | None = None
+        self.relays: list[asyncio.Server] = []
 
     async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self.refuses:
             raise OSError("no way there")
-        reader, writer = await super().open(address)
-        self.opened.append(writer)
         if self.damage is not None:
-            read, damage = reader.readexactly, self.damage
-
-            async def damaged(n: int) -> bytes:
-                return damage(await read(n))
-
-            reader.readexactly = damaged  # type: ignore[method-assign]
+            address = await self._relay(address, self.damage)
+        reader, writer = await super().open(address)
+        with self.changed:
+            self.opened.append(writer)
+            self.changed.notify_all()
         return reader, writer
 
     def cut(self) -> None:
         """End all connections at once."""
         for writer in self.opened:
             writer.transport.abort()
+
+    async def _relay(self, to: Address, damage: Callable[[bytes], bytes]) -> Address:
+        """Where to connect instead, so that what comes back is damaged."""
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Callable[..., Any]) -> None:
+            with closing(writer):
+                while data := await reader.read(1 << 16):
+                    writer.write(way(data))
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            theirs = await asyncio.open_connection(to.host, to.port)
+            await asyncio.gather(pass_on(reader, theirs[1], bytes), pass_on(theirs[0], writer, damage))
+
+        self.relays.append(await asyncio.start_server(relay, "127.0.0.1"))
+        return Address(*self.relays[-1].sockets[0].getsockname())
+
+    async def close(self) -> None:
+        for each in self.relays:
+            each.close()
 
 
 class End:
@@ -65,7 +85,7 @@ class End:
     def open(self, peer: int, streams: int = 1, timeout_s: float = LIMIT_S) -> ReliableLink:
         low, high = sorted((self.connections.rank, peer))
         key, first = f"0/{low}-{high}", self.connections.rank < peer
-        request = LinkRequest(key, peer, first, streams, timeout_s, lambda key, value: None)
+        request = LinkRequest(key, peer, first, streams, True, timeout_s, lambda key, value: None)
         return self.links.open_link(request)
 
     def in_loop(self, function: Callable[[], Any]) -> None:
@@ -101,24 +121,34 @@ def wait(work: Any) -> None:
 def test_messages_find_their_rooms_whichever_comes_first(pair: tuple[End, End]) -> None:
     first, second = linked(pair, streams=2)
     values = [torch.arange(1000.0) * n for n in range(6)]
-    sent = [first.send(each, stream=n, tag=n) for n, each in enumerate(values)]
+    sent = [first.send(each, tag=n) for n, each in enumerate(values)]
     rooms = [torch.empty(1000) for _ in values]
-    works = [second.receive(rooms[n], stream=n, tag=n) for n in reversed(range(6))]
+    works = [second.receive(rooms[n], tag=n) for n in reversed(range(6))]
     back = torch.empty(3, dtype=torch.uint8)
-    coming = first.receive(back, stream=0, tag=0)
-    second.send(torch.tensor([1, 2, 3], dtype=torch.uint8), stream=0, tag=0)
+    coming = first.receive(back, tag=0)
+    second.send(torch.tensor([1, 2, 3], dtype=torch.uint8), tag=0)
     for work in (*sent, *works, coming):
         work.wait()
     assert all(torch.equal(room, value) for room, value in zip(rooms, values, strict=True))
     assert back.tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("streams", [(2, 5), (5, 2)], ids=str)
+def test_of_what_both_ends_want_the_larger_number_of_connections_is_opened(
+    pair: tuple[End, End], streams: tuple[int, int]
+) -> None:
+    at_once([lambda: pair[0].open(1, streams[0]), lambda: pair[1].open(0, streams[1])])
+    opened = pair[0].streams
+    with opened.changed:
+        assert opened.changed.wait_for(lambda: len(opened.opened) == 5, LIMIT_S)
+
+
 def test_messages_of_one_tag_arrive_in_the_order_sent(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
     rooms = [torch.empty(1) for _ in range(5)]
-    works = [second.receive(room, 0, 7) for room in rooms]
+    works = [second.receive(room, 7) for room in rooms]
     for n in range(5):
-        first.send(torch.tensor([float(n)]), 0, 7)
+        first.send(torch.tensor([float(n)]), 7)
     for work in works:
         work.wait()
     assert [room.item() for room in rooms] == [0, 1, 2, 3, 4]
@@ -129,10 +159,10 @@ def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[End, End]) -> N
     first, second = linked(pair)
     count, size = 60, 200_000
     rooms = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
-    works = [second.receive(room, 0, n) for n, room in enumerate(rooms)]
+    works = [second.receive(room, n) for n, room in enumerate(rooms)]
     sent = []
     for n in range(count):
-        sent.append(first.send(torch.full((size,), n, dtype=torch.uint8), 0, n))
+        sent.append(first.send(torch.full((size,), n, dtype=torch.uint8), n))
         if n % 10 == 5:
             pair[0].in_loop(pair[0].streams.cut)
     for work in (*works, *sent):
@@ -145,25 +175,26 @@ def test_a_damaged_message_is_sent_again(pair: tuple[End, End]) -> None:
     damaged: list[int] = []
 
     def damage(data: bytes) -> bytes:
-        if len(data) == 4000 and not damaged:
+        if len(data) > 4000 and not damaged:
             damaged.append(len(data))
-            return data[:100] + bytes([data[100] ^ 1]) + data[101:]
+            return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
         return data
 
     pair[0].streams.damage = damage
     first, second = linked(pair)
     room, values = torch.empty(1000), torch.arange(1000.0)
-    work = first.receive(room, 0, 1)
-    second.send(values, 0, 1)
+    work = first.receive(room, 1)
+    second.send(values, 1)
     wait(work)
     assert torch.equal(room, values)
-    assert damaged == [4000]
+    assert damaged
+    assert len(pair[0].streams.opened) > 1, "the connection ended"
 
 
 @pytest.mark.parametrize("pair", [0.3], indirect=True)
 def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
-    works = [first.receive(torch.empty(1), 0, 0), second.receive(torch.empty(1), 0, 0)]
+    works = [first.receive(torch.empty(1), 0), second.receive(torch.empty(1), 0)]
 
     def part() -> None:
         pair[0].streams.refuses = True
@@ -175,7 +206,7 @@ def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> No
     with pytest.raises(TransportError, match=r"the other side did not come again in 0.3 s"):
         wait(works[1])
     with pytest.raises(TransportError, match="no way there"):
-        wait(first.send(torch.empty(1), 0, 0))
+        wait(first.send(torch.empty(1), 0))
 
 
 @pytest.mark.parametrize("pair", [0.3], indirect=True)
@@ -188,7 +219,7 @@ def test_nobody_at_the_other_end_is_an_error_in_time(pair: tuple[End, End]) -> N
 
 def test_closing_wakes_who_waits_on_both_ends(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
-    mine, theirs = first.receive(torch.empty(1), 0, 0), second.receive(torch.empty(1), 0, 0)
+    mine, theirs = first.receive(torch.empty(1), 0), second.receive(torch.empty(1), 0)
     first.close()
     with pytest.raises(TransportError, match="it was closed"):
         wait(mine)
@@ -199,19 +230,19 @@ def test_closing_wakes_who_waits_on_both_ends(pair: tuple[End, End]) -> None:
 
 def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
-    first.send(torch.empty(3), 0, 0)
-    first.send(torch.ones(1), 0, 1)
-    wait(second.receive(room := torch.empty(1), 0, 1))
+    first.send(torch.empty(3), 0)
+    first.send(torch.ones(1), 1)
+    wait(second.receive(room := torch.empty(1), 1))
     assert room.item() == 1
     with pytest.raises(TransportError, match="12 bytes came instead of 16"):
-        wait(second.receive(torch.empty(4), 0, 0))
+        wait(second.receive(torch.empty(4), 0))
 
 
 STRANGE = [
-    {"kind": "link", "key": "0/0-1", "stream": 0, "rank": 5, "received": 0},
-    {"kind": "link", "key": "0/0-1", "stream": 0, "rank": 0, "received": "many"},
-    {"kind": "link", "key": "0/0-1", "stream": 0, "rank": 0},
-    {"kind": "link", "key": ["0/0-1"], "stream": {}, "rank": None},
+    {"kind": "link", "key": "0/0-1", "connection": 0, "rank": 5, "streams": 1},
+    {"kind": "link", "key": "0/0-1", "connection": 0, "rank": 0, "streams": "many"},
+    {"kind": "link", "key": "0/0-1", "connection": 0, "rank": 0},
+    {"kind": "link", "key": ["0/0-1"], "connection": {}, "rank": None},
     {"kind": "link"},
 ]
 
@@ -226,7 +257,7 @@ def test_a_stranger_takes_no_link(pair: tuple[End, End], message: dict[str, Any]
         while stranger.recv(4096):
             pass
     room = torch.empty(2)
-    work = second.receive(room, 0, 3)
-    first.send(torch.ones(2), 0, 3)
+    work = second.receive(room, 3)
+    first.send(torch.ones(2), 3)
     wait(work)
     assert room.tolist() == [1, 1]

@@ -135,7 +135,7 @@ def test_clocks_and_rounds_in_flight_survive_a_checkpoint() -> None:
     ("bandwidth", "latency"), [(0.0, 0.0), (-1.0, 0.0), (1.0, -1.0), (math.nan, 0.0), (1.0, math.inf)]
 )
 def test_links_that_are_none_are_refused(bandwidth: float, latency: float) -> None:
-    with pytest.raises(ConfigurationError, match="positive bandwidth"):
+    with pytest.raises(ConfigurationError, match="the bandwidth must be positive"):
         Link(bandwidth, latency)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.merge import AlphaMerge
 from diloco.algorithm.outer_optimizer import Nesterov
@@ -29,7 +31,7 @@ def big(scale: int = 700) -> Vectors:
     return model
 
 
-def in_process(num_replicas: int, codec: str) -> list[tuple[Tensor, Tensor]]:
+def in_process(num_replicas: int, codec: Codec | str, **more: Any) -> list[tuple[Tensor, Tensor]]:
     swarm = Swarm(
         num_replicas,
         SCHEDULE,
@@ -39,6 +41,7 @@ def in_process(num_replicas: int, codec: str) -> list[tuple[Tensor, Tensor]]:
         codec=codec,
         weights=[1.0 + m for m in range(num_replicas)],
         fragments=partition(big(), strategy="patterns", patterns=Vectors.PATTERNS),
+        **more,
     )
     swarm.run(STEPS, quadratic(1))
     for replica in swarm.replicas:
@@ -46,7 +49,7 @@ def in_process(num_replicas: int, codec: str) -> list[tuple[Tensor, Tensor]]:
     return [(swarm.local(m), swarm.global_params(m)) for m in range(num_replicas)]
 
 
-def over_sockets(num_replicas: int, codec: str) -> list[tuple[Tensor, Tensor]]:
+def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tuple[Tensor, Tensor]]:
     wires, results = Wires(), {}
     gradient = quadratic(1)
 
@@ -63,6 +66,7 @@ def over_sockets(num_replicas: int, codec: str) -> list[tuple[Tensor, Tensor]]:
             merge=AlphaMerge(0.5),
             codec=codec,
             weight=1.0 + number,
+            **more,
         ) as diloco:
             for step in range(STEPS):
                 gradient(number, step, model)
@@ -89,8 +93,20 @@ def over_sockets(num_replicas: int, codec: str) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("codec", ["fp4", "float32", "int8", "float16"])
 def test_over_100_steps_both_transports_give_the_same_bits(num_replicas: int, codec: str) -> None:
     """P = 3, tau = 2, alpha = 0.5; float32 between three takes a reduce-scatter, the others an all-gather."""
-    expected = in_process(num_replicas, codec)
-    for (local, shared), (local_there, shared_there) in zip(expected, over_sockets(num_replicas, codec), strict=True):
+    check_both(num_replicas, codec)
+
+
+@pytest.mark.parametrize(("codec", "mean_codec"), [("fp4", "fp4"), ("int8", "bfloat16")])
+def test_so_they_do_with_encoded_means_and_what_these_lost(codec: str, mean_codec: str) -> None:
+    """Four owners of up to 11 blocks."""
+    means = make_codec(mean_codec) if mean_codec == "bfloat16" else make_codec(mean_codec, block_size=64)
+    check_both(4, make_codec(codec, block_size=64), mean_codec=means, mean_error_feedback=True)
+
+
+def check_both(num_replicas: int, codec: Codec | str, **more: Any) -> None:
+    expected = in_process(num_replicas, codec, **more)
+    there = over_sockets(num_replicas, codec, **more)
+    for (local, shared), (local_there, shared_there) in zip(expected, there, strict=True):
         assert torch.equal(local, local_there)
         assert torch.equal(shared, shared_there)
     assert all(torch.equal(shared, expected[0][1]) for _, shared in expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 import threading
 import time
@@ -18,6 +19,8 @@ from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission
 from diloco.transport.peers.connected import Connected, join
+from diloco.transport.peers.streams import pack
+from diloco.transport.peers.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members
 from tests.transport.wires import at_once
@@ -107,6 +110,35 @@ def test_peers_with_the_secret_find_each_other_and_one_without_is_turned_away(sw
     with pytest.raises(RendezvousError, match=r"nobody of it could be joined within 2 s: .* turned this peer away"):
         swarms.peer(2, [first], secret="some words", **PATIENCE)
     assert first.view.members == (0,)
+
+
+def refuses_for_good(member: PeerTransport) -> None:
+    """From now on a member tells whoever asks who takes part to go away, and more than that."""
+
+    async def refuse(message: Any, blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(pack({"kind": "refused", "reason": "\x1b[2Jgo away", "for_good": True}))
+        await reader.read(1)
+
+    member.connections.services["table"] = refuse
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms, liar: int) -> None:
+    """Also not the first one, whom all joiners are sent to."""
+    members = swarms.meet(2)
+    refuses_for_good(members[liar])
+    third = swarms.peer(2, members)
+    assert third.joining
+    join(third, LIMIT_S)
+    wait_for_members(members[1 - liar], 3)
+
+
+def test_where_all_refuse_the_joiner_says_why_without_escapes(swarms: Swarms) -> None:
+    (only,) = swarms.meet(1)
+    refuses_for_good(only)
+    with pytest.raises(RendezvousError, match=r"refuses: \\x1b\[2Jgo away\. Nothing was started") as caught:
+        swarms.peer(1, [only])
+    assert str(caught.value).isprintable()
 
 
 def test_another_run_is_another_world(swarms: Swarms) -> None:

@@ -6,16 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
-from diloco.errors import TransportError
 from diloco.transport.base import Transport
-from diloco.transport.peers.data_link import LinkRequest
-from diloco.transport.peers.threads import Mailbox
-from diloco.transport.shaping import congestion_control, streams_to_each
-from diloco.transport.torch_distributed.gloo_link import GlooLink, link_opener, make_device
-from tests.transport.contract import MakeEndpoints, TransportContract
-from tests.transport.wires import Wires, at_once
+from diloco.transport.tcp import congestion_control, streams_to_each
+from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
+from tests.transport.wires import Wires
 
 
 @pytest.fixture
@@ -34,38 +29,11 @@ class TestTorchContract(TransportContract):
         return make
 
 
-def test_both_ends_of_a_link_open_the_larger_number_of_streams_at_once() -> None:
-    boxes, device = (Mailbox(), Mailbox()), make_device("127.0.0.1", "")
-
-    def end(mine: int, streams: int) -> LinkRequest:
-        return LinkRequest("link", 1 - mine, mine == 0, streams, timeout_s=20.0, tell=boxes[1 - mine].put)
-
-    def open_end(mine: int, streams: int) -> GlooLink:
-        link = link_opener(device, boxes[mine])(end(mine, streams))
-        assert isinstance(link, GlooLink)
-        return link
-
-    first, second = at_once([lambda: open_end(0, 2), lambda: open_end(1, 5)])
-    try:
-        assert (first.num_streams, second.num_streams) == (5, 5)
-        for stream in range(5):
-            got = torch.empty(3)
-            coming = second.receive(got, stream, tag=stream)
-            first.send(torch.full((3,), float(stream)), stream, tag=stream).wait()
-            coming.wait()
-            assert got.tolist() == [stream] * 3
-    finally:
-        first.close()
-        second.close()
-
-
-@pytest.mark.parametrize("said", [b"0", b"65", b"-1", b"many"])
-def test_a_number_of_streams_that_is_none_is_refused(said: bytes) -> None:
-    box = Mailbox()
-    box.put("link/streams-of-1", said)
-    request = LinkRequest("link", 1, True, 2, timeout_s=20.0, tell=lambda key, value: None)
-    with pytest.raises(TransportError, match="streams"):
-        link_opener(make_device("127.0.0.1", ""), box)(request)
+def test_payloads_may_take_another_interface(wires: Wires) -> None:
+    transports = wires.meet(2, interface="lo")
+    averages = exchange(transports, [contribution(m) for m in range(2)])
+    assert averages[0].contributors == (0, 1)
+    assert all(entry.places != (entry.address,) for each in transports for entry in each.known_entries())
 
 
 def test_a_replica_that_loss_slows_down_opens_more_streams() -> None:

@@ -12,7 +12,7 @@ from diloco.protocol.registry import Registry
 from diloco.transport.address import Address
 from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import TcpStreams
+from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from diloco.transport.torch_distributed.doctor import serve_probes
@@ -22,9 +22,9 @@ QUICK: dict[str, Any] = {"heartbeat_s": 0.2, "silence_s": 5.0, "round_timeout_s"
 
 
 @contextmanager
-def deaf_manager(rank: int = -1) -> Iterator[ConnectionManager]:
+def deaf_manager(rank: int = -1, secret: str = "") -> Iterator[ConnectionManager]:
     """A connection manager that hears nobody."""
-    connections = ConnectionManager(rank, Timing(), TcpStreams())
+    connections = ConnectionManager(rank, Timing(), TcpStreams(secret=secret))
     try:
         yield connections
     finally:
@@ -32,9 +32,9 @@ def deaf_manager(rank: int = -1) -> Iterator[ConnectionManager]:
 
 
 @contextmanager
-def rendezvous(num_ranks: int, ranks_per_replica: int = 1) -> Iterator[Address]:
+def rendezvous(num_ranks: int, ranks_per_replica: int = 1, secret: str = "") -> Iterator[Address]:
     """An address to meet at, which is no rank's."""
-    with deaf_manager() as connections:
+    with deaf_manager(secret=secret) as connections:
         address = connections.listen("127.0.0.1", range(1), "127.0.0.1")
         serve(connections, Registry(num_ranks, ranks_per_replica))
         yield address
@@ -74,7 +74,7 @@ class Wires:
         self._exits: list[Any] = []
 
     def meet(self, num_replicas: int, *, ranks_per_replica: int = 1, **wire: Any) -> list[PeerTransport]:
-        context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica)
+        context = rendezvous(num_replicas * ranks_per_replica, ranks_per_replica, wire.get("secret", ""))
         self.address = context.__enter__()
         self._exits.append(context)
 

@@ -2,32 +2,77 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
+from typing import Any
 
+from benchmarks.decentralised.peers import addresses_of, become_member, make_peer, wait_for_members
+from benchmarks.decentralised.plan import Job as SwarmJob
 from benchmarks.wan.counters import DEVICE
 from benchmarks.wan.plan import Job
 from diloco import Link as SenderLink
 from diloco import connect_replica
 from diloco.transport.base import Transport
+from diloco.transport.peers.connected import Connected
+from diloco.transport.peers.transport import PeerTransport
 
-__all__ = ["make_transport"]
+__all__ = ["Way"]
 
 PORT = 29400
 
 
-def make_transport(job: Job, replica: int) -> AbstractContextManager[Transport]:
-    """Replica ``replica``'s way to the others, with the package's defaults but for what ``job`` says.
+class Way:
+    """A replica's way to the others, with the package's defaults but for what the method's options say.
 
-    The method's option ``streams``: payload connections to each peer; absent or 0: the transport's own choice.
-    ``pace``: hold sending back to this share of the link's rate, as who knows the link would.
+    ``swarm``: the hivemind transport instead of torch. ``streams``: payload connections to each peer; absent or 0: the
+    transport's own choice. ``pace``: hold sending back to this share of the link's rate, as who knows the link would.
+    ``no_pace``: send as fast as TCP does.
     """
-    pace = job.method.options.get("pace")
-    return connect_replica(
-        replica=replica,
-        num_replicas=job.num_replicas,
-        rendezvous=f"{job.addresses[0]}:{PORT}",
-        interface=DEVICE,
-        streams=job.method.options.get("streams", 0),
-        round_timeout_s=job.timeout_s,
-        link=SenderLink(pace * job.rate_bits_per_s) if pace else None,
-    )
+
+    def __init__(self, job: Job, replica: int) -> None:
+        self._job = job
+        self._replica = replica
+        self._options = job.method.options
+        self._open = ExitStack()
+        self._founder: PeerTransport | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """What the others must know: the addresses of the swarm's founder."""
+        if not self._options.get("swarm") or self._replica:
+            return {}
+        self._founder = self._make_peer([]).transport
+        return {"addresses": addresses_of(self._founder)}
+
+    def connect(self, known: Sequence[Mapping[str, Any]]) -> Transport:
+        """A transport to all others."""
+        if not self._options.get("swarm"):
+            return self._over_torch()
+        peer = self._founder or become_member(self._make_peer(known[0]["addresses"]), self._job.timeout_s)
+        wait_for_members(peer, self._job.num_replicas, self._job.timeout_s)
+        peer.tick()  # rounds of the last view begin one step after those who joined have come
+        return peer
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _over_torch(self) -> Transport:
+        pace = self._options.get("pace")
+        connecting = connect_replica(
+            replica=self._replica,
+            num_replicas=self._job.num_replicas,
+            rendezvous=f"{self._job.addresses[0]}:{PORT}",
+            interface=DEVICE,
+            streams=self._options.get("streams", 0),
+            round_timeout_s=self._job.timeout_s,
+            pace=not self._options.get("no_pace"),
+            link=SenderLink(pace * self._job.rate_bits_per_s) if pace else None,
+        )
+        return self._open.enter_context(connecting)
+
+    def _make_peer(self, known: Sequence[str]) -> Connected:
+        folder = self._open.enter_context(TemporaryDirectory())
+        job = SwarmJob(self._job.method, self._job.num_replicas, self._job.addresses, folder, self._job.timeout_s)
+        connected = make_peer(job, self._replica, self._job.addresses[self._replica], known)
+        self._open.callback(connected.transport.close)
+        return connected

@@ -1,15 +1,14 @@
-"""This package: DiLoCo and Streaming DiLoCo over its own transport."""
+"""This package: DiLoCo and Streaming DiLoCo over its own transports."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.wan.methods import base
-from benchmarks.wan.methods.make_transport import make_transport
+from benchmarks.wan.methods.make_transport import Way
 from benchmarks.wan.plan import Job
 from benchmarks.wan.work import digest
 from diloco import DiLoCo, SyncSchedule
@@ -30,14 +29,17 @@ class Program(base.Program):
             num_fragments=self.work.num_fragments if streaming else 1,
             overlap_steps=self.work.overlap_steps if streaming else 0,
         )
-        self._open = ExitStack()
+        self._way = Way(job, replica)
         self._standing_s = 0.0
         self._sent: deque[Any] = deque()  # rounds on their way, oldest first
         # the first fragment's first round ends here, and the second's has not begun
         self.warmup_steps = self.work.inner_steps + self.schedule.overlap_steps
 
+    def prepare(self) -> Mapping[str, Any]:
+        return self._way.prepare()
+
     def connect(self, known: Sequence[Mapping[str, Any]]) -> None:
-        self.transport = self._open.enter_context(make_transport(self.job, self.replica))
+        self.transport = self._way.connect(known)
         self.transport.average = self._watching(self.transport.average)  # type: ignore[method-assign, assignment] # times
         self.diloco = DiLoCo(
             self.model,
@@ -70,7 +72,7 @@ class Program(base.Program):
         return digest(self.diloco.outer_loop.named_global_params().values())
 
     def close(self) -> None:
-        self._open.close()
+        self._way.close()
 
     def _watching(self, average: Callable[[Contribution], Pending]) -> Callable[[Contribution], Pending]:
         """``average``, keeping what it returns until it is merged."""

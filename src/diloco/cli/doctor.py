@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -17,6 +18,7 @@ from diloco.cli.tables import columns
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
 from diloco.transport.address import parse_address
+from diloco.transport.secret import read_secret
 from diloco.units import format_rate
 
 __all__ = ["run"]
@@ -41,6 +43,8 @@ class DoctorOptions:
     """How much to move each way, 0.1 to 64."""
     timeout_s: float = 10.0
     """The longest that each step may take."""
+    secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    """The run's secret (transport.secret_file), if it has one; of both ends."""
     json: bool = False
     """Print findings as JSON."""
 
@@ -58,16 +62,16 @@ def run(arguments: Sequence[str]) -> int:
             f"--megabytes {options.megabytes} must be 0.1 to 64, and --timeout-s {options.timeout_s} above 0. Nothing "
             "was done."
         )
-    return _listen(options.listen) if options.listen else _examine(options)
+    return _listen(options.listen, options.secret_file) if options.listen else _examine(options)
 
 
 def _examine(options: DoctorOptions) -> int:
     from diloco.transport.torch_distributed.doctor import examine
 
     addresses = [parse_address(peer, key="the peer") for peer in options.peers]
-    num_bytes = int(options.megabytes * 1e6)
+    num_bytes, secret = int(options.megabytes * 1e6), read_secret(options.secret_file, "--secret-file")
     # one after the other, since at once they would share this machine's link
-    findings = [asyncio.run(examine(address, num_bytes, options.timeout_s)) for address in addresses]
+    findings = [asyncio.run(examine(address, num_bytes, options.timeout_s, secret)) for address in addresses]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -89,15 +93,16 @@ def _examine(options: DoctorOptions) -> int:
     return 0 if all(finding.ok for finding in findings) else 1
 
 
-def _listen(text: str) -> int:
+def _listen(text: str, secret_file: Path | None) -> int:
     from diloco.protocol.failure_detector import Timing
     from diloco.transport.peers.connection_manager import ConnectionManager
-    from diloco.transport.peers.streams import TcpStreams
+    from diloco.transport.peers.tcp_streams import TcpStreams
     from diloco.transport.torch_distributed.doctor import serve_probes
 
+    secret = read_secret(secret_file, "--secret-file")
     address, ends = parse_address(text, key="--listen"), {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which inherit it
-    connections = ConnectionManager(-1, Timing(), TcpStreams())
+    connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
     try:
         heard = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)

@@ -38,6 +38,13 @@ OVERLAP = 0.002 / 10
 CODECS = {"float32": 0.0, "float16": 0.0001, "bfloat16": 0.0001, "int8": 0.0001, "fp4": 0.0004}
 """benchmarks/parity: the largest cost with any seed; 2501.18512, Fig. 11, sees no change with FP4."""
 
+COARSE_CODECS = {"int2": 0.001, "topk2": 0.049}
+"""benchmarks/outer, 20 rounds, with error feedback and outer SGD of lr 1: topk2 averaged over its senders, against
+float32; int2 cost nothing, and 0.1 % is what seeds differ by. 2508.15706 sees no cost of topk2 in runs of hundreds."""
+
+MEANS = {"bfloat16": 0.0001, "int8": 0.0001, "fp4": 0.0023}
+"""benchmarks/means: the largest cost at 4, 8 and 16 replicas; bfloat16 was not measured, and is finer than int8."""
+
 
 @dataclass(frozen=True)
 class CostPart:
@@ -55,7 +62,7 @@ class CostPart:
 
 
 def loss_cost(
-    *, parameters: float, num_replicas: int, inner_steps: int, overlap_steps: int, codec: str
+    *, parameters: float, num_replicas: int, inner_steps: int, overlap_steps: int, codec: str, means: str = ""
 ) -> tuple[CostPart, ...]:
     """What DiLoCo or Streaming DiLoCo costs with these settings, in parts that add up.
 
@@ -65,6 +72,7 @@ def loss_cost(
         inner_steps: H; 1 stands for data-parallel training.
         overlap_steps: tau.
         codec: by name; an unlisted one counts as the costliest.
+        means: the codec of means, by name, where means are sent encoded.
 
     >>> parts = loss_cost(parameters=1e9, num_replicas=2, inner_steps=100, overlap_steps=1, codec="fp4")
     >>> [(part.what, f"{part.cost:.2%}") for part in parts]
@@ -77,8 +85,14 @@ def loss_cost(
         window = CostPart(f"{num_replicas} replicas, H = {inner_steps}", cost, source)
     beyond = ", extrapolated" if overlap_steps > 10 else ""
     overlap = CostPart(f"tau = {overlap_steps}", OVERLAP * overlap_steps, f"2501.18512, ablation of tau{beyond}")
-    lossy = CostPart(codec, CODECS.get(codec, max(CODECS.values())), "benchmarks/parity; 2501.18512, Fig. 11")
-    return (window, overlap, lossy)
+    if codec in COARSE_CODECS:
+        lossy = CostPart(f"{codec} with error feedback", COARSE_CODECS[codec], "benchmarks/outer, 20 rounds")
+    else:
+        lossy = CostPart(codec, CODECS.get(codec, max(CODECS.values())), "benchmarks/parity; 2501.18512, Fig. 11")
+    encoded = (
+        [CostPart(f"means in {means}", MEANS.get(means, max(MEANS.values())), "benchmarks/means")] if means else []
+    )
+    return (window, overlap, lossy, *encoded)
 
 
 def _window(parameters: float, num_replicas: int, inner_steps: int) -> tuple[float, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from diloco.algorithm.codec import make_codec
+from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.bandwidth import bandwidth_needed
 from diloco.simulate.cluster import Cluster
@@ -26,7 +27,7 @@ INNER_STEPS = (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 125, 150, 200, 250, 3
 OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)
 """tau, as far as the paper goes."""
 
-CODECS = ("float32", "bfloat16", "int8", "fp4")
+CODECS = ("float32", "bfloat16", "int8", "fp4", "int2", "topk2")
 GRADIENT_CODECS = ("float32", "bfloat16")
 
 
@@ -39,12 +40,14 @@ class Site:
         links: one for each replica.
         step_time_s: of an inner step, one for each replica.
         conditions: how replicas exchange their contributions.
+        mean_codec: what means are encoded as, by name.
     """
 
     workload: Workload
     links: tuple[Link, ...]
     step_time_s: tuple[float, ...]
     conditions: Conditions = field(default_factory=Conditions)
+    mean_codec: str = "float32"
 
     @property
     def overheads(self) -> Overheads:
@@ -228,8 +231,19 @@ def _schedule(candidate: Candidate) -> SyncSchedule:
 
 
 def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str], *, clipping: bool = False) -> Traffic:
-    encoders = [make_codec(name) for name in codecs]
-    return site.workload.traffic(schedule, encoders, len(site.links), positions=site.positions, clipping=clipping)
+    encoders, mean = [make_codec(name) for name in codecs], make_codec(site.mean_codec)
+    return site.workload.traffic(
+        schedule, encoders, len(site.links), positions=site.positions, clipping=clipping, mean_codec=mean
+    )
+
+
+def _encoded_means(site: Site, schedule: SyncSchedule, codec: str) -> str:
+    """What means are sent as, where they are sent and not as float32; else ""."""
+    if schedule.inner_steps == 1 or site.mean_codec == "float32":
+        return ""
+    numel = site.workload.parameters // schedule.num_fragments
+    plan = plan_exchange(make_codec(codec), numel, len(site.links), mean_codec=make_codec(site.mean_codec))
+    return site.mean_codec if plan.pattern == "reduce-scatter" else ""
 
 
 def _steady(
@@ -270,6 +284,7 @@ def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Seque
                 inner_steps=schedule.inner_steps,
                 overlap_steps=schedule.overlap_steps,
                 codec=codec,
+                means=_encoded_means(site, schedule, codec),
             ),
         )
         for index, codec in enumerate(codecs)

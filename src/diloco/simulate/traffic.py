@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import plan_exchange
+from diloco.algorithm.mean_encoding import PLAIN_MEAN
 from diloco.algorithm.schedule import SyncSchedule
 
 __all__ = [
@@ -67,6 +68,7 @@ def outer_traffic(
     positions: Sequence[int] | None = None,
     releases: Sequence[Releases] | None = None,
     clipping: bool = False,
+    mean_codec: Codec = PLAIN_MEAN.codec,
 ) -> Traffic:
     """DiLoCo's and Streaming DiLoCo's traffic: encoded pseudo-gradients, by the cheaper exchange.
 
@@ -78,6 +80,7 @@ def outer_traffic(
         positions: the replicas to tell apart; default: all. Two are enough where all are alike.
         releases: by fragment; default: everything at the end of the step.
         clipping: contributions are clipped, so every replica needs each of them whole.
+        mean_codec: encodes the means in a reduce-scatter.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> schedule = SyncSchedule(inner_steps=100)
@@ -87,7 +90,9 @@ def outer_traffic(
     chosen = list(range(num_replicas) if positions is None else positions)
     by_size: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
     for numel in set(fragment_sizes):
-        exchanges = [plan_exchange(codec, numel, num_replicas, whole=clipping) for codec in codecs]
+        exchanges = [
+            plan_exchange(codec, numel, num_replicas, mean_codec=mean_codec, whole=clipping) for codec in codecs
+        ]
         sent = np.array([each.sent for each in exchanges], dtype=np.float64)[:, chosen]
         received = np.array([each.received for each in exchanges], dtype=np.float64)[:, chosen]
         by_size[numel] = (sent, received) if len(codecs) > 1 else (sent[0], received[0])

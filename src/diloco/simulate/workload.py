@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco.algorithm.codec import Codec
+from diloco.algorithm.mean_encoding import PLAIN_MEAN
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.model.presets import count_parameters
@@ -108,6 +109,7 @@ class Workload:
         release: Release = "step",
         positions: Sequence[int] | None = None,
         clipping: bool = False,
+        mean_codec: Codec = PLAIN_MEAN.codec,
     ) -> Traffic:
         """What DiLoCo or Streaming DiLoCo sends; arguments as for `outer_traffic`."""
         releases = [
@@ -116,7 +118,14 @@ class Workload:
         ]
         sizes = self.fragment_sizes(schedule.num_fragments)
         return outer_traffic(
-            schedule, sizes, codecs, num_replicas, positions=positions, releases=releases, clipping=clipping
+            schedule,
+            sizes,
+            codecs,
+            num_replicas,
+            positions=positions,
+            releases=releases,
+            clipping=clipping,
+            mean_codec=mean_codec,
         )
 
     def gradients(self, codec: Codec, num_replicas: int) -> Traffic:

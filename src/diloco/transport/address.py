@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
+import sys
 from dataclasses import dataclass
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, TransportError
 
-__all__ = ["Address", "local_host_towards", "parse_address", "parse_ports"]
+__all__ = ["Address", "address_of_interface", "local_host_towards", "parse_address", "parse_ports"]
+
+_INTERFACE_ADDRESS = {"linux": 0x8915, "darwin": 0xC0206921}
+"""The request of ``ioctl`` by which the kernel tells it (SIOCGIFADDR)."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,29 @@ def parse_ports(text: str, *, key: str = "ports") -> range:
         f"{key}={text!r} was given. Use a port such as 29400, a range such as 29400-29431, or 0 for any free port. "
         "Nothing was started."
     )
+
+
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface of this machine.
+
+    Raises:
+        TransportError: if there is no such interface, or it has no such address.
+
+    >>> address_of_interface("lo")
+    '127.0.0.1'
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            request = struct.pack("256s", name.encode()[:15])
+            answer = fcntl.ioctl(asking, _INTERFACE_ADDRESS[sys.platform], request)
+    except (OSError, KeyError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"{sys.platform} can't be asked"
+        raise TransportError(
+            f"the IPv4 address of the interface {name!r} of this machine can't be found: {why}. Choose an interface "
+            "(see `ip address`; transport.interface), or an address of this machine (transport.host). Nothing was "
+            "started."
+        ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def local_host_towards(remote: Address) -> str:

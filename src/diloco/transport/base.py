@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.mean_encoding import Residual
 from diloco.errors import TransportError
 from diloco.membership.view import View
 
@@ -36,6 +37,11 @@ class Average:
         integers: ``(n,)`` uint8 bytes of the first contributor's integer buffers, or None.
         note: who was left out of the mean, or whose messages were refused, and why; empty when all was well.
         clipped: contributors whose values were scaled down, ascending.
+        late_s: of each contributor, how many seconds after the first one this replica heard of it; empty where that is
+            not known.
+        spread: how far the contributions lie from the mean, in lengths of it; None where that was not measured.
+        residual: what this replica has not sent yet of the means that it encoded, to be given to the fragment's next
+            round; None where nothing was encoded or nothing is kept, and then an earlier residual stays.
         donor: None: the average applies to the state that this replica holds. Else this replica is still taking over
             the fragment's state, which that one holds, and its own contribution did not count.
     """
@@ -52,6 +58,9 @@ class Average:
     integers: Tensor | None = None
     note: str = ""
     clipped: tuple[int, ...] = ()
+    spread: float | None = None
+    late_s: tuple[float, ...] = ()
+    residual: Residual | None = None
     donor: int | None = None
 
 

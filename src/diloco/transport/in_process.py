@@ -15,9 +15,17 @@ from typing import Any
 from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
-from diloco.algorithm.exchange import Exchange, plan_exchange
+from diloco.algorithm.exchange import Exchange, plan_round
+from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_words
 from diloco.algorithm.numbers import check_whole
-from diloco.errors import ConfigurationError, DivergedError, RoundTimeoutError, RoundVoidError, TransportError
+from diloco.errors import (
+    CodecError,
+    ConfigurationError,
+    DivergedError,
+    RoundTimeoutError,
+    RoundVoidError,
+    TransportError,
+)
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry, difference
 from diloco.transport.base import Average, Pending, SnapshotSource, Transport
@@ -36,6 +44,8 @@ class _Round:
     verdict: Verdict | None = None
     mean: Mean | None = None
     exchange: Exchange | None = None
+    residuals: Sequence[Residual] = ()  # in the order of the members
+    lost: str = ""
     commit_at_s: float = 0.0
     taken: set[int] = field(default_factory=set)
 
@@ -195,8 +205,10 @@ class InProcessTransport:
             wait_s=waited_s,
             buffers=state.mean.buffers,
             integers=state.mean.integers,
-            note=verdict.reason,
+            note="; ".join(filter(None, [verdict.reason, state.lost])),
             clipped=state.mean.clipped,
+            spread=state.mean.spread,
+            residual=state.residuals[self.view.members.index(replica)] if state.residuals else None,
         )
 
     def publish(self, replica: int, source: SnapshotSource) -> None:
@@ -214,16 +226,22 @@ class InProcessTransport:
     def _decide(self, round_id: RoundId, state: _Round) -> None:
         arrived, absent, delay_s = arrivals(state.contributions, self.faults, self.round_timeout_s)
         sample = next(iter(state.contributions.values()))
-        members, whole = len(self.view.members), sample.clipping.active
-        state.exchange = plan_exchange(sample.codec, sample.numel, members, sample.extra_bytes, whole=whole)
+        state.exchange = plan_round(sample, len(self.view.members))
         verdict = judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
         state.commit_at_s = self._commit_time_s(round_id, state, delay_s)
         taken_s = state.commit_at_s - min(state.sent_at_s.values())
         if taken_s > self.round_timeout_s and not verdict.void:
             verdict = Verdict((), f"it would take {taken_s:.3g} s, {self.round_timeout_s:g} s are allowed")
-        state.verdict = verdict
         if not verdict.void:
-            state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors], sample.clipping)
+            try:
+                state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors], sample.clipping)
+            except CodecError as error:
+                verdict = Verdict((), str(error))
+        state.verdict = verdict
+        if state.mean is not None and state.exchange.pattern == "reduce-scatter":
+            held = [each.residual for each in state.contributions.values() if each.residual is not None]
+            state.lost = lost_words((each.stretch for each in held), sample.numel)
+            state.residuals = encode_all_means(state.mean.values, held, state.exchange.shards, sample.mean)
 
     def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:
         if self.network is None:

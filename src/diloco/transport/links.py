@@ -49,8 +49,8 @@ class Link:
     def __post_init__(self) -> None:
         if not self.bandwidth_bits_per_s > 0 or not 0 <= self.latency_s < math.inf:
             raise ConfigurationError(
-                f"a link of {self.bandwidth_bits_per_s} bit/s and {self.latency_s} s was given; a positive bandwidth "
-                "and a latency of 0 or more would work. Nothing was started."
+                f"a link of {self.bandwidth_bits_per_s} bit/s and {self.latency_s} s was given; the bandwidth must "
+                "be positive and the latency 0 or more. Nothing was started."
             )
 
 
@@ -190,8 +190,8 @@ class VirtualNetwork:
     def __init__(self, links: Sequence[Link], step_time_s: Sequence[float]) -> None:
         if len(links) != len(step_time_s) or any(not time_s >= 0 for time_s in step_time_s):
             raise ConfigurationError(
-                f"{len(links)} links and step times {tuple(step_time_s)} were given; one of each per replica, 0 or "
-                "more seconds, would work. Nothing was started."
+                f"{len(links)} links and step times {tuple(step_time_s)} were given; each replica needs a "
+                "link and a step time of 0 or more seconds. Nothing was started."
             )
         self.links = tuple(links)
         self.step_time_s = tuple(step_time_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
@@ -22,6 +23,11 @@ class TransportSettings:
     torch.distributed; hivemind: each finds the others in a DHT, comes and goes, with nobody in charge."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). hivemind: see swarm.start_replicas."""
+    mean_codec: Literal["float32", "bfloat16", "int8", "fp4"] = "float32"
+    """What the mean of a part of the values is encoded as, by the replica that sums that part, where this moves fewer
+    bytes than sending everything to everybody. Blocks of int8 and fp4 have codec.block_size values."""
+    mean_error_feedback: bool = False
+    """Keep what `mean_codec` lost and add it to the next mean; 4 bytes per parameter, shared out over the replicas."""
     min_contributors: int | None = None
     """A round with fewer contributions than this is void. Default: all replicas."""
     round_timeout_s: float = 600.0
@@ -47,12 +53,19 @@ class TransportSettings:
     host: str | None = None
     """torch: address of this machine to listen at. Default: the one that the way to the rendezvous begins at."""
     ports: str = "0"
-    """torch: ports for control connections: 0 for any, or FIRST-LAST."""
+    """torch: port to listen at: 0 for any, or FIRST-LAST."""
+    secret_file: Path | None = None
+    """torch: a file whose content all replicas share; who does not have it is turned away before it can say anything.
+    It does not encrypt, and does not cover the stores of torch: see the page on security."""
     interface: str | None = None
-    """torch: network interface of the payload connections. Default: the one that has `host`."""
+    """torch: network interface of the payload connections. Default: they come in where all others do."""
     streams: int | None = None
-    """torch: payload connections to each other replica. Default: about four in all where TCP keeps its rate (bbr), else
-    sixteen (cubic and others, which loss and pauses slow down); of what two replicas choose, the larger counts."""
+    """Payload connections to each other replica; of what two choose, the larger counts. Default: one over short ways;
+    else about four in all where TCP keeps its rate (bbr), and at first sixteen where loss and pauses slow it down
+    (cubic and others), then as many as the round trips and losses that show make useful, up to 64 in all."""
+    pace: bool = True
+    """Where TCP keeps its rate (bbr), payloads leave at 97 % of the rate that the way out has shown when it was full,
+    instead of filling the queues of routers again and again. More is tried now and then."""
     piece_bytes: int = 524_288
     """torch: payloads travel in pieces of about this size, or smaller, so that there are sixteen."""
     heartbeat_s: float = 2.0

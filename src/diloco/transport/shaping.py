@@ -1,4 +1,4 @@
-"""Traffic shaping: how many connections payloads take, when an emulated link lets a message go, and rate limits.
+"""Traffic shaping: when an emulated link lets a message go, and rate limits.
 
 Pure arithmetic on times that are passed in; who sleeps, and where, is the caller's business.
 """
@@ -6,38 +6,11 @@ Pure arithmetic on times that are passed in; who sleeps, and where, is the calle
 from __future__ import annotations
 
 import math
-import socket
 
 from diloco.errors import ConfigurationError
 from diloco.transport.links import Link
 
-__all__ = ["Pacer", "TokenBucket", "congestion_control", "streams_to_each"]
-
-KEEPING_THEIR_RATE = ("bbr",)
-"""Congestion control that does not slow down at a lost packet or after a pause."""
-
-FEW, MANY = 4, 16
-"""Connections to all others together. One that halves its rate at every loss carries little over a long way, and starts
-with ten packets after a pause: many together carry more. Where a connection keeps its rate, more of them only fill the
-queue on the way, and what is lost there is sent again."""
-
-
-def streams_to_each(others: int, control: str) -> int:
-    """Payload connections to each of ``others`` replicas by default.
-
-    >>> streams_to_each(1, "bbr"), streams_to_each(2, "cubic"), streams_to_each(40, "cubic")
-    (4, 8, 1)
-    """
-    return max(1, round((FEW if control in KEEPING_THEIR_RATE else MANY) / max(1, others)))
-
-
-def congestion_control() -> str:
-    """Congestion control of new connections of this process, such as cubic or bbr; "" if the kernel doesn't tell."""
-    option = getattr(socket, "TCP_CONGESTION", None)
-    if option is None:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
-        return connection.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode("ascii")
+__all__ = ["Pacer", "TokenBucket"]
 
 
 class Pacer:

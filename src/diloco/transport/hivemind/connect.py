@@ -12,6 +12,7 @@ from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.node import Node
+from diloco.transport.hivemind.payload_routes import PayloadRoutes
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import SwarmPlace
 from diloco.transport.hivemind.search import Announcer, Search
@@ -112,7 +113,8 @@ def _connect(
     )
     dialer = MemberDialer(connections, streams, registry, wire.silence_s)
     transport.on_introduction = dialer.call_back
-    open_link = LinkManager(connections, registry.entries, wire.silence_s).open_link
+    links = LinkManager(connections, registry.entries, wire.silence_s, paces=wire.pace and wire.link is None)
+    open_link = PayloadRoutes(connections, streams, registry.entries, transport.mailbox, links).open_link
     me = Looker(number, held_step, place.last)
     search = Search(place, wire, streams, dialer, announcer, me, transport.policies.quorum)
     with waiting_for(search.whom, search.patience_s):

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.peers.streams import stop_listening, within
+from diloco.transport.peers.streams import within
+from diloco.transport.peers.tcp_streams import stop_listening
 
 __all__ = ["Daemon", "Handler", "plainly"]
 
 _ENDING_S = 2.0
 _ANSWER_S = 60.0  # more than libp2p takes to find out that nobody answers
 _MOST_CHARACTERS = 160
+_HOST = re.compile(r"^/ip[46]/([^/]+)")
 _DAEMON_SAYS = re.compile(r"^Daemon failed to start: ([\d/]+ [\d:]+ )?")
 _PLAIN_WORDS = {
     "dial backoff": "it did not answer a moment ago",
@@ -42,8 +44,8 @@ _PLAIN_WORDS = {
 }
 """What libp2p's messages mean."""
 
-Handler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Takes over a stream that a peer, the first argument, has opened."""
+Handler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Takes over a stream that a peer, the first argument, has opened from a machine, the second one; "": it is unknown."""
 
 
 class Daemon:
@@ -106,8 +108,9 @@ class Daemon:
             try:
                 info = engine.p2pd_pb2.StreamInfo()
                 await engine.read_pbmsg_safe(reader, info)
-                await handler(str(engine.PeerID(info.peer)), reader, writer)
-            except (OSError, EOFError, asyncio.CancelledError):
+                found = _HOST.search(str(engine.Multiaddr(info.addr)))
+                await handler(str(engine.PeerID(info.peer)), found[1] if found else "", reader, writer)
+            except (OSError, EOFError, ValueError, asyncio.CancelledError):
                 writer.close()  # of a daemon that ends, or of a peer that does
 
         def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

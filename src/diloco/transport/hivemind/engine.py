@@ -59,9 +59,11 @@ def load_engine() -> Any:
             from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
             from hivemind.utils.multiaddr import Multiaddr
     except ImportError as error:
+        way = "Install it with pip install 'diloco[hivemind]'."
+        if sys.platform == "win32":  # its daemon is made for Linux and macOS
+            way = "It does not run on Windows itself: use WSL 2, or --transport torch."
         raise ConfigurationError(
-            f"transport.name='hivemind' needs Hivemind, which can't be imported ({error}). Install it with "
-            "pip install 'diloco[hivemind]'. Nothing was started."
+            f"transport.name='hivemind' needs Hivemind, which can't be imported ({error}). {way} Nothing was started."
         ) from error
     finally:
         # which importing Hivemind changes for the whole process

@@ -1,32 +1,27 @@
-"""Ways into a swarm: as a replica with a training loop of one's own, as a peer that trains nothing, as a visitor."""
+"""Ways into a swarm: as a replica with a training loop of one's own, and as a peer that trains nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import RendezvousError, TransportError
+from diloco.errors import RendezvousError
 from diloco.transport.hivemind.connect import connect_swarm
-from diloco.transport.hivemind.identity import PeerRecord, load_identity
+from diloco.transport.hivemind.identity import load_identity
 from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
-from diloco.transport.hivemind.swarm import ask_peer
 from diloco.transport.peers.connected import Connected, Wire, join
-from diloco.transport.peers.streams import within
 from diloco.transport.peers.transport import PeerTransport
 from diloco.waiting import waiting_for
 
-__all__ = ["PeerReport", "connect_peer", "list_peers", "run_peer"]
+__all__ = ["connect_peer", "run_peer"]
 
 _CHECK_S = 0.1
-_ANSWER_S = 10.0
 
 
 @contextmanager
@@ -71,7 +66,7 @@ def connect_peer(
         node=dataclasses.replace(node or NodePlace(), join=tuple(join_at)),
         replica=replica,
     )
-    exchange = Wire(**({"go_on": True, "streams": 1} | wire))
+    exchange = Wire(**({"go_on": True} | wire))
     connected = connect_swarm(place, exchange)
     transport = connected.transport
     try:
@@ -105,25 +100,6 @@ def _wait_for(connected: Connected, num_replicas: int, timeout_s: float) -> None
             time.sleep(_CHECK_S)
 
 
-@dataclass(frozen=True)
-class PeerReport:
-    """One peer of a run.
-
-    Attributes:
-        peer_id: its identity.
-        number: the replica number that it announced.
-        status: what it says of itself when asked; empty if it does not answer.
-        problem: why it does not answer; "" if it does.
-        finished: whether it has announced that it did all steps of the run.
-    """
-
-    peer_id: str
-    number: int
-    status: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    finished: bool = False
-
-
 async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str, ...]], None]) -> None:
     """Run a peer that trains nothing and that others find each other through, until cancelled.
 
@@ -141,47 +117,3 @@ async def run_peer(identity: Path, place: NodePlace, ready: Callable[[tuple[str,
         await asyncio.Event().wait()
     finally:
         await node.close()
-
-
-async def list_peers(identity: Path, place: NodePlace, admission: Admission) -> list[PeerReport]:
-    """Every peer of a run that was there within the last half hour, and its answer.
-
-    Raises:
-        RendezvousError: if no peer of ``place.join`` answers.
-    """
-    streams = PeerStreams(load_identity(identity), place, admission)
-
-    async def nobody_comes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    await streams.listen(nobody_comes)
-    try:
-        records = await streams.node.find(admission.run)
-        for record in records:
-            streams.know(record.peer_id, record.addresses)
-        seen = await asyncio.gather(*(_asked(streams, each) for each in records))
-        there = [each.peer_id for each in seen if each.status]
-        return list(await asyncio.gather(*(_asked_through(streams, there, each) for each in seen)))
-    finally:
-        await streams.refuse()
-        await streams.close()
-
-
-async def _asked(streams: PeerStreams, record: PeerRecord) -> PeerReport:
-    try:
-        answer = await within(_ANSWER_S, ask_peer(streams, record.peer_id, {"kind": "status"}))
-    except (OSError, TimeoutError, RendezvousError, TransportError) as error:
-        problem = str(error) or f"no answer within {_ANSWER_S:g} s"
-        return PeerReport(record.peer_id, record.number, problem=problem, finished=record.finished)
-    return PeerReport(record.peer_id, record.number, answer, finished=record.finished)
-
-
-async def _asked_through(streams: PeerStreams, others: Sequence[str], seen: PeerReport) -> PeerReport:
-    """What a peer that did not answer says to another member: it may listen nowhere and be connected to that one."""
-    for other in others if seen.problem else ():
-        try:
-            answer = await within(_ANSWER_S, ask_peer(streams, other, {"kind": "status", "of": seen.peer_id}))
-        except (OSError, TimeoutError, RendezvousError, TransportError):
-            continue
-        return PeerReport(seen.peer_id, seen.number, answer, finished=seen.finished)
-    return seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,8 @@ from diloco.transport.hivemind.identity import (
     make_subkey,
     make_validator,
     owner_of,
-    run_key,
 )
-from diloco.transport.hivemind.place import NodePlace
+from diloco.transport.hivemind.place import Admission, NodePlace
 from diloco.transport.peers.streams import within
 
 __all__ = ["Node"]
@@ -29,6 +29,8 @@ _RECORD_S = 1800.0
 _PING_S = 3.0
 KEEP_UP_EVERY_S = 30.0
 """How often a peer compares its time with that of others."""
+_KEY = "diloco/1/"  # of the records of a run in the DHT, before its name
+_MOST_RECORDS = 4096  # of a run that are looked at
 _MOST_CLOCKS = 8  # peers that are asked for their time
 _GONE_S = 0.2  # until a daemon that did not start is gone
 _ENDING_S = 2.0  # for a DHT that is told to end to answer
@@ -148,21 +150,29 @@ class Node:
         await self._daemon.connect(peer_id, [_bare(each) for each in addresses])
         return await self._daemon.open(peer_id)
 
-    async def announce(self, run: str, record: PeerRecord) -> None:
+    async def announce(self, admission: Admission, record: PeerRecord) -> None:
         """Store the record of this peer in the DHT."""
         expires_s = load_engine().clock.now_s() + _RECORD_S
-        await self._dht.store(run_key(run), record.to_bytes(), expires_s, subkey=self._subkey)
+        await self._dht.store(f"{_KEY}{admission.run}", record.to_bytes(admission), expires_s, subkey=self._subkey)
 
-    async def find(self, run: str) -> list[PeerRecord]:
-        """The records of the other peers of a run; invalid ones are left out."""
-        found = await self._dht.get(run_key(run), latest=True)
+    async def find(self, admission: Admission) -> list[PeerRecord]:
+        """The records of the other peers of a run; invalid ones are left out.
+
+        Only those whose makers know its secret, unless there is none of these: then this peer may have the wrong one,
+        which the others tell it.
+        """
+        found = await self._dht.get(f"{_KEY}{admission.run}", latest=True)
         records: list[PeerRecord] = []
-        for subkey, entry in found.value.items() if found and hasattr(found.value, "items") else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                record = PeerRecord.from_bytes(owner_of(bytes(subkey)), bytes(entry.value))
+        held = found.value if found and isinstance(found.value, dict) else {}
+        for subkey, entry in itertools.islice(held.items(), _MOST_RECORDS):
+            if not isinstance(subkey, bytes) or not isinstance(entry.value, bytes):
+                continue
+            with contextlib.suppress(ValueError):
+                record = PeerRecord.from_bytes(owner_of(subkey), entry.value, admission)
                 if record.peer_id != self.peer_id:
                     records.append(record)
-        return sorted(records, key=lambda record: record.peer_id)
+        proven = [record for record in records if record.proven]
+        return sorted(proven or records, key=lambda record: record.peer_id)
 
     async def close(self) -> None:
         """Leave the network and end the daemon, even if it does not answer any more."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from diloco.errors import TransportError
+from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
+from diloco.transport.hivemind.direct_streams import DirectStreams, hosts_in
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.node import Node
-from diloco.transport.hivemind.place import PROOF_BYTES, Admission, NodePlace
+from diloco.transport.hivemind.place import Admission, NodePlace
 from diloco.transport.peers.streams import Accept, within
+from diloco.transport.secret import PROOF_BYTES, TurnedAwayError
 
 __all__ = ["PeerAddress", "PeerStreams"]
 
 _PROOF_S = 10.0
-_MOST_UNPROVEN = 64
-"""Of more streams than this at a time that have proved nothing yet, the newest are refused."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,21 @@ class PeerStreams:
         identity: its own.
         place: where it is.
         admission: who may open streams.
+
+    Attributes:
+        place: as it was given.
+        direct: streams to others without libp2p.
     """
 
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
         self.identity_of_mine = identity
-        self._place = place
-        self._admission = admission
         self._others: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
+        self.place = place
+        self.direct = DirectStreams(identity.peer_id, self._others)
+        self._admission = admission
         self._known: dict[str, tuple[str, ...]] = {}
-        self._unproven = 0
+        self._hosts: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
+        self._unproven: WeakSet[asyncio.StreamWriter] = WeakSet()
         self._accept: Accept | None = None
         self._node: Node | None = None
 
@@ -60,16 +66,28 @@ class PeerStreams:
         assert self._node is not None, "listen comes first"
         return self._node
 
+    @property
+    def direct_words(self) -> str:
+        """How payloads are to travel, for people."""
+        if self.place.direct == "never":
+            return "over libp2p, as swarm.direct='never' says"
+        listens = f"listened for at port {self.direct.port}" if self.direct.port else "opened from here"
+        otherwise = "; no other way" if self.place.direct == "only" else "; over libp2p to peers without a way"
+        return f"direct streams (TLS 1.3), {listens}{otherwise}"
+
     def know(self, peer_id: str, addresses: tuple[str, ...]) -> None:
         """Addresses of a peer that the network may not find by itself."""
         if addresses:
             self._known[peer_id] = addresses
 
     async def listen(self, accept: Accept, *where: Any) -> PeerAddress:
-        """Start the peer. Streams of peers that are not admitted end before anything of them is read."""
-        self._node = await Node.start(self.identity_of_mine, self._place)
+        """Start the peer. Streams of peers that are not on the list end at once."""
+        self._node = await Node.start(self.identity_of_mine, self.place)
         self._accept = accept
-        await self._node.handle(self._admit)
+        if self.place.direct != "never":
+            hosts = [host for each in self.place.listen for host in hosts_in([each])]
+            await self.direct.listen(hosts, self.place.direct_port, self._take_direct)
+        await self._node.handle(self._take)
         return PeerAddress(self._node.peer_id)
 
     async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -81,10 +99,10 @@ class PeerStreams:
             writer.write(self._admission.proof(me, peer_id))
             proof = await within(_PROOF_S, reader.readexactly(PROOF_BYTES))
             if not self._admission.accepts(proof, peer_id, me):
-                raise OSError(f"{peer_id} belongs to another run, or has another secret")
+                raise TurnedAwayError(f"{peer_id} belongs to another run, or has another secret")
         except (asyncio.IncompleteReadError, TimeoutError, ConnectionError) as error:
             writer.close()
-            raise OSError(
+            raise TurnedAwayError(
                 f"{peer_id} turned this peer away: it belongs to another run, has another secret or a list of peers "
                 "without this one, or has just ended"
             ) from error
@@ -97,36 +115,49 @@ class PeerStreams:
     def address(self, text: str) -> PeerAddress:
         return PeerAddress(text)
 
+    def payload_address(self, entry: Entry) -> PeerAddress:
+        return PeerAddress(entry.address)
+
     def identity(self, writer: asyncio.StreamWriter) -> str:
         """As libp2p has proved it."""
         return self._others.get(writer, "nobody")
+
+    def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
+        return tuple(filter(None, (self.identity(writer), self._hosts.get(writer, ""))))
 
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """The daemon tunes its connections itself."""
 
     async def refuse(self) -> None:
         self._accept = None
+        await self.direct.refuse()
 
     async def close(self) -> None:
         if self._node is not None:
             await self._node.close()
 
-    async def _admit(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        me = self.node.peer_id
-        accept = self._accept
-        if accept is None or not self._admission.admits(peer_id) or self._unproven >= _MOST_UNPROVEN:
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if writer not in self._unproven:  # a direct stream, whose other end has proved itself already
+            return True
+        peer_id, me = self.identity(writer), self.node.peer_id
+        if not self._admission.accepts(await reader.readexactly(PROOF_BYTES), peer_id, me):
+            return False
+        self._unproven.discard(writer)
+        writer.write(self._admission.proof(me, peer_id))
+        return True
+
+    async def _take_direct(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        place = writer.get_extra_info("peername")
+        self._hosts[writer] = str(place[0]) if place else ""
+        await self._hand_over(reader, writer)
+
+    async def _take(self, peer_id: str, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._others[writer], self._hosts[writer] = peer_id, host
+        self._unproven.add(writer)
+        await self._hand_over(reader, writer)
+
+    async def _hand_over(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._accept is None or not self._admission.admits(self.identity(writer)):
             writer.close()
-            return
-        self._unproven += 1
-        try:
-            proof = await within(_PROOF_S, reader.readexactly(PROOF_BYTES))
-            if not self._admission.accepts(proof, peer_id, me):
-                raise TransportError("it does not know the secret")
-            writer.write(self._admission.proof(me, peer_id))
-        except (OSError, EOFError, TimeoutError, TransportError):
-            writer.close()
-            return
-        finally:
-            self._unproven -= 1
-        self._others[writer] = peer_id
-        await accept(reader, writer)
+        else:
+            await self._accept(reader, writer)

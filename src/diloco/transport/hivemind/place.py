@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from diloco.membership.view import View
+from diloco.transport.secret import is_proof, proof
 
-__all__ = ["PROOF_BYTES", "Admission", "NodePlace", "SwarmPlace", "same_port"]
-
-PROOF_BYTES = 32
+__all__ = ["Admission", "NodePlace", "SwarmPlace", "same_port"]
 
 
 @dataclass(frozen=True)
@@ -40,16 +37,19 @@ class Admission:
         >>> Admission("r", "s").proof("a", "b") == Admission("r", "t").proof("a", "b")
         False
         """
-        key = hashlib.sha256(f"diloco\0{self.run}\0{self.secret}".encode()).digest()
-        return hmac.digest(key, f"{prover}\0{verifier}".encode(), "sha256")
+        return proof(self.run, self.secret, prover, verifier)
 
     def admits(self, peer: str) -> bool:
         """Whether ``peer`` is on the list, if there is one."""
         return not self.allowed or peer in self.allowed
 
-    def accepts(self, proof: bytes, prover: str, verifier: str) -> bool:
-        """Whether ``proof`` is right."""
-        return hmac.compare_digest(proof, self.proof(prover, verifier))
+    def accepts(self, given: bytes, prover: str, verifier: str) -> bool:
+        """Whether a proof is right."""
+        return is_proof(given, self.run, self.secret, prover, verifier)
+
+    def of_record(self, peer: str, said: str) -> str:
+        """What ``peer`` adds to its record in the DHT, which says ``said``: only who has the secret can make it."""
+        return self.proof(f"the record of {peer}", said).hex()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,8 @@ class NodePlace:
         announce: multiaddresses to tell others instead.
         map_ports: ask the router to let others in (UPnP).
         relay: be reached through others where nothing else works, and carry the streams of others.
+        direct: whether payloads go over direct streams where a peer can be reached ("auto"), have to, or never do.
+        direct_port: at which direct streams are listened for; 0: any.
         insists: whether one of ``join`` must answer at the start; else `Node.enter` tries again later.
     """
 
@@ -70,6 +72,8 @@ class NodePlace:
     announce: tuple[str, ...] = ()
     map_ports: bool = True
     relay: bool = True
+    direct: Literal["auto", "only", "never"] = "auto"
+    direct_port: int = 0
     insists: bool = True
 
 
@@ -87,7 +91,8 @@ class SwarmPlace:
         patience_s: how long it looks for the others; None: as long as a wire's ``rendezvous_timeout_s``.
         held_swarm: the swarm in which it reached the newest step that it could resume from; "": unknown.
         join_window_s: a peer that finds no member waits this long for others that look, too, before one founds a swarm.
-        status: gives what people that look are told of this peer, as JSON.
+        status: gives what people that look are told of this peer, as JSON; with events from the number that it is
+            called with on, or without any for None.
         closed: why nobody can join at first; "": all can.
     """
 
@@ -100,7 +105,7 @@ class SwarmPlace:
     patience_s: float | None = None
     held_swarm: str = ""
     join_window_s: float = 3.0
-    status: Callable[[], Mapping[str, Any]] = dict
+    status: Callable[[int | None], Mapping[str, Any]] = lambda since: {}
     closed: str = ""
 
 

@@ -75,7 +75,7 @@ class Announcer:
             was="" if self.swarm else self._place.swarm,
             last=None if self.swarm else self._place.last,
         )
-        await self._node.announce(self._place.admission.run, record)
+        await self._node.announce(self._place.admission, record)
 
     def keep_announcing(self) -> None:
         """From now on announce from time to time."""
@@ -147,17 +147,23 @@ class Search:
                 await self._announcer.announce()
                 known_s = min(known_s, loop.time())
             there = False  # whether somebody of a swarm is there, who can't be joined now
+            refusals: list[RendezvousError] = []
             for record in (each for each in await self._records() if each.swarm):
                 try:
                     table = await self._dialer.ask(record.peer_id)
-                    there = True
                     self._check_behind(table)
+                    there = True
                     await self._dialer.dial(table)
                     return View(-1, table.members), table
+                except RendezvousError as error:  # one peer says so; another one may let this one in
+                    refusals.append(error)
+                    why[record.peer_id] = str(error)
                 except NotNowError as error:
                     there, why[record.peer_id] = True, str(error)
                 except OSError as error:
                     why[record.peer_id] = str(error)
+            if refusals and not there:
+                raise refusals[0]
             asked_s = loop.time()  # once more: asking peers that are gone takes long
             records = await self._records()
             heard = lookers.hear({each.peer_id: each.beat for each in records if not each.swarm}, asked_s)
@@ -175,7 +181,7 @@ class Search:
 
     async def _records(self) -> list[PeerRecord]:
         """Of the other peers that train, or did within the last half hour."""
-        records = [each for each in await self._streams.node.find(self._run) if each.number >= 0]
+        records = [each for each in await self._streams.node.find(self._place.admission) if each.number >= 0]
         for record in records:
             self._streams.know(record.peer_id, record.addresses)
         return records

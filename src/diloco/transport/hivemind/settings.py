@@ -52,13 +52,22 @@ class SwarmSettings:
     rounds keep their link. Default: as much as the link carries."""
     relay: bool = True
     """Be reached through other peers where nothing else works, and pass on what others send through this one."""
+    direct: Literal["auto", "only", "never"] = "auto"
+    """Payloads between peers that can reach each other go over several direct connections (TLS 1.3) instead of libp2p's
+    one. only: a peer with which that is impossible counts as lost; never: they all go over libp2p."""
+    direct_port: int = 0
+    """TCP port at which direct streams are listened for, at the addresses of `listen`; 0 for any."""
     map_ports: bool = True
     """Ask the router to let others in (UPnP)."""
 
     def __post_init__(self) -> None:
         if self.start_replicas < 1:
             raise ConfigurationError(
-                f"swarm.start_replicas={self.start_replicas} was given; at least 1 would work. Nothing was started."
+                f"swarm.start_replicas={self.start_replicas} was given; at least 1 is needed. Nothing was started."
+            )
+        if not 0 <= self.direct_port <= 65535:
+            raise ConfigurationError(
+                f"swarm.direct_port={self.direct_port} was given. Use 0 to 65535. Nothing was started."
             )
         if not self.join_window_s > 0:
             raise ConfigurationError(
@@ -66,12 +75,12 @@ class SwarmSettings:
             )
         if self.state_bytes_per_s is not None and not self.state_bytes_per_s > 0:
             raise ConfigurationError(
-                f"swarm.state_bytes_per_s={self.state_bytes_per_s} was given; a positive number, or none, would work. "
+                f"swarm.state_bytes_per_s={self.state_bytes_per_s} was given; it must be positive, or left out. "
                 "Nothing was started."
             )
         for address in self.join:
             if "/p2p/" not in address:
                 raise ConfigurationError(
-                    f"--join {address} was given; an address as a peer prints it, such as "
-                    "/ip4/203.0.113.7/tcp/31330/p2p/QmXoyp..., would work. Nothing was started."
+                    f"--join {address} was given; use an address as a peer prints it, such as "
+                    "/ip4/203.0.113.7/tcp/31330/p2p/QmXoyp... Nothing was started."
                 )

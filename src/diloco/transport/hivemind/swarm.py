@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry, difference
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import pack, read_frame, within
+from diloco.transport.peers.streams import MAX_JSON_BYTES, STRANGERS_BYTES, pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
+from diloco.units import visible
 
 __all__ = ["MemberDialer", "NotNowError", "SwarmService", "SwarmTable", "ask_peer"]
 
@@ -60,11 +62,12 @@ class SwarmTable:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> SwarmTable:
-        """From JSON; `ValueError`, `TypeError` or `KeyError` for anything else."""
-        entries = [Entry.from_message(each) for each in message["entries"]]
-        members = tuple(sorted(int(rank) for rank in message["members"]))
-        step, founded_step = int(message["step"]), int(message.get("founded_step", 0))
-        table = cls(str(message["swarm"]), {entry.rank: entry for entry in entries}, members, step, founded_step)
+        """From JSON; `ValueError` for anything else."""
+        fields = Fields(message)
+        entries = [Entry.from_message(each) for each in fields.list_of_messages("entries")]
+        members = tuple(sorted(set(fields.ranks("members"))))
+        step, founded_step = fields.integer("step"), fields.integer("founded_step")
+        table = cls(fields.printable("swarm"), {each.rank: each for each in entries}, members, step, founded_step)
         if not members or any(rank not in table.entries for rank in members):
             raise ValueError("members without entries")
         return table
@@ -105,13 +108,17 @@ class MemberDialer:
                 self._streams.know(table.first.address, table.first.places)
                 try:
                     table = SwarmTable.from_message(await ask_peer(self._streams, table.first.address, question))
+                except RendezvousError:
+                    pass  # another member does not refuse
                 except OSError as error:  # the peer that named it is there
                     raise NotNowError(str(error)) from error
         except RendezvousError:
             raise
-        except (KeyError, ValueError, TypeError, TransportError) as error:
+        except (ValueError, TransportError) as error:
             raise NotNowError(f"{peer_id} answered with an invalid table: {error}") from error
-        self._registry.entries.update({rank: entry for rank, entry in table.entries.items() if rank != self._rank})
+        for rank, entry in table.entries.items():
+            if rank != self._rank:
+                self._registry.note(entry, keep={self._rank, *table.members, *self._connections.connected})
         return table
 
     async def dial(self, table: SwarmTable) -> None:
@@ -184,7 +191,7 @@ class SwarmService:
         registry: of all that are known.
         swarm: its name.
         founded_step: as in `SwarmTable`.
-        status: gives what people that look are told of this peer, as JSON.
+        status: as in `SwarmPlace`.
     """
 
     def __init__(
@@ -194,7 +201,7 @@ class SwarmService:
         registry: Registry,
         swarm: str,
         founded_step: int,
-        status: Callable[[], Mapping[str, Any]],
+        status: Callable[[int | None], Mapping[str, Any]],
     ) -> None:
         self._transport = transport
         self._connections = transport.connections
@@ -230,7 +237,7 @@ class SwarmService:
     async def _answer_table(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        entry = Entry.from_message(message["entry"])
+        entry = Entry.from_message(Fields(message).message("entry"))
         if entry.address != self._streams.identity(writer):
             return
         if closed := self._transport.closed_to_joiners or ("" if self._members else "it is joining itself"):
@@ -238,7 +245,7 @@ class SwarmService:
         elif why := self._refusal(entry):
             answer = {"kind": "refused", "reason": why, "for_good": True}
         else:
-            self._registry.entries[entry.rank] = entry
+            self._registry.note(entry, keep={*self._members, self._transport.replica, *self._connections.connected})
             answer = self._table().to_message()
         await _say(answer, reader, writer)
 
@@ -246,7 +253,7 @@ class SwarmService:
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """The asker can't open a connection to a member: ask the member to open one."""
-        entry, to = Entry.from_message(message["entry"]), int(message["to"])
+        entry, to = Entry.from_message(Fields(message).message("entry")), Fields(message).rank("to")
         if entry.address == self._streams.identity(writer) and to in self._members:
             self._connections.send(to, {"kind": "introduce", "entry": entry.to_message()})
             await _say({"kind": "introduced"}, reader, writer)
@@ -255,13 +262,14 @@ class SwarmService:
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Of this peer, or of another member, which the asker can't reach and this peer can."""
-        other, me = message.get("of"), self._transport.replica
+        other, since, me = message.get("of"), message.get("since"), self._transport.replica
         if other is None:
-            answer = {"kind": "status", **self._status()}
+            answer = {"kind": "status", **self._status(since if isinstance(since, int) else None)}
         elif any(self._registry.entries[rank].address == other for rank in self._members if rank != me):
-            answer = await ask_peer(self._streams, str(other), {"kind": "status"})
+            answer = await ask_peer(self._streams, str(other), {"kind": "status", "since": since})
         else:
-            answer = {"kind": "refused", "reason": f"{str(other)[:80]} is no other member here", "for_good": False}
+            reason = f"{visible(str(other), 80)} is no other member here"
+            answer = {"kind": "refused", "reason": reason, "for_good": False}
         await _say(answer, reader, writer)
 
 
@@ -276,15 +284,17 @@ async def ask_peer(streams: PeerStreams, peer_id: str, question: Mapping[str, An
     reader, writer = await streams.open(PeerAddress(peer_id))
     try:
         writer.write(pack(question))
-        answer, _ = await within(_ANSWER_S, read_frame(reader))
+        most_bytes = STRANGERS_BYTES if {*question} == {"kind"} else MAX_JSON_BYTES
+        answer, _ = await within(_ANSWER_S, read_frame(reader, most_bytes, 0))
     except (EOFError, TimeoutError) as error:
         raise NotNowError(f"{peer_id} does not answer") from error
     finally:
         writer.close()
     if answer["kind"] == "refused":
-        if answer["for_good"]:
-            raise RendezvousError(f"{peer_id} refuses: {answer['reason']}. Nothing was started.")
-        raise NotNowError(f"{peer_id} can't say yet: {answer['reason']}")
+        for_good, reason = Fields(answer).flag("for_good"), Fields(answer).words("reason")
+        if for_good:
+            raise RendezvousError(f"{peer_id} refuses: {reason}. Nothing was started.")
+        raise NotNowError(f"{peer_id} can't say yet: {reason}")
     return answer
 
 

@@ -11,6 +11,7 @@ import xxhash
 
 from diloco.errors import TransportError
 from diloco.transport.peers.state_wire import Description, block_bytes
+from diloco.units import visible
 
 __all__ = ["Assembly", "Block"]
 
@@ -48,10 +49,10 @@ class Block:
 
     def check(self, message: Mapping[str, Any], data: bytes) -> None:
         """Raise `TransportError` unless a chunk holds the next bytes of this block, as they were sent."""
-        if message["offset"] != self.offset or not 0 < len(data) <= self.missing_bytes:
-            place = str(message["offset"])[:40]
+        if message.get("offset") != self.offset or not 0 < len(data) <= self.missing_bytes:
+            place = visible(str(message.get("offset")), 40)
             raise TransportError(f"{len(data)} bytes at {place} came where byte {self.offset} was next")
-        if message["checksum"] != xxhash.xxh3_64_hexdigest(data):
+        if message.get("checksum") != xxhash.xxh3_64_hexdigest(data):
             raise TransportError(f"bytes {self.offset} to {self.offset + len(data)} were damaged on their way")
 
     def reset(self) -> None:

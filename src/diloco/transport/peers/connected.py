@@ -14,7 +14,6 @@ from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.links import Link
 from diloco.transport.peers.transport import PeerTransport
-from diloco.transport.shaping import congestion_control, streams_to_each
 
 __all__ = ["Connected", "Table", "Wire", "join"]
 
@@ -113,6 +112,7 @@ class Wire:
         split: whether the smaller side of a network that fell apart goes on.
         raise_on_loss: see `Policies`.
         link: emulated at this end, or None.
+        pace: whether payloads leave at no more than the rate that the way out has shown.
         state_bytes_per_s: what those who take over this rank's state get together; None: as much as the way carries.
         facts: what must be the same on all ranks, name -> value in words.
     """
@@ -131,6 +131,7 @@ class Wire:
     split: Literal["stop", "go-on"] = "stop"
     raise_on_loss: bool = True
     link: Link | None = None
+    pace: bool = True
     state_bytes_per_s: float | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
@@ -159,12 +160,13 @@ class Wire:
             round_timeout_s=self.round_timeout_s,
             piece_bytes=self.piece_bytes,
             late_s=self.late_s,
+            settle_s=self.silence_s,
         )
         policies = Policies(
             quorum=Policy(self.min_replicas, self.split),
             go_on=self.go_on,
             raise_on_loss=self.raise_on_loss,
-            streams=self.streams or streams_to_each(others, congestion_control()),
+            streams=self.streams,
             connect_timeout_s=min(self.rendezvous_timeout_s, max(10.0, 4 * self.silence_s)),
         )
         return rules, policies

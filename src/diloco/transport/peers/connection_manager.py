@@ -12,16 +12,27 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
 from diloco.protocol.events import ConnectionEnded, ConnectionMade, Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
+from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
 from diloco.transport.peers.control_connection import ControlConnection, say_who
-from diloco.transport.peers.streams import Streams, hear_out, pack, read_frame, within
+from diloco.transport.peers.gate import Gate
+from diloco.transport.peers.streams import (
+    STRANGERS_BLOB_BYTES,
+    STRANGERS_BYTES,
+    Streams,
+    hear_out,
+    pack,
+    read_frame,
+    within,
+)
+from diloco.units import visible
 
 __all__ = ["ConnectionManager", "Service"]
 
@@ -32,6 +43,13 @@ Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamW
 
 _BEAT: Message = {"kind": "beat"}
 FIRST_MESSAGE_S = 10.0
+MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
+"""Connections that are no control connections: they ask for something, or have said nothing yet."""
+_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE = 256, 4
+"""Control connections of ranks that are no members, where the network proves whose they are."""
+MOST_UNSENT_BYTES = 4 << 20
+"""That wait for a rank to read them; of strangers, less. Who does not read is not there."""
+MOST_UNSENT_TO_STRANGERS_BYTES = 1 << 18
 _FLUSH_S = 1.0
 _ROUNDS_OF_ENDING = 5
 CLOSING_S = 8.0
@@ -69,6 +87,9 @@ class ConnectionManager:
         self.admits: Callable[[int, Address], bool] = lambda rank, address: True
         self._tell = tell
         self._standing: dict[int, ControlConnection] = {}
+        self._members: frozenset[int] = frozenset()
+        self._gate = Gate[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
+        self._strangers = Gate[int](_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE)
         self._numbers = itertools.count(1)
         self._opened: WeakSet[asyncio.WriteTransport] = WeakSet()  # every connection that anything still holds
         self._watch: asyncio.Task[None] | None = None
@@ -134,16 +155,37 @@ class ConnectionManager:
         return self._standing.get(rank)
 
     def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
-        """Send a message, or drop it if no connection stands: its receiver is lost."""
+        """Send a message, or drop it if no connection stands: its receiver is lost, or does not read."""
         connection = self._standing.get(rank)
-        if connection is not None:
-            connection.writer.write(pack(message, blob))
+        if connection is None:
+            return
+        connection.writer.write(pack(message, blob))
+        most_bytes = MOST_UNSENT_BYTES if connection.trusted else MOST_UNSENT_TO_STRANGERS_BYTES
+        if connection.writer.transport.get_write_buffer_size() > most_bytes:
+            self.loop.call_soon(self._drop, connection, f"{connection.address} does not read what it is told")
+
+    def trust(self, ranks: Iterable[int]) -> None:
+        """These are the members: what they say may be large, and they are no strangers, however many there are."""
+        self._members = frozenset(ranks)
+        for rank in self._members:
+            self._strangers.leave(rank)
+        for rank, connection in self._standing.items():
+            connection.trusted = connection.opened or rank in self._members
 
     async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """As `Streams.open`; `close` aborts the connection, even if it still has something to send."""
-        reader, writer = await self.streams.open(address)
-        self._opened.add(writer.transport)
-        return reader, writer
+        return self.keep(await self.streams.open(address))
+
+    def keep(
+        self, stream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """From now on `close` aborts this connection, too."""
+        self._opened.add(stream[1].transport)
+        return stream
+
+    def vouch(self, writer: asyncio.StreamWriter) -> None:
+        """A connection that came in is what this process waits for: it takes no place of those of strangers."""
+        self._gate.leave(writer)
 
     async def connect(self, rank: int, address: Address) -> None:
         """Open the connection to ``rank``, which listens at ``address``.
@@ -156,20 +198,27 @@ class ConnectionManager:
         try:
             self.streams.tune(writer, self.timing.silence_s)
             writer.write(pack({"kind": "hello", "rank": self.rank, "address": str(self.address)}))
-            answer, _ = await read_frame(reader)
-            if answer.get("kind") != "hello" or answer.get("rank") != rank:
+            answer, _ = await read_frame(reader, STRANGERS_BYTES, 0)
+            if answer["kind"] == "refused":
+                raise TransportError(f"{address} refuses: {Fields(answer).words('reason')}")
+            if answer["kind"] != "hello" or answer.get("rank") != rank:
                 raise TransportError(
-                    f"{address} was to be rank {rank} and answered {answer}; another diloco may be using that port."
+                    f"{address} was to be rank {rank} and answered {visible(str(answer))}; another diloco may be using "
+                    "that port."
                 )
+        except ValueError as error:
+            writer.close()
+            raise TransportError(f"{address} answered with what is no message: {error}") from error
         except BaseException:
             writer.close()
             raise
-        self._register(rank, address, reader, writer)
+        self._register(rank, address, reader, writer, opened=True)
         self.send(rank, _BEAT)  # tells the other end that the connection stands here too
 
     def hang_up(self, rank: int) -> None:
         """End the connection to ``rank`` without reporting a loss."""
         connection = self._standing.pop(rank, None)
+        self._strangers.leave(rank)
         if connection is not None:
             if connection.task is not None:
                 connection.task.cancel()
@@ -210,35 +259,81 @@ class ConnectionManager:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            message, blob = await within(FIRST_MESSAGE_S, read_frame(reader))
-            if message["kind"] == "hello":
-                rank, address = int(message["rank"]), self.streams.address(str(message["address"]))
-                if self.streams.identity(writer) not in ("", str(address)) or not self.admits(rank, address):
+            if (out := self._gate.enter(writer, self.streams.origins(writer))) is not None:
+                out.transport.abort()
+            if out is writer:
+                return
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                if not await self.streams.admit(reader, writer):
                     return
-                self.streams.tune(writer, self.timing.silence_s)
-                writer.write(pack({"kind": "hello", "rank": self.rank}))
-                self._register(rank, address, reader, writer)
+                message, blob = await read_frame(reader, STRANGERS_BYTES, STRANGERS_BLOB_BYTES)
+            if message["kind"] == "hello":
+                await self._greet(Fields(message), reader, writer)
                 return
             service = self.services.get(message["kind"])
             if service is not None:
                 await service(message, blob, reader, writer)
-        except (OSError, EOFError, TransportError, TimeoutError, KeyError, ValueError, TypeError):
+        except (OSError, EOFError, TransportError, TimeoutError, ValueError):
             pass  # a stranger, or somebody who has left
         except asyncio.CancelledError:
             pass  # this process is closing; asyncio would print an error
         finally:
+            self._gate.leave(writer)
             if not any(connection.writer is writer for connection in self._standing.values()):
                 writer.close()
 
+    async def _greet(self, hello: Fields, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody says which rank it is."""
+        rank, address = hello.rank("rank"), self.streams.address(hello.printable("address", 300))
+        identity = self.streams.identity(writer)
+        if identity not in ("", str(address)) or rank == self.rank or not self.admits(rank, address):
+            return
+        before = self._standing.get(rank)
+        if before is not None and not identity and await self._answers(before):
+            reason = f"rank {rank} is connected from {before.address}, and answers"
+            writer.write(pack({"kind": "refused", "reason": reason}))
+            return
+        if identity and rank not in self._members:
+            out = self._strangers.enter(rank, (identity,))
+            if out == rank:
+                return
+            if out is not None:
+                self._drop(self._standing[out], "there are too many that are no members")
+        self.streams.tune(writer, self.timing.silence_s)
+        writer.write(pack({"kind": "hello", "rank": self.rank}))
+        self._register(rank, address, reader, writer, opened=False)
+
+    async def _answers(self, connection: ControlConnection) -> bool:
+        """Whether anything comes over a connection within two heartbeats: nobody else takes the place of that process.
+
+        Where the network does not prove who somebody is, anybody could say that he is a rank.
+        """
+        words, until_s = connection.words, connection.heard_s + 2 * self.timing.heartbeat_s
+        while self._standing.get(connection.rank) is connection and self.loop.time() < until_s:
+            if connection.words > words:
+                return True
+            await asyncio.sleep(self.timing.heartbeat_s / 8)
+        return False
+
+    def _drop(self, connection: ControlConnection, why: str) -> None:
+        """End a connection that stands, and report it as lost."""
+        if self._standing.get(connection.rank) is connection:
+            connection.writer.transport.abort()  # what it has not read is not kept
+            self.hang_up(connection.rank)
+            self._tell(ConnectionEnded(connection.rank))
+            self._tell(Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}")))
+
     def _register(
-        self, rank: int, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, rank: int, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, opened: bool
     ) -> None:
         before = self._standing.get(rank)
         if before is not None:
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
         hear_out(writer.transport)
-        connection = ControlConnection(rank, next(self._numbers), address, writer, self.loop.time())
+        trusted = opened or rank in self._members
+        number = next(self._numbers)
+        connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time())
         self._standing[rank] = connection
         self._tell(ConnectionMade(rank, connection.number, str(address)))
         connection.task = self.loop.create_task(self._listen_to(connection, reader))
@@ -249,6 +344,7 @@ class ConnectionManager:
         if self._standing.get(connection.rank) is not connection:
             return
         del self._standing[connection.rank]  # no hang_up: its task is this one
+        self._strangers.leave(connection.rank)
         connection.writer.close()
         self._tell(ConnectionEnded(connection.rank))
         stood_still, longest_s = self.pulse.stood_still(self.loop.time()), min(2.0, self.timing.silence_s)
@@ -256,11 +352,11 @@ class ConnectionManager:
         if connection.rank not in self._standing:  # else another process has taken its place and says so
             self._tell(Lost(connection.rank, loss))
 
-    def _hand_on(self, rank: int, message: dict[str, Any], blob: bytes) -> None:
+    def _hand_on(self, received: Received) -> None:
         if latency_s := self.timing.latency_s:
-            self.loop.call_later(latency_s, self._tell, Received(rank, message, blob))
+            self.loop.call_later(latency_s, self._tell, received)
         else:
-            self._tell(Received(rank, message, blob))
+            self._tell(received)
 
     async def _beat(self) -> None:
         beat = pack(_BEAT)

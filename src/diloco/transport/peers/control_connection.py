@@ -8,14 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import TransportError
+from diloco.protocol.events import Received
 from diloco.protocol.failure_detector import Loss
 from diloco.transport.address import Address
-from diloco.transport.peers.streams import pack, read_frame, within
+from diloco.transport.peers.streams import (
+    MAX_BLOB_BYTES,
+    MAX_JSON_BYTES,
+    STRANGERS_BLOB_BYTES,
+    STRANGERS_BYTES,
+    pack,
+    read_body,
+    read_head,
+    within,
+)
+from diloco.transport.shaping import TokenBucket
 
 __all__ = ["ControlConnection", "Ending", "say_who"]
 
 _INQUIRIES = 10
 _BETWEEN_INQUIRIES_S = 0.1
+_PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
+"""Bytes a second that are taken of strangers and of members, and how many at once: many times what either says."""
 
 OpenStream = Callable[[Address], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
@@ -42,6 +55,8 @@ class ControlConnection:
         number: unique in this process, so that another process of the same rank has another one.
         address: where the other process listens.
         writer: to the other process.
+        opened: whether this process has opened it, because it wanted to talk to that rank.
+        trusted: whether the other process is a member, or was asked to tell this one who is.
         heard_s: when something last came, by the clock of the loop.
         words: number of messages that have come, heartbeats included.
         task: the one that listens.
@@ -51,36 +66,44 @@ class ControlConnection:
     number: int
     address: Address
     writer: asyncio.StreamWriter
+    opened: bool
+    trusted: bool
     heard_s: float
     words: int = 0
     task: asyncio.Task[None] | None = None
 
+    def __post_init__(self) -> None:
+        self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
+
     async def listen(
-        self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[int, dict[str, Any], bytes], None]
+        self, reader: asyncio.StreamReader, began: asyncio.Event, deliver: Callable[[Received], None]
     ) -> Ending:
-        """Deliver messages until the connection ends.
+        """Deliver messages until the connection ends, and no faster than this process can follow.
 
         Args:
             reader: from the other process.
             began: set when the first message has come, of whatever kind.
-            deliver: called with the rank, the message and its blob. If it raises because of the message, the connection
-                ends.
+            deliver: called with each. If it raises because of the message, the connection ends.
         """
         clock = asyncio.get_running_loop()
         try:
             while True:
-                message, blob = await read_frame(reader)
+                head = await read_head(reader)
+                most = (MAX_JSON_BYTES, MAX_BLOB_BYTES) if self.trusted else (STRANGERS_BYTES, STRANGERS_BLOB_BYTES)
+                message, blob, num_bytes = await read_body(reader, head, *most)
                 self.heard_s = clock.time()
+                if wait_s := self._paces[self.trusted].take(clock.time(), num_bytes):
+                    await asyncio.sleep(wait_s)
                 self.words += 1
                 if self.words == 1:
                     began.set()
                 if message["kind"] == "given-up":
                     return Ending(given_up=True)
-                deliver(self.rank, message, blob)
+                deliver(Received(self.rank, message, blob, num_bytes))
         except (OSError, EOFError, TransportError) as error:
             return Ending(str(error) or type(error).__name__)
-        except (KeyError, ValueError, TypeError, OverflowError) as error:  # in what it said
-            return Ending(f"it sent what is no message: {type(error).__name__}: {error}")
+        except ValueError as error:  # in what it said
+            return Ending(f"it sent what is no message: {error}")
 
     async def why_lost(self, ending: Ending, open_stream: OpenStream, longest_s: float, *, stood_still: bool) -> Loss:
         """What became of the process behind this connection, which has ended: a refusing port says that it is gone.

@@ -23,21 +23,25 @@ class Work(Protocol):
 
 
 class DataLink(Protocol):
-    """Payload streams to one other rank. Messages of one stream arrive in the order sent."""
+    """The way for payloads to one other rank. Messages of one tag arrive in the order sent."""
 
-    def send(self, values: Tensor, stream: int, tag: int) -> Work:
+    def send(self, values: Tensor, tag: int) -> Work:
         """Start sending a contiguous CPU tensor; it must stay as it is until the work is done.
 
         Raises:
             TransportError: if the connection has ended.
         """
 
-    def receive(self, values: Tensor, stream: int, tag: int) -> Work:
-        """Start receiving into a contiguous CPU tensor what the peer sends with the same stream and tag.
+    def receive(self, values: Tensor, tag: int) -> Work:
+        """Start receiving into a contiguous CPU tensor what the peer sends with the same tag.
 
         Raises:
             TransportError: if the connection has ended.
         """
+
+    @property
+    def words(self) -> str:
+        """What carries it, for people."""
 
     def close(self) -> None:
         """End the connections; whoever waits on them gets an error at once."""
@@ -52,6 +56,7 @@ class LinkRequest:
         rank: the other one.
         first: whether I am the one of the lower rank.
         streams: connections that this end would open.
+        chosen: whether the user chose their number.
         timeout_s: the longest to wait for the other one.
         tell: sends a key and a value to the other one's mailbox.
     """
@@ -60,6 +65,7 @@ class LinkRequest:
     rank: int
     first: bool
     streams: int
+    chosen: bool
     timeout_s: float
     tell: Callable[[str, bytes], None]
 

@@ -1,83 +1,39 @@
-"""Payload links over the streams of a network. The lower rank opens them, and opens them again when they break."""
+"""Payload links over the streams of a network. One end opens the connections, and opens them again when they break."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
-from torch import Tensor
-
 from diloco.errors import TransportError
+from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
+from diloco.transport.path import Pace, together
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
-from diloco.transport.peers.reliable_stream import ReliableStream, StreamWork
+from diloco.transport.peers.opened_link import OpenedLink, Route
+from diloco.transport.peers.payload_connection import PayloadConnection
+from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import pack, read_frame, within
+from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters, congestion_control, connections_worth_having
 
-__all__ = ["LinkManager", "ReliableLink"]
+__all__ = ["MOST_CONNECTIONS", "LinkManager"]
 
-_RETRY_S = 0.2
+MOST_CONNECTIONS = 64
+"""Of one link."""
 
-
-class _LinkStream:
-    """One stream of a link, over all connections that carry it."""
-
-    def __init__(self, request: LinkRequest, index: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.request = request
-        self.index = index
-        self.messages = ReliableStream(loop)
-        self.settled = asyncio.Event()  # connected for the first time, or ended
-        self.why = "the other side did not come"
-        self.uses = 0
-        self.running: asyncio.Task[Any] | None = None
-        self.keeping: asyncio.Task[None] | None = None
-
-    async def use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, theirs: int) -> None:
-        """Carry messages over a connection until it breaks."""
-        self.uses += 1
-        self.settled.set()
-        why = await self.messages.run(reader, writer, theirs)
-        if not self.messages.ended:
-            self.why = why
-
-    async def leave(self) -> None:
-        """End the connection in use, so that another can take its place."""
-        while self.running is not None and not self.running.done():  # others may be waiting for the same
-            self.running.cancel()
-            await asyncio.wait((self.running,))
-
-    def end(self, why: str) -> None:
-        """For good."""
-        if self.messages.ended:
-            return
-        self.why = why
-        self.messages.end(TransportError(f"a payload connection ended: {why}"))
-        self.settled.set()
-        for task in (self.running, self.keeping):
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
+_OBSERVE_S = 0.05
+_WORTH_TELLING = 0.1  # of a change of the pace
+_RETRY_S, _RETRY_MORE_S = 0.2, 1.0
+"""After which the first connection of a link, and any other, is tried again."""
 
 
-class ReliableLink:
-    """Payload streams to one other rank, each with its own messages in order."""
-
-    def __init__(self, manager: LinkManager, streams: Sequence[_LinkStream]) -> None:
-        self._manager = manager
-        self._streams = streams
-
-    def send(self, values: Tensor, stream: int, tag: int) -> StreamWork:
-        return self._streams[stream % len(self._streams)].messages.send(values, tag)
-
-    def receive(self, values: Tensor, stream: int, tag: int) -> StreamWork:
-        return self._streams[stream % len(self._streams)].messages.receive(values, tag)
-
-    def close(self) -> None:
-        """End the streams; for any thread."""
-        self._manager.close(self._streams)
+_PLAIN = Route("TCP")
 
 
 class LinkManager:
@@ -86,129 +42,213 @@ class LinkManager:
     Args:
         connections: whose loop does the work, and at which the others' connections come in.
         entries: rank -> its entry; kept up to date by the caller.
-        patience_s: how long a link may be broken before it ends.
+        patience_s: how long a link may be without any connection before it ends.
+        paces: whether payloads leave at no more than the rate that the way out has shown, where TCP keeps its rate:
+            elsewhere the first loss holds it back, and late answers of a busy machine would be taken for a queue.
+
+    Attributes:
+        pace: of all links together.
     """
 
-    def __init__(self, connections: ConnectionManager, entries: Mapping[int, Entry], patience_s: float) -> None:
+    def __init__(
+        self, connections: ConnectionManager, entries: Mapping[int, Entry], patience_s: float, *, paces: bool = True
+    ) -> None:
+        self.pace = Pace()
+        self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
+        self._paces = paces and not self._slows_down
+        self._told_bits_per_s = 0.0
+        self._observing: asyncio.Task[None] | None = None
         self._connections = connections
         self._entries = entries
         self._patience_s = patience_s
-        self._streams: dict[tuple[str, int], _LinkStream] = {}
-        self._opened = asyncio.Condition()
+        self._links: dict[str, OpenedLink] = {}
+        self._changed = asyncio.Condition()
         connections.services["link"] = self._serve
 
-    def open_link(self, request: LinkRequest) -> ReliableLink:
-        """As `OpenLink` says."""
-        opening = self._open(request)
+    def open_link(self, request: LinkRequest, route: Route = _PLAIN) -> ReliableLink:
+        """As `OpenLink` says, over what both ends have agreed on."""
+        opening = self._open(request, route)
         try:
             return self._connections.call(opening)
         except (CancelledError, RuntimeError) as error:
             opening.close()
             raise TransportError(f"the payload connection {request.key} was not made: the transport closed") from error
 
-    def close(self, streams: Sequence[_LinkStream]) -> None:
-        """End the streams of a link; for any thread."""
-        for each in streams:
-            self._connections.post(self._end, each, "it was closed")
-
-    async def _open(self, request: LinkRequest) -> ReliableLink:
-        streams = [_LinkStream(request, index, self._connections.loop) for index in range(request.streams)]
-        async with self._opened:
-            self._streams.update({(request.key, each.index): each for each in streams})
-            self._opened.notify_all()
-        if request.first:
-            for each in streams:
-                each.keeping = asyncio.ensure_future(self._keep(each))
+    async def _open(self, request: LinkRequest, route: Route) -> ReliableLink:
+        opened = OpenedLink(request, route, link := ReliableLink(self._connections.loop, self.pace, route.name))
+        async with self._changed:
+            if before := self._links.get(request.key):
+                before.link.end("it was opened anew")
+            self._links[request.key] = opened
+            self._changed.notify_all()
+        opened.watching = asyncio.ensure_future(self._forget_ended(opened))
+        if self._observing is None:
+            self._observing = asyncio.ensure_future(self._observe_often())
+        if opened.dials:
+            self._keep_number(opened, request.streams if request.chosen else 1)
         with contextlib.suppress(TimeoutError):
-            await within(request.timeout_s, _settled(streams))
-        lacking = [each for each in streams if each.messages.ended or not each.settled.is_set()]
-        if lacking:
-            why = lacking[0].why
-            for each in streams:
-                self._end(each, why)
-            raise TransportError(f"the payload connection {request.key} could not be made: {why}")
-        return ReliableLink(self, streams)
+            await within(request.timeout_s, link.settled.wait())
+        if not link.ended and link.uses:
+            return link
+        self._end(opened, link.why)
+        raise TransportError(f"the payload connection {request.key} could not be made: {link.why}")
 
-    def _end(self, stream: _LinkStream, why: str) -> None:
-        if not stream.messages.ended:
-            self._streams.pop((stream.request.key, stream.index), None)
-            stream.end(why)
+    def _end(self, opened: OpenedLink, why: str) -> None:
+        opened.link.end(why)
+        self._forget(opened)
 
-    async def _keep(self, stream: _LinkStream) -> None:
-        """Connect again and again; give up when it takes too long."""
-        loop = asyncio.get_running_loop()
-        broken_s, patience_s = loop.time(), stream.request.timeout_s
-        while not stream.messages.ended:
-            uses = stream.uses
-            stream.running = asyncio.ensure_future(self._dial(stream, broken_s + patience_s - loop.time()))
-            await asyncio.wait((stream.running,))
-            if stream.uses > uses:
-                broken_s, patience_s = loop.time(), self._patience_s
-            elif loop.time() + _RETRY_S > broken_s + patience_s:
-                self._end(stream, f"{stream.why}, and it could not be made again in {patience_s:g} s")
-            else:
-                await asyncio.sleep(_RETRY_S)
+    async def _forget_ended(self, opened: OpenedLink) -> None:
+        """When its owner has closed it, or it has ended otherwise."""
+        await opened.link.over.wait()
+        self._forget(opened)
 
-    async def _dial(self, stream: _LinkStream, left_s: float) -> None:
-        try:
-            opening = self._connections.open(self._address_of(stream.request.rank))
-            reader, writer = await within(left_s, opening)
-        except (OSError, TimeoutError) as error:
-            stream.why = str(error) or type(error).__name__
+    def _forget(self, opened: OpenedLink) -> None:
+        if self._links.get(opened.request.key) is opened:
+            del self._links[opened.request.key]
+        for task in opened.keeping:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def _keep_number(self, opened: OpenedLink, number: int) -> None:
+        """Have so many connections from now on, or more."""
+        for index in range(len(opened.keeping), min(number, MOST_CONNECTIONS)):
+            opened.keeping.append(asyncio.ensure_future(self._keep(opened, index)))
+
+    async def _observe_often(self) -> None:
+        """See what the links show of their ways while something travels, and do what follows from it."""
+        loop, links = self._connections.loop, self._links
+        before_s = loop.time()
+        while True:
+            await asyncio.sleep(_OBSERVE_S)
+            now_s, active = loop.time(), [each for each in links.values() if each.link.active or each.path.in_burst]
+            samples = [each.observe(now_s - before_s) for each in active]
+            if samples and self._paces:
+                self.pace.observe(now_s, together(samples))
+                known, told = self.pace.bits_per_s, self._told_bits_per_s
+                if math.isfinite(known) and abs(known - told) > _WORTH_TELLING * told:
+                    self._told_bits_per_s = known
+            for opened in active:
+                self._adjust_number(opened)
+                opened.describe(self._told_bits_per_s)
+            before_s = now_s
+
+    def _adjust_number(self, opened: OpenedLink) -> None:
+        """Have as many connections as the way shows to be useful, if nobody has chosen how many."""
+        request, link, path = opened.request, opened.link, opened.path
+        if request.chosen or opened.route.single:
             return
-        asking = {"kind": "link", "key": stream.request.key, "stream": stream.index}
+        wanted = link.wanted if opened.dials else 0
+        if path.loss is not None and path.burst_bytes and self._slows_down:
+            bandwidth, hosts = path.bandwidth_bits_per_s, len(self._links)
+            own = connections_worth_having(path.burst_bytes, path.least_round_trip_s, path.loss, bandwidth, hosts)
+            wanted = max(wanted, own)
+        if opened.dials:
+            self._keep_number(opened, wanted)
+        elif wanted > max(opened.told, len(link.connections)) and link.connections:
+            opened.told = wanted
+            next(iter(link.connections.values())).want(wanted)
+
+    async def _keep(self, opened: OpenedLink, index: int) -> None:
+        """Connect again and again."""
+        while not opened.link.ended:
+            await self._dial(opened, index)
+            await asyncio.sleep(_RETRY_S if index == 0 else _RETRY_MORE_S)
+
+    async def _dial(self, opened: OpenedLink, index: int) -> None:
+        request, link = opened.request, opened.link
+        writer: asyncio.StreamWriter | None = None
         try:
-            writer.write(pack({**asking, "received": stream.messages.received, "rank": self._connections.rank}))
-            answer, _ = await within(left_s, read_frame(reader))
-            if answer["kind"] == "refused":
-                self._end(stream, str(answer["reason"]))
-            else:
-                await stream.use(reader, writer, int(answer["received"]))
-        except (OSError, EOFError, TimeoutError, TransportError, KeyError, ValueError, TypeError) as error:
-            stream.why = str(error) or type(error).__name__
+            async with asyncio.timeout(request.timeout_s):
+                if opened.route.open is not None:
+                    reader, writer = await opened.route.open()
+                else:
+                    reader, writer = await self._connections.open(self._address_of(request.rank))
+                me = {"rank": self._connections.rank, "connection": index}
+                writer.write(pack({"kind": "link", "key": request.key, **me}))
+                answer, _ = await read_frame(reader)
+                if answer["kind"] == "refused":
+                    self._end(opened, Fields(answer).words("reason"))
+                    return
+                more = Fields(answer).integer("streams", 1, MOST_CONNECTIONS)
+            self._keep_number(opened, max(more, _at_first(request, writer)))
+            await self._use(opened, index, reader, writer)
+        except (OSError, EOFError, TimeoutError, TransportError, ValueError) as error:
+            link.why = str(error) or type(error).__name__
+            if not link.connections:
+                self._be_patient(opened)
         finally:
-            writer.close()
+            if writer is not None:
+                writer.close()
 
     async def _serve(
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        key, rank = (str(message["key"]), int(message["stream"])), int(message["rank"])
-        identity = self._connections.streams.identity(writer)
+        fields, identity = Fields(message), self._connections.streams.identity(writer)
+        key, rank, index = (
+            fields.text("key"),
+            fields.rank("rank"),
+            fields.integer("connection", 0, MOST_CONNECTIONS - 1),
+        )
         if identity and identity != str(self._address_of(rank)):
             return
-        async with self._opened:
+        async with self._changed:
             try:
-                await within(self._patience_s, self._opened.wait_for(lambda: key in self._streams))
+                await within(self._patience_s, self._changed.wait_for(lambda: key in self._links))
             except TimeoutError:
                 writer.write(pack({"kind": "refused", "reason": "the other side has no such link"}))
                 await writer.drain()
                 return
-        stream = self._streams[key]
-        if stream.request.rank != rank or stream.request.first:
+        opened = self._links[key]
+        request = opened.request
+        if request.rank != rank or opened.dials or opened.link.ended:
             return
-        await stream.leave()
-        stream.running = asyncio.current_task()
-        writer.write(pack({"kind": "link", "received": stream.messages.received}))
-        try:
-            await stream.use(reader, writer, int(message["received"]))
-        finally:
-            if not stream.messages.ended:
-                self._connections.loop.call_later(self._patience_s, self._give_up, stream, stream.uses)
+        self._connections.vouch(writer)
+        writer.write(pack({"kind": "link", "streams": _at_first(request, writer)}))
+        await self._use(opened, index, reader, writer)
 
-    def _give_up(self, stream: _LinkStream, uses: int) -> None:
-        if stream.uses == uses:
-            self._end(stream, f"{stream.why}, and the other side did not come again in {self._patience_s:g} s")
+    async def _use(
+        self, opened: OpenedLink, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Let a connection carry messages until it breaks."""
+        transport = writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        reader.feed_eof()  # so that what has come already can be read without waiting for more
+        already = await reader.read()
+        connection = PayloadConnection(opened.link, transport, self._patience_s)
+        try:
+            connection.begin(already)
+            opened.link.add(index, connection)
+            await connection.ended
+        finally:
+            connection.end()
+            self._be_patient(opened)
+
+    def _be_patient(self, opened: OpenedLink) -> None:
+        """End the link if it has no connection, and none for so long from now."""
+        link = opened.link
+        if not link.ended and not link.connections:
+            self._connections.loop.call_later(self._patience_s, self._give_up, opened, link.uses)
+
+    def _give_up(self, opened: OpenedLink, uses: int) -> None:
+        link = opened.link
+        if link.ended or link.connections or link.uses != uses or not link.uses:
+            return
+        done = "it could not be made again" if opened.dials else "the other side did not come again"
+        self._end(opened, f"{link.why}, and {done} in {self._patience_s:g} s")
 
     def _address_of(self, rank: int) -> Address:
         """Of a rank that is connected, or has been known; `OSError` for any other."""
-        connected = self._connections.get(rank)
-        if connected is not None:
+        connected, entry = self._connections.get(rank), self._entries.get(rank)
+        if connected is not None and (entry is None or str(connected.address) != entry.address):
             return connected.address
-        if rank not in self._entries:
+        if entry is None:
             raise OSError(f"nobody knows where rank {rank} is")
-        return self._connections.streams.address(self._entries[rank].address)
+        return self._connections.streams.payload_address(entry)
 
 
-async def _settled(streams: Sequence[_LinkStream]) -> None:
-    for each in streams:
-        await each.settled.wait()
+def _at_first(request: LinkRequest, writer: asyncio.StreamWriter) -> int:
+    """How many connections a link begins with, once the first one stands: one is enough over a short way."""
+    counters = Counters.of(writer.get_extra_info("socket"))
+    near = counters is not None and counters.round_trip_s < NEAR_S
+    return 1 if near and not request.chosen else request.streams

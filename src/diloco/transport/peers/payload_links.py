@@ -22,6 +22,7 @@ from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import DataLink, LinkRequest, OpenLink, Work
 from diloco.transport.peers.threads import Threads
 from diloco.transport.shaping import Pacer
+from diloco.transport.tcp import congestion_control, streams_to_each
 
 __all__ = ["HostCopies", "Links", "PayloadLinks", "SendQueue"]
 
@@ -54,6 +55,11 @@ class PayloadLinks:
         self._wanted = links
         self._threads.start(self._connect, view, open_link, links, name="diloco-connect")
         return links
+
+    @property
+    def words(self) -> dict[int, str]:
+        """Replica -> what carries its link."""
+        return {replica: link.words for replica, link in self._made.items()}
 
     def close(self) -> None:
         """End the links; those that are still being made end as soon as they stand."""
@@ -96,7 +102,8 @@ class PayloadLinks:
             f"{view.id}/{low}-{high}/{position}",
             rank=rank,
             first=me < peer,
-            streams=self._policies.streams,
+            streams=self._policies.streams or streams_to_each(len(view.members) - 1, congestion_control()),
+            chosen=self._policies.streams > 0,
             timeout_s=self._policies.connect_timeout_s,
             tell=tell,
         )
@@ -133,9 +140,9 @@ class SendQueue:
         if pacer is not None:
             self._thread.start()
 
-    def send(self, link: DataLink, values: Tensor, stream: int, tag: int) -> Work:
+    def send(self, link: DataLink, values: Tensor, tag: int) -> Work:
         """As `DataLink.send`, when the link has had time for what was sent before; errors are raised by who waits."""
-        send, sent = partial(link.send, values, stream, tag), _Sent()
+        send, sent = partial(link.send, values, tag), _Sent()
         if self._pacer is None:
             _hand_over(send, sent.future)
         else:

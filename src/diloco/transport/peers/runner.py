@@ -16,6 +16,7 @@ from diloco.membership.change import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
 from diloco.protocol.failure_detector import Timing
+from diloco.protocol.fields import Fields
 from diloco.protocol.headers import header_of
 from diloco.protocol.machine import Machine
 from diloco.protocol.registry import Entry, Registry
@@ -32,6 +33,8 @@ from diloco.transport.peers.threads import Mailbox, Threads
 from diloco.transport.shaping import Pacer
 
 __all__ = ["ProtocolRunner"]
+
+_MOST_KEY = 200
 
 
 class ProtocolRunner:
@@ -108,8 +111,11 @@ class ProtocolRunner:
     def _hear(self, event: events.Event) -> None:
         """Something happened to a control connection."""
         match event:
-            case events.Received(_, message, blob) if message["kind"] == "store":
-                self.mailbox.put(str(message["key"]), blob)
+            case events.Received(sender, message, blob) if message["kind"] == "store":
+                self.mailbox.put(f"{Fields(message).printable('key', _MOST_KEY)}@{sender}", blob, sender)
+            case events.Lost(rank):
+                self.mailbox.forget_sender(rank)
+                self._handle(event)
             case _:
                 self._handle(event)
 
@@ -154,11 +160,12 @@ class ProtocolRunner:
                 self._contributed.resolve(round_id, failure)
             case actions.Adopt(following, reason, joined, welcome):
                 self.view, self.reason = following.view or self.view, reason
+                self.connections.trust(self.rules.ranks(self.view.members))
                 note = self.on_change(following)
                 for rank in joined:
                     self.connections.send(rank, {**welcome, "note": note})
             case actions.Register(entry):
-                self.registry.entries[entry.rank] = entry
+                self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
             case actions.Introduce(entry):
                 self.on_introduction(entry)
 
@@ -196,5 +203,8 @@ class ProtocolRunner:
             integers=mean.integers,
             note=commit.note,
             clipped=mean.clipped,
+            spread=mean.spread,
+            residual=mean.residual,
             donor=commit.donor,
+            late_s=commit.late_s,
         )

@@ -24,6 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from diloco.algorithm.codec.base import largest_magnitude
 from diloco.errors import CheckpointError, TransportError
 from diloco.state_tree import JSON, flatten, unflatten
 
@@ -203,10 +204,8 @@ def not_finite(state: Mapping[str, Any], path: str = "") -> list[str]:
     for name, value in state.items():
         if isinstance(value, Mapping):
             bad += not_finite(value, f"{path}{name}.")
-        elif isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            largest = float(torch.linalg.vector_norm(value, math.inf))  # of NaN it is NaN; and no room is needed
-            if not math.isfinite(largest):
-                bad.append(path + name)
+        elif isinstance(value, Tensor) and value.is_floating_point() and not math.isfinite(largest_magnitude(value)):
+            bad.append(path + name)
     return bad
 
 

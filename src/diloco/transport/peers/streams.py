@@ -5,8 +5,8 @@ Control messages on the wire: a small JSON object and a blob, both with their si
 ::
 
     4 bytes  b"DLC1"      protocol and its version
-    4 bytes  json size    big-endian; at most `MAX_JSON_BYTES`
-    8 bytes  blob size    big-endian; at most `MAX_BLOB_BYTES`
+    4 bytes  json size    big-endian; at most `MAX_JSON_BYTES`, of a stranger `STRANGERS_BYTES`
+    8 bytes  blob size    big-endian; at most `MAX_BLOB_BYTES`, of a stranger `STRANGERS_BLOB_BYTES`
     json, blob
 
 Sizes are checked before anything is allocated.
@@ -17,32 +17,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from diloco.errors import TransportError
-from diloco.transport.address import Address, parse_address
+from diloco.protocol.fields import json_object, room_bytes
+from diloco.protocol.registry import Entry
+from diloco.transport.address import Address
+from diloco.transport.secret import TurnedAwayError
+from diloco.units import visible
 
 __all__ = [
+    "ASKS",
     "MAX_BLOB_BYTES",
     "MAX_JSON_BYTES",
     "PROTOCOL",
+    "STRANGERS_BLOB_BYTES",
+    "STRANGERS_BYTES",
     "Accept",
     "Streams",
-    "TcpStreams",
     "hear_out",
     "pack",
+    "read_body",
     "read_frame",
-    "stop_listening",
+    "read_head",
     "unpack_head",
     "within",
 ]
 
 T = TypeVar("T")
 
-_LOW_DELAY = 0x10  # of the type-of-service byte: routers that know it let these packets pass payloads
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a connection that somebody opened, and closes it."""
@@ -69,106 +74,30 @@ class Streams(Protocol):
     def address(self, text: str) -> Address:
         """What ``str`` of an address of this network gave, as an address."""
 
+    def payload_address(self, entry: Entry) -> Address:
+        """Where a rank takes payload connections."""
+
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """Make a connection one for small messages: at once, and noticed when its way is dead for long."""
 
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Whether who has opened a connection may: comes before anything else of it is read.
+
+        Raises:
+            OSError, EOFError: the connection ends.
+        """
+
     def identity(self, writer: asyncio.StreamWriter) -> str:
         """Who is at the other end of a connection, as an address, where the network proves it; else ""."""
+
+    def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
+        """Whom and where a connection comes from, as far as the network tells: each has so many places and no more."""
 
     async def refuse(self) -> None:
         """Accept nothing any more."""
 
     async def close(self) -> None:
         """End what is left, after every connection has been closed."""
-
-
-async def stop_listening(server: asyncio.Server) -> None:
-    """Close a server when every connection that has come to it is known to its protocol.
-
-    asyncio loses one, and leaves it open, whose server closes between its coming and the making of its transport.
-    """
-    for listening in server.sockets:
-        asyncio.get_running_loop().remove_reader(listening)
-    for _ in range(2):
-        await asyncio.sleep(0)
-    server.close()
-
-
-class TcpStreams:
-    """One listening port, and connections to those of others.
-
-    Args:
-        kept: a socket that listens already, as `keep` gave it; it is closed with these streams.
-    """
-
-    def __init__(self, kept: socket.socket | None = None) -> None:
-        self._server: asyncio.Server | None = None
-        self._kept = kept
-
-    def keep(self) -> socket.socket:
-        """The listening socket, for streams that take the place of these ones: its port refuses nobody meanwhile.
-
-        Who is refused takes this process for one that has ended.
-        """
-        assert self._server is not None, "listen comes first"
-        return self._server.sockets[0].dup()
-
-    async def listen(self, accept: Accept, host: str, ports: range, advertised: str) -> Address:
-        """Accept connections on the first free port of ``ports``.
-
-        Args:
-            accept: takes them over.
-            host: an address of this machine; "": all of them.
-            ports: to try.
-            advertised: the host that others are told.
-
-        Raises:
-            TransportError: if none is free, or the host is not one of this machine's.
-        """
-        if self._kept is not None:
-            self._server = await asyncio.start_server(accept, sock=self._kept)
-            return Address(advertised, self._server.sockets[0].getsockname()[1])
-        for port in ports:
-            try:
-                self._server = await asyncio.start_server(accept, host or None, port)
-                break
-            except OSError as error:
-                if port == ports[-1]:
-                    tried = f"port {port}" if len(ports) == 1 else f"any port from {ports[0]} to {port}"
-                    raise TransportError(
-                        f"{host or 'this machine'} can't be listened on at {tried}: {error}. Choose another port "
-                        "(transport.ports) or an address of this machine (transport.host). Nothing was started."
-                    ) from error
-        assert self._server is not None
-        return Address(advertised, self._server.sockets[0].getsockname()[1])
-
-    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(address.host, address.port)
-
-    def address(self, text: str) -> Address:
-        return parse_address(text)
-
-    def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
-        """Small packets at once, and a dead way noticed by the kernel too."""
-        connection = writer.get_extra_info("socket")
-        if connection.family == socket.AF_INET:
-            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
-        elif connection.family == socket.AF_INET6:
-            connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))
-
-    def identity(self, writer: asyncio.StreamWriter) -> str:
-        """TCP proves nothing."""
-        return ""
-
-    async def refuse(self) -> None:
-        if self._server is not None:
-            await stop_listening(self._server)
-
-    async def close(self) -> None:
-        """Nothing is left."""
 
 
 async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
@@ -234,9 +163,15 @@ class _LastWords(asyncio.Protocol):
 
 
 PROTOCOL = b"DLC1"
+ASKS = b"DLC?"
+"""What whoever listens begins with, instead of `PROTOCOL`, where it asks for a secret."""
 MAX_JSON_BYTES = 1 << 20
-MAX_BLOB_BYTES = 1 << 24
+MAX_BLOB_BYTES = 1 << 20
+STRANGERS_BYTES = 1 << 14
+STRANGERS_BLOB_BYTES = 1 << 12
+"""Of the JSON of whoever has not become a member, and of what any peer says of itself."""
 
+_MOST_KIND = 64
 _HEAD = struct.Struct(">4sIQ")
 
 
@@ -253,46 +188,71 @@ def pack(message: Mapping[str, Any], blob: bytes | memoryview = b"") -> bytes:
     text = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > MAX_JSON_BYTES or len(blob) > MAX_BLOB_BYTES:
         raise TransportError(
-            f"a control message of {len(text)} + {len(blob)} bytes was to be sent; {MAX_JSON_BYTES} + "
-            f"{MAX_BLOB_BYTES} would work. Nothing was sent."
+            f"a control message of {len(text)} + {len(blob)} bytes was to be sent; at most "
+            f"{MAX_JSON_BYTES} + {MAX_BLOB_BYTES} are allowed. Nothing was sent."
         )
     return b"".join((_HEAD.pack(PROTOCOL, len(text), len(blob)), text, blob))
 
 
-def unpack_head(head: bytes) -> tuple[int, int]:
+def unpack_head(
+    head: bytes, most_json_bytes: int = MAX_JSON_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
+) -> tuple[int, int]:
     """Sizes of the JSON text and the blob that follow.
 
     Raises:
         TransportError: if the sender speaks another protocol, or announces more than is taken.
+        TurnedAwayError: if it asks for a secret.
     """
     protocol, json_bytes, blob_bytes = _HEAD.unpack(head)
+    if protocol == ASKS:
+        raise TurnedAwayError("the other side asks for a secret (transport.secret_file), and none was given")
     if protocol != PROTOCOL:
         raise TransportError(
             f"something that begins with {protocol!r} came in where {PROTOCOL!r} was due; the sender is no diloco of "
             "this protocol version. The connection was closed."
         )
-    if json_bytes > MAX_JSON_BYTES or blob_bytes > MAX_BLOB_BYTES:
+    if json_bytes > most_json_bytes or blob_bytes > most_blob_bytes:
         raise TransportError(
-            f"a message of {json_bytes} + {blob_bytes} bytes was announced; {MAX_JSON_BYTES} + {MAX_BLOB_BYTES} are "
+            f"a message of {json_bytes} + {blob_bytes} bytes was announced; {most_json_bytes} + {most_blob_bytes} are "
             "taken. The connection was closed."
         )
     return json_bytes, blob_bytes
 
 
-async def read_frame(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+async def read_frame(
+    reader: asyncio.StreamReader, most_json_bytes: int = MAX_JSON_BYTES, most_blob_bytes: int = MAX_BLOB_BYTES
+) -> tuple[dict[str, Any], bytes]:
     """The next message and its blob.
+
+    Args:
+        reader: of the connection.
+        most_json_bytes, most_blob_bytes: larger ones are refused when they are announced.
 
     Raises:
         TransportError: for anything malformed.
         asyncio.IncompleteReadError, OSError: when the connection ends.
     """
-    json_bytes, blob_bytes = unpack_head(await reader.readexactly(_HEAD.size))
+    message, blob, _ = await read_body(reader, await read_head(reader), most_json_bytes, most_blob_bytes)
+    return message, blob
+
+
+async def read_head(reader: asyncio.StreamReader) -> bytes:
+    """The head of the next message; raises as `read_frame`."""
+    return await reader.readexactly(_HEAD.size)
+
+
+async def read_body(
+    reader: asyncio.StreamReader, head: bytes, most_json_bytes: int, most_blob_bytes: int
+) -> tuple[dict[str, Any], bytes, int]:
+    """What follows a head: the message, its blob, and what both take of memory; as `read_frame`."""
+    json_bytes, blob_bytes = unpack_head(head, most_json_bytes, most_blob_bytes)
     text = await reader.readexactly(json_bytes)
     blob = await reader.readexactly(blob_bytes) if blob_bytes else b""
     try:
-        message = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TransportError(f"a message that is no JSON came in ({error}). The connection was closed.") from error
-    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        message = json_object(text)
+    except ValueError as error:
+        words = visible(str(error))
+        raise TransportError(f"a message that can't be read came in ({words}). The connection was closed.") from error
+    if not isinstance(message.get("kind"), str) or len(message["kind"]) > _MOST_KIND:
         raise TransportError(f"a message without a kind came in: {text[:80]!r}. The connection was closed.")
-    return message, blob
+    return message, blob, room_bytes(text) + len(blob)

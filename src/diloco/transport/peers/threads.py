@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -15,8 +15,9 @@ __all__ = ["Mailbox", "Threads", "in_thread"]
 
 T = TypeVar("T")
 
-_MOST_VALUES = 1 << 16
-_MOST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 18
+_VALUE_BYTES = 200
+"""Of a value beside its key and itself."""
 
 
 def in_thread(function: Callable[[], T], name: str) -> Future[T]:
@@ -68,19 +69,40 @@ class Threads:
 
 
 class Mailbox:
-    """Short values by key, put there by control messages and waited for in other threads."""
+    """Short values by key, put there by control messages and waited for in other threads.
+
+    Of the values of one sender that are more than 256 KiB the oldest are forgotten: of views that are over.
+
+    >>> mailbox = Mailbox()
+    >>> for number in range(5):
+    ...     mailbox.put(f"key {number}", bytes(60_000), sender=3)
+    >>> [key for key in range(5) if mailbox.has(f"key {key}")]
+    [1, 2, 3, 4]
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
+        self._senders: dict[str, int | None] = {}
         self._closed = ""
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: bytes, sender: int | None = None) -> None:
+        """Keep a value of the rank ``sender``; None: of this rank itself, which may leave as much as it wants."""
         with self._changed:
-            if len(self._values) >= _MOST_VALUES or len(key) + len(value) > _MOST_BYTES:
-                raise ValueError(f"a mailbox takes {_MOST_VALUES} values of {_MOST_BYTES} bytes")
-            self._values[key] = value
+            self._values.pop(key, None)
+            self._senders.pop(key, None)
+            self._values[key], self._senders[key] = value, sender
+            theirs = [] if sender is None else [each for each, one in self._senders.items() if one == sender]
+            excess_bytes = sum(_VALUE_BYTES + len(each) + len(self._values[each]) for each in theirs) - _MOST_BYTES
+            for oldest in theirs:
+                if excess_bytes > 0:
+                    excess_bytes -= _VALUE_BYTES + len(oldest) + len(self._values[oldest])
+                    del self._values[oldest], self._senders[oldest]
             self._changed.notify_all()
+
+    def has(self, key: str) -> bool:
+        """Whether the value of ``key`` is there."""
+        return key in self._values
 
     def take(self, key: str, timeout_s: float) -> bytes:
         """The value of ``key``, waiting for it; it stays.
@@ -97,7 +119,16 @@ class Mailbox:
     def forget(self, prefix: str) -> None:
         """Drop what begins with ``prefix``."""
         with self._changed:
-            self._values = {key: value for key, value in self._values.items() if not key.startswith(prefix)}
+            self._keep({key for key in self._values if not key.startswith(prefix)})
+
+    def forget_sender(self, sender: int) -> None:
+        """Drop what a rank has sent that is lost."""
+        with self._changed:
+            self._keep({key for key, one in self._senders.items() if one != sender})
+
+    def _keep(self, keys: Collection[str]) -> None:
+        self._values = {key: value for key, value in self._values.items() if key in keys}
+        self._senders = {key: sender for key, sender in self._senders.items() if key in keys}
 
     def close(self, reason: str) -> None:
         """Let nobody wait any more."""

@@ -100,6 +100,11 @@ class PeerTransport(ProtocolRunner, Transport):
         """The newest view that this rank was a member of or has agreed to; None before the first."""
         return self._machine.views.last_view
 
+    @property
+    def link_words(self) -> Mapping[int, str]:
+        """Replica -> what carries payloads to it."""
+        return self._links.words
+
     def known_entries(self) -> tuple[Entry, ...]:
         """Entries of all other ranks that are members, have been members, or have asked to join."""
         return tuple(entry for rank, entry in self.registry.entries.items() if rank != self.rules.rank)
@@ -278,6 +283,7 @@ class PeerTransport(ProtocolRunner, Transport):
             closed: why nobody can join at first; "" if anybody can.
         """
         self.view, self.registry, self.open_link = view, registry, open_link
+        self.connections.post(self.connections.trust, self.rules.ranks(view.members))
         self._call(events.Begin(view, member, closed))
 
     def ask_to_join(self, entry: Entry, timeout_s: float) -> Answer | None:
@@ -292,7 +298,8 @@ class PeerTransport(ProtocolRunner, Transport):
         message, connections = welcome
         following = next_view(message, self.view)
         assert following.view is not None
-        self.view, self.welcome_note = following.view, message.get("note") or {}
+        self.view, self.welcome_note = following.view, message["note"]
+        self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
         self._call(events.Enter(following, connections))
 
     # Waiting.

@@ -1,1 +1,1 @@
-"""Replicas as real processes: payloads over `torch.distributed` (gloo), control messages beside them."""
+"""Replicas as real processes, brought together by torchrun or at a rendezvous and connected over TCP."""

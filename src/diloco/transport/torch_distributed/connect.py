@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.membership.founding import Looker
@@ -16,10 +16,13 @@ from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
 from diloco.transport.peers.connected import Connected, Table, Wire
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import TcpStreams, within
+from diloco.transport.peers.data_link import OpenLink
+from diloco.transport.peers.link_manager import LinkManager
+from diloco.transport.peers.streams import within
+from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.peers.transport import PeerTransport
+from diloco.transport.secret import TurnedAwayError
 from diloco.transport.torch_distributed.doctor import serve_probes
-from diloco.transport.torch_distributed.gloo_link import link_opener, make_device
 from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_lookers
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
 from diloco.waiting import waiting_for
@@ -67,6 +70,7 @@ class TcpWire(Wire):
         host: address of this machine to listen at; "": the one from which the rendezvous is reached.
         ports: of the control connection: ``0`` for any, ``FIRST`` or ``FIRST-LAST``.
         interface: network interface of the payload connections; "": that of ``host``.
+        secret: what all ranks know, and prove to each other before anything else is said; "": nothing is asked.
         join_window_s: a rank that has lost its view and finds no member waits this long for others that look, too,
             before one of them founds a view.
     """
@@ -74,6 +78,7 @@ class TcpWire(Wire):
     host: str = ""
     ports: str = "0"
     interface: str = ""
+    secret: str = field(default="", repr=False)
     join_window_s: float = 3.0
 
 
@@ -117,12 +122,12 @@ def connect_again(
     try:
         host, transport.run_is_over = before.address.host, before.run_is_over
         transport.connections.listen(host, range(0), host)
-        entry = Entry(place.rank, str(transport.address), wire.facts, before.step)
+        entry = Entry(place.rank, str(transport.address), wire.facts, before.step, _payload_places(transport, wire))
         entries = [entry, *before.known_entries()]
         registry = Registry(len(entries), place.ranks_per_replica, entries)
         me = Looker(place.replica, before.step, last)
         search = Reconnection(transport, entry, me, registry, place.rendezvous, patience_s, wire.join_window_s)
-        return search.connect(link_opener(make_device(host, wire.interface), transport.mailbox))
+        return search.connect(_open_link(transport, registry, wire))
     except BaseException:
         transport.close()
         raise
@@ -133,7 +138,7 @@ def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -
         place.replica, place.position, place.ranks_per_replica, place.num_replicas - 1
     )
     timing = Timing(wire.heartbeat_s, wire.silence_s)
-    streams = TcpStreams(listening)
+    streams = TcpStreams(listening, wire.secret)
     transport = PeerTransport(rules, policies, timing, streams, wire.link, together=not wire.comes_back)
     serve_probes(transport.connections)
     return transport
@@ -141,6 +146,7 @@ def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -
 
 def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: int) -> Connected:
     connections, size = transport.connections, place.ranks_per_replica
+    connections.admits = lambda rank, address: rank < place.num_replicas * size
     host = wire.host or _my_host(place)
     ports = parse_ports(wire.ports, key="transport.ports")
     hosting = place.torchrun is not None and place.rank == 0
@@ -160,10 +166,10 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
             f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a run "
             "that is going on. Nothing was started."
         )
-    entry = Entry(place.rank, str(connections.address), wire.facts, held_step)
+    entry = Entry(place.rank, str(connections.address), wire.facts, held_step, _payload_places(transport, wire))
     table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
-    open_link = link_opener(make_device(host, wire.interface), transport.mailbox)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
+    open_link = _open_link(transport, registry, wire)
     with waiting_for(lambda: _named(table, _unreached(connections, table, place)), wire.rendezvous_timeout_s):
         reached = connections.call(_dial(connections, table, place, wire.rendezvous_timeout_s))
     if not table.running:
@@ -182,6 +188,19 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     transport.begin(view, registry, open_link, member=not table.running)
     search = Reconnection(transport, entry, me, registry, meeting, wire.rendezvous_timeout_s, wire.join_window_s)
     return TorchConnected(transport=transport, table=table, joining=table.running, reconnection=search)
+
+
+def _open_link(transport: PeerTransport, registry: Registry, wire: TcpWire) -> OpenLink:
+    paces = wire.pace and wire.link is None
+    return LinkManager(transport.connections, registry.entries, wire.silence_s, paces=paces).open_link
+
+
+def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
+    """Where this rank takes payload connections, if not where it takes all others."""
+    streams = transport.connections.streams
+    if not wire.interface or not isinstance(streams, TcpStreams):
+        return ()
+    return (str(transport.connections.call(streams.listen_for_payloads(wire.interface))),)
 
 
 async def _dial(connections: ConnectionManager, table: Table, place: Place, timeout_s: float) -> set[int]:
@@ -260,8 +279,10 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
                 return False  # not an address of this machine
         left_s = deadline_s - clock.time()
         try:
-            await greet(address, left_s)
+            await greet(connections.streams, address, left_s)
             return False
+        except TurnedAwayError:
+            return False  # a diloco, which this rank will be turned away by, too, and says so
         except TransportError as error:
             does = f"did not answer as a diloco does ({said(error)})"
         except (OSError, EOFError, TimeoutError):  # it may be ending

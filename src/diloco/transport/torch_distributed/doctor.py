@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import TransportError
+from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import pack, read_frame, within
+from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.secret import TurnedAwayError
 
 __all__ = ["Finding", "examine", "serve_probes"]
 
@@ -23,6 +26,7 @@ MOST_BYTES = 64_000_000
 
 _CHUNK_BYTES = 1 << 20
 _PINGS = 10
+_SECRETS = "give both ends the same words as --secret-file"
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,15 @@ def serve_probes(connections: ConnectionManager) -> None:
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while True:
-            num_bytes = int(message.get("bytes", 0))
-            if not 0 <= num_bytes <= MOST_BYTES:
-                return
-            if message["ask"] == "ping":
+            num_bytes = Fields({"bytes": 0} | message).integer("bytes", 0, MOST_BYTES)
+            ask = Fields(message).text("ask")
+            if ask == "ping":
                 writer.write(pack({"kind": "probe"}))
-            elif message["ask"] == "take":
+            elif ask == "take":
                 async with busy:
                     await _take(reader, num_bytes)
                     writer.write(pack({"kind": "probe"}))
-            elif message["ask"] == "give":
+            elif ask == "give":
                 async with busy:
                     await _give(writer, num_bytes)
             await writer.drain()
@@ -75,13 +78,14 @@ def serve_probes(connections: ConnectionManager) -> None:
     connections.services["probe"] = answer
 
 
-async def examine(address: Address, num_bytes: int, timeout_s: float) -> Finding:
+async def examine(address: Address, num_bytes: int, timeout_s: float, secret: str = "") -> Finding:
     """Check the way to ``address``.
 
     Args:
         address: of the control port of a replica, or of a listening doctor.
         num_bytes: to move each way; at most `MOST_BYTES`.
         timeout_s: for each step.
+        secret: of the run there; "": none.
     """
     given = str(address)
     try:
@@ -91,8 +95,10 @@ async def examine(address: Address, num_bytes: int, timeout_s: float) -> Finding
         return Finding(given, problem=f"the name does not resolve: {error.strerror or error}", advice=advice)
     resolved = tuple(dict.fromkeys(str(place[4][0]) for place in places))
     try:
-        opening = asyncio.open_connection(address.host, address.port)
+        opening = TcpStreams(secret=secret).open(address)
         reader, writer = await within(timeout_s, opening)
+    except TurnedAwayError as error:
+        return Finding(given, resolved, problem=str(error), advice=_SECRETS)
     except ConnectionRefusedError:
         advice = "start the replica, or `diloco doctor --listen`, there, or choose another port"
         return Finding(given, resolved, problem="nothing listens there (connection refused)", advice=advice)
@@ -106,6 +112,8 @@ async def examine(address: Address, num_bytes: int, timeout_s: float) -> Finding
     except TimeoutError:
         advice = "check that the process is not frozen, or move fewer bytes (--megabytes)"
         return Finding(given, resolved, problem=f"connected, and then silent for {timeout_s:g} s", advice=advice)
+    except TurnedAwayError as error:
+        return Finding(given, resolved, problem=str(error), advice=_SECRETS)
     except (OSError, EOFError, TransportError) as error:
         advice = "use the control port of a diloco of this version"
         words = str(error) or "the connection was closed"

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.errors import ConfigurationError, RendezvousError, RunOverError, TransportError
+from diloco.errors import RendezvousError, RunOverError, TransportError
 from diloco.membership.founding import Founding, Looker
 from diloco.membership.view import View
+from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
 from diloco.transport.peers.connected import Connected, Table
@@ -40,7 +41,7 @@ def serve_lookers(transport: PeerTransport, registry: Registry, me: Looker) -> N
     async def answer(
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        entry = Entry.from_message(message["entry"])
+        entry = Entry.from_message(Fields(message).message("entry"))
         if transport.last_view is None or transport.failure is not None:
             view = [] if me.last is None else [me.last.id, *me.last.members]
             said: dict[str, Any] = {"kind": "looking", "number": me.number, "held_step": me.held_step, "last": view}
@@ -85,7 +86,7 @@ class TorchConnected(Connected):
 
         async def tell(address: Address) -> None:
             with contextlib.suppress(OSError, TimeoutError):
-                _, writer = await within(_OVER_S, asyncio.open_connection(address.host, address.port))
+                _, writer = await within(_OVER_S, transport.connections.streams.open(address))
                 writer.write(pack({"kind": "over"}))
                 await within(_OVER_S, writer.drain())
                 writer.close()
@@ -165,13 +166,13 @@ class Reconnection:
             running = [each for each in answers if each["kind"] == "members"]
             for answer in running:
                 if members := await self._connected_members(answer):
-                    return View(-1, members), int(answer["step"])
+                    return View(-1, members), Fields(answer).integer("step")
             if self._transport.run_is_over and not running:
                 raise RunOverError("the others have finished the run, and nobody of it is left to join.")
             if not running and (view := founding.founds(self._looking, asked_s - began_s)):
                 return view, None
-            if refused := next((each["reason"] for each in answers if each["kind"] == "refused"), ""):
-                raise RendezvousError(str(refused))
+            if refused := next((Fields(each).words("reason") for each in answers if each["kind"] == "refused"), ""):
+                raise RendezvousError(refused)
             if clock.time() - began_s > self._patience_s:
                 raise RendezvousError(
                     f"replica {self._me.number} has looked for the others for {self._patience_s:g} s, the longest it "
@@ -196,19 +197,26 @@ class Reconnection:
     async def _ask(self, address: Address) -> dict[str, Any] | None:
         asked = {"kind": "look", "entry": self._entry.to_message()}
         try:
-            answer = await within(_ANSWER_S, question(address, asked))
+            answer = await within(_ANSWER_S, question(self._connections.streams, address, asked))
             if answer["kind"] == "looking":
                 _looker_of(answer)
-            return answer if answer["kind"] in ("members", "looking", "refused") else None
-        except (OSError, EOFError, TimeoutError, TransportError, ConfigurationError, KeyError, ValueError, TypeError):
+            elif answer["kind"] == "members":
+                Fields(answer).integer("step")
+            elif answer["kind"] == "refused":
+                Fields(answer).words("reason")
+            else:
+                return None
+            return answer
+        except (OSError, EOFError, TimeoutError, TransportError, ValueError):
             return None  # it has ended, can't be reached, or is another program
 
     async def _connected_members(self, answer: Mapping[str, Any]) -> tuple[int, ...]:
         """The members that an answer names, once all of them are connected; () if one can't be."""
         size = self._transport.rules.ranks_per_replica
         try:
-            entries = {entry.rank: entry for entry in map(Entry.from_message, answer["entries"])}
-            members = tuple(sorted(int(each) for each in answer["members"]))
+            fields = Fields(answer)
+            entries = {entry.rank: entry for entry in map(Entry.from_message, fields.list_of_messages("entries"))}
+            members = tuple(sorted(set(fields.ranks("members"))))
             ranks = [rank for member in members for rank in range(member * size, (member + 1) * size)]
             places = {rank: parse_address(entries[rank].address) for rank in ranks if rank != self._entry.rank}
         except (KeyError, ValueError, TypeError):
@@ -224,6 +232,7 @@ class Reconnection:
 
 
 def _looker_of(answer: Mapping[str, Any]) -> Looker:
-    last = [int(each) for each in answer["last"]]
-    view = View(last[0], tuple(last[1:])) if last else None
-    return Looker(int(answer["number"]), int(answer["held_step"]), view)
+    fields = Fields(answer)
+    last = fields.integers("last")
+    view = View(last[0], last[1:]) if last else None
+    return Looker(fields.rank("number"), fields.integer("held_step", -1), view)

@@ -15,11 +15,13 @@ from datetime import timedelta
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
 from diloco.transport.peers.connected import Table
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import pack, read_frame, within
+from diloco.transport.peers.streams import Streams, pack, read_frame, within
+from diloco.transport.secret import TurnedAwayError
 from diloco.waiting import waiting_for
 
 __all__ = ["ask", "exchange_word", "greet", "question", "said", "serve"]
@@ -44,9 +46,7 @@ def serve(connections: ConnectionManager, registry: Registry) -> None:
     async def register(
         message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        entry, patience_s = Entry.from_message(message), float(message["patience_s"])
-        if not 0 <= patience_s <= _LONGEST_S:
-            return
+        entry, patience_s = Entry.from_message(message), Fields(message).number("patience_s", 0.0, _LONGEST_S)
         was_running = registry.running
         refusal = refusals[0] if refusals else None
         try:
@@ -113,27 +113,34 @@ def ask(
     """
     missing: list[str] = []
     with waiting_for(lambda: missing[-1] if missing else f"an answer at the rendezvous {address}", timeout_s):
-        return connections.call(_ask(address, entry, timeout_s, answer_s, missing))
+        return connections.call(_ask(connections.streams, address, entry, timeout_s, answer_s, missing))
 
 
-async def _ask(address: Address, entry: Entry, timeout_s: float, answer_s: float, missing: list[str]) -> Table:
+async def _ask(
+    streams: Streams, address: Address, entry: Entry, timeout_s: float, answer_s: float, missing: list[str]
+) -> Table:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     attempts, unanswered, why = 0, 0, ""
     while (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
         attempts += 1
         try:
-            await greet(address, min(left_s, answer_s))
+            await greet(streams, address, min(left_s, answer_s))
             left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-            answer = await within(left_s, _register(address, entry, min(0.9 * left_s, _LONGEST_S), missing))
+            answer = await within(left_s, _register(streams, address, entry, min(0.9 * left_s, _LONGEST_S), missing))
             if answer["kind"] == "refused":
-                raise RendezvousError(str(answer["reason"]))
+                raise RendezvousError(Fields(answer).words("reason"))
             if answer["kind"] == "incomplete":
                 raise RendezvousError(
                     f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}. Start the missing "
                     "ones, or choose a longer transport.rendezvous_timeout_s. Nothing was started."
                 )
-            entries = [Entry.from_message(each) for each in answer["entries"]]
-            return Table({each.rank: each for each in entries}, bool(answer["running"]))
+            entries = [Entry.from_message(each) for each in Fields(answer).list_of_messages("entries")]
+            return Table({each.rank: each for each in entries}, Fields(answer).flag("running"))
+        except TurnedAwayError as error:
+            raise RendezvousError(
+                f"rank {entry.rank} can't take part in the run at {address}: {error}. All replicas need the same "
+                "words in their transport.secret_file, or none of them a secret. Nothing was started."
+            ) from error
         except socket.gaierror as error:
             why = f"its name does not resolve ({error.strerror or error})"
         except ConnectionRefusedError:
@@ -146,7 +153,7 @@ async def _ask(address: Address, entry: Entry, timeout_s: float, answer_s: float
             why = str(error) or type(error).__name__
         except RendezvousError:
             raise
-        except TransportError as error:
+        except (TransportError, ValueError) as error:
             raise _another_program(entry.rank, address, f"did not answer as a diloco does ({said(error)})") from error
         await asyncio.sleep(min(0.25, max(0.0, deadline_s - asyncio.get_running_loop().time())))
     raise RendezvousError(
@@ -164,25 +171,26 @@ def _another_program(rank: int, address: Address, does: str) -> RendezvousError:
     )
 
 
-def said(error: TransportError) -> str:
+def said(error: Exception) -> str:
     """The first part of an error about what came in: without what became of the connection."""
     return str(error).partition(". The connection")[0]
 
 
-async def greet(address: Address, timeout_s: float) -> None:
+async def greet(streams: Streams, address: Address, timeout_s: float) -> None:
     """Ask whoever listens at ``address`` whether it is a diloco; returns if it is.
 
     Raises:
         TransportError: if it is another program.
+        TurnedAwayError: if it has another secret.
         TimeoutError: if it says nothing.
         OSError, EOFError: if nobody listens, or it hangs up.
     """
-    await within(timeout_s, question(address, {"kind": "who"}))
+    await within(timeout_s, question(streams, address, {"kind": "who"}))
 
 
-async def question(address: Address, message: Mapping[str, Any]) -> dict[str, Any]:
+async def question(streams: Streams, address: Address, message: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to ``message`` of whoever listens at ``address``, over a connection of its own; raises as `greet`."""
-    reader, writer = await asyncio.open_connection(address.host, address.port)
+    reader, writer = await streams.open(address)
     try:
         writer.write(pack(message))
         answer, _ = await read_frame(reader)
@@ -191,9 +199,11 @@ async def question(address: Address, message: Mapping[str, Any]) -> dict[str, An
         writer.close()
 
 
-async def _register(address: Address, entry: Entry, patience_s: float, missing: list[str]) -> dict[str, Any]:
+async def _register(
+    streams: Streams, address: Address, entry: Entry, patience_s: float, missing: list[str]
+) -> dict[str, Any]:
     """The answer; meanwhile ``missing`` is told, in words, who is missing."""
-    reader, writer = await asyncio.open_connection(address.host, address.port)
+    reader, writer = await streams.open(address)
     try:
         writer.write(pack({"kind": "register", "patience_s": patience_s, "tell": True, **entry.to_message()}))
         await writer.drain()
@@ -208,7 +218,7 @@ async def _register(address: Address, entry: Entry, patience_s: float, missing: 
 
 def _ranks(answer: dict[str, Any]) -> str:
     """Who is missing, in words."""
-    return f"rank {', '.join(str(int(rank)) for rank in answer['missing'])}"
+    return f"rank {', '.join(map(str, Fields(answer).ranks('missing')))}"
 
 
 def _table(registry: Registry, running: bool) -> dict[str, Any]:

@@ -1,0 +1,226 @@
+"""Streams between peers that reach each other without libp2p: TLS 1.3 over TCP, several at a time for one payload link.
+
+A peer's certificate is its own, made at its start and signed by nobody. It tells its digest to another peer over the
+control connection, on which libp2p has proved who is who and the run's secret was asked for, together with a key for
+that peer alone. So who connects knows whom it has reached before it says anything, and proves itself by the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import ssl
+import tempfile
+from collections.abc import MutableMapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import TransportError
+from diloco.protocol.fields import Fields
+from diloco.transport.address import Address, parse_address
+from diloco.transport.peers.streams import Accept
+from diloco.transport.peers.tcp_streams import stop_listening
+from diloco.units import visible
+
+__all__ = ["DirectStreams", "hosts_in"]
+
+_PROOF_BYTES = 32
+_PROOF_S = 10.0
+_MOST_UNPROVEN = 64
+"""Of more connections than this at a time that have proved nothing yet, the newest are refused."""
+_MOST_PLACES = 16
+_REACH_S = 10.0
+_HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")
+_VALID = datetime(2020, 1, 1), datetime(2120, 1, 1)
+
+
+class DirectStreams:
+    """The direct streams of one peer.
+
+    Args:
+        peer_id: of this peer.
+        proven: gets the peer at the other end of every stream that comes in.
+
+    Attributes:
+        port: where it listens; 0: nowhere.
+    """
+
+    def __init__(self, peer_id: str, proven: MutableMapping[asyncio.StreamWriter, str]) -> None:
+        self.port = 0
+        self._me = peer_id
+        self._proven = proven
+        self._certificate = b""
+        self._keys: dict[str, bytes] = {}  # by peer
+        self._unproven = 0
+        self._servers: list[asyncio.Server] = []
+
+    async def listen(self, hosts: Sequence[str], port: int, accept: Accept) -> None:
+        """Hand every stream whose opener has proved itself to ``accept``.
+
+        Args:
+            hosts: addresses of this machine; empty: nothing is listened at.
+            port: 0: any.
+
+        Raises:
+            TransportError: if this machine can't be listened on there.
+        """
+        context = self._server_context()
+
+        async def arrive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if await self._admit(reader, writer, context):
+                await accept(reader, writer)
+
+        for host in hosts:
+            try:
+                self._servers.append(await asyncio.start_server(arrive, host, self.port or port))
+            except OSError as error:
+                raise TransportError(
+                    f"direct streams can't be listened for at port {self.port or port} of {host}: {error}. Choose "
+                    "another swarm.direct_port, or swarm.direct='never'. Nothing was started."
+                ) from error
+            self.port = self._servers[0].sockets[0].getsockname()[1]
+
+    def offer(self, peer_id: str, hosts: Sequence[str]) -> dict[str, Any]:
+        """What a peer has to know to open streams to this one, which others find at ``hosts``: for that peer alone."""
+        if not self.port or not hosts:
+            return {}
+        key = self._keys.setdefault(peer_id, secrets.token_bytes(_PROOF_BYTES))
+        places = [str(Address(host, self.port)) for host in hosts[:_MOST_PLACES]]
+        return {"places": places, "certificate": _digest(self._certificate), "key": key.hex()}
+
+    async def open(self, offer: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to the peer that made an offer, at the first of its places that answers.
+
+        Raises:
+            OSError: if there is no way to it, the offer is none, or somebody else is at its place.
+        """
+        try:
+            fields = Fields({"offer": offer}).message("offer")
+            key, certificate = bytes.fromhex(Fields(fields).text("key")), Fields(fields).printable("certificate")
+            places = [parse_address(each) for each in Fields(fields).list_of_texts("places", _MOST_PLACES)]
+        except ValueError as error:
+            raise OSError(
+                f"it offers direct streams in a way that can't be understood ({visible(str(error))})"
+            ) from error
+        dialing = [asyncio.ensure_future(_dial(each, certificate)) for each in places]
+        why: BaseException | None = None
+        try:
+            for each in asyncio.as_completed(dialing, timeout=_REACH_S):
+                try:
+                    reader, writer = await each
+                except (OSError, EOFError, TimeoutError) as error:
+                    why = error
+                    continue
+                writer.write(_proof(key, self._me))
+                _close_others(dialing, writer)
+                return reader, writer
+        except BaseException:
+            _close_others(dialing, None)
+            raise
+        said = str(why) or f"no answer within {_REACH_S:g} s"
+        raise OSError(f"no direct way to {', '.join(map(str, places)) or 'it'}: {said}")
+
+    async def refuse(self) -> None:
+        """Accept nothing any more."""
+        for server in self._servers:
+            await stop_listening(server)
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext) -> bool:
+        """Whether somebody who has connected proves to be a peer that this one has made an offer to."""
+        found: str | None = None
+        if self._unproven >= _MOST_UNPROVEN:
+            writer.close()
+            return False
+        self._unproven += 1
+        try:
+            async with asyncio.timeout(_PROOF_S):
+                await writer.start_tls(context)
+                proof = await reader.readexactly(_PROOF_BYTES)
+            for peer, key in self._keys.items():
+                if hmac.compare_digest(proof, _proof(key, peer)):
+                    found = peer
+                    self._proven[writer] = peer
+        except (OSError, EOFError, TimeoutError):
+            pass  # a stranger
+        finally:
+            self._unproven -= 1
+            if found is None:
+                writer.transport.abort()
+        return found is not None
+
+    def _server_context(self) -> ssl.SSLContext:
+        context = _context(ssl.PROTOCOL_TLS_SERVER)
+        key, self._certificate = _make_certificate()
+        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:  # which nobody else can read
+            file = Path(folder) / "key-and-certificate.pem"
+            file.write_bytes(key + ssl.DER_cert_to_PEM_cert(self._certificate).encode())
+            context.load_cert_chain(file)
+        return context
+
+
+def hosts_in(addresses: Sequence[str]) -> list[str]:
+    """The hosts in multiaddresses at which a peer can be reached itself, those of its machine alone last.
+
+    >>> hosts_in(["/ip4/127.0.0.1/tcp/4/p2p/Qm", "/ip4/10.0.0.7/tcp/4/p2p/Qm", "/ip4/9.9.9.9/tcp/1/p2p/Q/p2p-circuit"])
+    ['10.0.0.7', '127.0.0.1']
+    """
+    found = [match[1] for each in addresses if "/p2p-circuit" not in each and (match := _HOST.match(each))]
+    return sorted(dict.fromkeys(found), key=lambda host: host.startswith("127.") or host == "::1")
+
+
+async def _dial(place: Address, certificate: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(place.host, place.port, ssl=_context(ssl.PROTOCOL_TLS_CLIENT))
+    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    if not hmac.compare_digest(_digest(shown), certificate):
+        writer.transport.abort()
+        raise OSError(f"somebody else is at {place}")
+    return reader, writer
+
+
+def _close_others(
+    dialing: Sequence[asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]],
+    kept: asyncio.StreamWriter | None,
+) -> None:
+    for task in dialing:
+        task.cancel()
+        if (
+            task.done()
+            and not task.cancelled()
+            and task.exception() is None
+            and (writer := task.result()[1]) is not kept
+        ):
+            writer.transport.abort()
+
+
+def _context(side: int) -> ssl.SSLContext:
+    """Certificates are compared with what was told, not verified: nobody has signed them."""
+    context = ssl.SSLContext(side)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def _make_certificate() -> tuple[bytes, bytes]:
+    """A private key (PEM) and a certificate of it (DER)."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "diloco")])
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), *_VALID)
+    encoding, form = serialization.Encoding, serialization.PrivateFormat
+    pem = key.private_bytes(encoding.PEM, form.PKCS8, serialization.NoEncryption())
+    return pem, made.sign(key, hashes.SHA256()).public_bytes(encoding.DER)
+
+
+def _digest(certificate: bytes) -> str:
+    return hashlib.sha256(certificate).hexdigest()
+
+
+def _proof(key: bytes, peer_id: str) -> bytes:
+    return hmac.digest(key, f"diloco direct\0{peer_id}".encode(), "sha256")

@@ -1,0 +1,177 @@
+"""The second half of a reduce-scatter: each owner encodes the mean of its stretch once, and everybody decodes it alike.
+
+Where the means of earlier rounds were encoded in another view, their owners first hand what was lost of them over to
+those who own the values now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diloco.algorithm.averaging import Contribution
+from diloco.algorithm.clipping import LARGEST_MEAN
+from diloco.algorithm.codec.base import largest_magnitude
+from diloco.algorithm.exchange import Exchange
+from diloco.algorithm.mean_encoding import PLAIN_MEAN, Residual, Stretch, collected, encode_mean, overlap
+from diloco.errors import CodecError
+from diloco.transport.peers.data_link import Work
+from diloco.transport.peers.round_messages import RoundMessages
+
+__all__ = ["MeanExchange"]
+
+_RESIDUALS = 1 << 16
+"""The number of the first piece of a residual; means have lower ones."""
+
+
+@dataclass(frozen=True)
+class _Incoming:
+    """A piece of the mean of values ``start`` to ``stop``, which ``member`` owns."""
+
+    member: int
+    start: int
+    stop: int
+    room: Tensor
+    work: Work
+
+
+class MeanExchange:
+    """The means of one round; in an all-gather, where everybody sums everything, there is nothing to do.
+
+    Args:
+        contribution: this rank's.
+        plan: who owns which stretch.
+        members: of the view.
+        messages: to and from them.
+        values: ``(numel,)`` float32, filled with what everybody decodes.
+
+    Raises:
+        TransportError: if a link has ended.
+
+    Attributes:
+        owned: the stretch whose mean this rank sends; empty in an all-gather.
+    """
+
+    def __init__(
+        self,
+        contribution: Contribution,
+        plan: Exchange,
+        members: Sequence[int],
+        messages: RoundMessages,
+        values: Tensor,
+    ) -> None:
+        scattered = plan.pattern == "reduce-scatter"
+        self._shards = dict(zip(members, plan.shards if scattered else ((0, 0),) * len(members), strict=True))
+        self.owned = self._shards[contribution.replica]
+        self._shared = False
+        self._encoding = contribution.mean
+        self._codec = contribution.mean.codec
+        self._mine = contribution.residual
+        self._keeps = scattered and contribution.mean.keeps_residual
+        self._messages = messages
+        self._values = values
+        self._handed_over: list[tuple[int, Residual, list[Work]]] = []
+        self._incoming = [
+            self._expect(member, start, stop, piece)
+            for member in messages.links
+            for piece, (start, stop) in enumerate(messages.pieces(*self._shards[member], self._codec))
+        ]
+
+    def hand_over(self, held: Mapping[int, Stretch]) -> None:
+        """Send what I hold of the residuals of others' values to them, and make room for what they hold of mine.
+
+        Only after a change of the view is there any: else each rank holds that of its own values.
+
+        Args:
+            held: replica -> the stretch of values of which it holds the residual, of all members.
+        """
+        for member in self._messages.links if self._keeps else ():
+            if self._mine is not None:
+                for piece, (a, b) in self._residual_pieces(overlap(self._mine.stretch, self._shards[member])):
+                    values = self._mine.values[a - self._mine.start : b - self._mine.start]
+                    self._messages.send(member, values.cpu().view(torch.uint8), piece, second=True)
+            start, stop = overlap(held[member], self.owned)
+            room = torch.zeros(stop - start)
+            works = [
+                self._messages.receive(member, room[a - start : b - start].view(torch.uint8), piece, second=True)
+                for piece, (a, b) in self._residual_pieces((start, stop))
+            ]
+            self._handed_over.append((member, Residual(start, room), works))
+
+    def share(self) -> Residual | None:
+        """Send the mean of my stretch, which ``values`` holds now, and take in the others'.
+
+        Returns:
+            What has been lost of the means of my stretch up to this one; None where nothing is kept.
+
+        Raises:
+            TransportError: if a link ended; it names the replica.
+            CodecError: if something came in that no encoder writes, or a mean that is not finite; it names the replica.
+        """
+        left = self._send(self._residual())
+        for piece in self._incoming:
+            self._messages.wait(piece.member, piece.work)
+            values = self._values[piece.start : piece.stop]
+            if not self._codec.exact:  # else it has arrived where it belongs
+                self._decode(piece, values)
+            if not largest_magnitude(values) <= LARGEST_MEAN:
+                raise CodecError(f"replica {piece.member} sent a part of the mean that is not finite or too large")
+        return None if left is None else Residual(self.owned[0], left)
+
+    def drain(self) -> None:
+        """The round is void: send zeros, if nothing was sent, and take in what the others send, who do the same."""
+        if not self._shared:
+            self._values[slice(*self.owned)] = 0.0
+            self._send(None)
+        for piece in self._incoming:
+            self._messages.wait(piece.member, piece.work)
+        for member, _, works in self._handed_over:
+            for work in works:
+                self._messages.wait(member, work)
+
+    def _send(self, residual: Tensor | None) -> Tensor | None:
+        """Encode my stretch; ``residual``, of it, is overwritten by the new one and returned."""
+        self._shared, first = True, self.owned[0]
+        for piece, (start, stop) in enumerate(self._messages.pieces(*self.owned, self._codec)):
+            lost = None if residual is None else residual[start - first : stop - first]
+            payload, left = encode_mean(self._values[start:stop], lost, self._encoding)
+            if lost is not None and left is not None:
+                lost.copy_(left)
+            for member in self._messages.links:
+                self._messages.send(member, payload, piece, second=True)
+        return residual
+
+    def _residual(self) -> Tensor | None:
+        """What was lost of earlier means of my stretch, once all of it is here; None where nothing is kept."""
+        if not self._keeps:
+            return None
+        held = [] if self._mine is None else [self._mine]
+        for member, residual, works in self._handed_over:
+            for work in works:
+                self._messages.wait(member, work)
+            if not math.isfinite(largest_magnitude(residual.values)):
+                raise CodecError(f"what replica {member} handed over of earlier means is not finite. It was refused.")
+            held.append(residual)
+        return collected(held, self.owned, self._values.device)
+
+    def _decode(self, piece: _Incoming, values: Tensor) -> None:
+        try:
+            self._codec.validate(piece.room, len(values))
+        except CodecError as error:
+            raise CodecError(f"the mean of replica {piece.member} was refused: {error}") from error
+        self._codec.decode(piece.room, len(values), out=values)
+
+    def _residual_pieces(self, stretch: Stretch) -> enumerate[Stretch]:
+        return enumerate(self._messages.pieces(*stretch, PLAIN_MEAN.codec), _RESIDUALS)
+
+    def _expect(self, member: int, start: int, stop: int, piece: int) -> _Incoming:
+        """Make room for a piece of a mean; one that is exact arrives in its place."""
+        if self._codec.exact:
+            room = self._values[start:stop].view(torch.uint8)
+        else:
+            room = torch.empty(self._codec.payload_bytes(stop - start), dtype=torch.uint8)
+        return _Incoming(member, start, stop, room, self._messages.receive(member, room, piece, second=True))

@@ -1,0 +1,103 @@
+"""A payload link with what keeps its connections, and what it shows of its way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from diloco.transport.path import PathEstimate, PathSample
+from diloco.transport.peers.data_link import LinkRequest
+from diloco.transport.peers.payload_connection import PayloadConnection
+from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.tcp import Counters
+from diloco.units import format_rate
+
+__all__ = ["OpenedLink", "Route", "Stream"]
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(frozen=True)
+class Route:
+    """What carries a link's connections.
+
+    Attributes:
+        name: in words.
+        single: whether more than one connection is of no use.
+        dials: whether this end opens them; None: the end of the lower rank does.
+        open: opens one; None: as control connections are opened.
+    """
+
+    name: str
+    single: bool = False
+    dials: bool | None = None
+    open: Callable[[], Awaitable[Stream]] | None = None
+
+
+@dataclass(eq=False)
+class OpenedLink:
+    """A link, what keeps its connections, and what they show of its way.
+
+    Attributes:
+        request, route: how it was opened.
+        path: the estimate of its way.
+        counted: what the kernel had told of each connection when it was last asked.
+        acknowledged_bytes, was_active: of the link, then.
+        told: connections that the other side was told to open.
+        keeping: tasks, one for each connection that this end opens.
+        watching: notices its end.
+    """
+
+    request: LinkRequest
+    route: Route
+    link: ReliableLink
+    path: PathEstimate = field(default_factory=PathEstimate)
+    counted: dict[PayloadConnection, Counters] = field(default_factory=dict)
+    acknowledged_bytes: int = 0
+    was_active: bool = False
+    told: int = 0
+    keeping: list[asyncio.Task[None]] = field(default_factory=list)
+    watching: asyncio.Task[None] | None = None
+
+    @property
+    def dials(self) -> bool:
+        return self.request.first if self.route.dials is None else self.route.dials
+
+    def observe(self, interval_s: float) -> PathSample:
+        """What the link did since this was last called, so long ago."""
+        found = {each: now for each in self.link.connections.values() if (now := each.counters())}
+        for each, now in found.items():
+            before = self.counted.get(each, now)
+            each.keep_pace((now.acknowledged_bytes - before.acknowledged_bytes) / interval_s)
+        pairs = [(self.counted.get(each, now), now) for each, now in found.items()]
+        acknowledged = sum(now.acknowledged_bytes - before.acknowledged_bytes for before, now in pairs)
+        if not pairs:  # the kernel does not tell
+            acknowledged = self.link.acknowledged_bytes - self.acknowledged_bytes
+        moving = [now for before, now in pairs if now.acknowledged_bytes > before.acknowledged_bytes]
+        sample = PathSample(
+            interval_s,
+            acknowledged,
+            sum(now.sent_segments - before.sent_segments for before, now in pairs),
+            sum(now.resent_segments - before.resent_segments for before, now in pairs),
+            sum(now.round_trip_s for now in moving) / len(moving) if moving else 0.0,
+            min((now.least_round_trip_s for now in moving), default=0.0),
+            busy=self.was_active and self.link.active,
+        )
+        self.was_active = self.link.active
+        self.counted, self.acknowledged_bytes = found, self.link.acknowledged_bytes
+        self.path.observe(sample)
+        if not self.link.active:
+            self.path.end_burst()
+        return sample
+
+    def describe(self, bits_per_s: float) -> None:
+        """Say what carries the link, as far as this end decides it.
+
+        Args:
+            bits_per_s: at which payloads leave for all replicas; 0: they are not held back.
+        """
+        count = len(self.keeping)
+        number = f", {count} connection{'s' if count > 1 else ''}" if count else ""
+        pace = f"; what leaves for all replicas is held back to {format_rate(bits_per_s)}" if bits_per_s else ""
+        self.link.words = f"{self.route.name}{number}{pace}"

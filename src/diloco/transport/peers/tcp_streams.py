@@ -1,0 +1,168 @@
+"""Connections over TCP, with a secret or without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from diloco.errors import TransportError
+from diloco.protocol.registry import Entry
+from diloco.transport.address import Address, address_of_interface, parse_address
+from diloco.transport.peers.streams import ASKS, Accept, within
+from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, is_proof, proof
+
+__all__ = ["TcpStreams", "stop_listening"]
+
+_NONCE_BYTES = 16
+PROOF_S = 4.0  # less than whoever asks waits for an answer
+_LOW_DELAY = 0x10  # of the type-of-service byte: routers that know it let these packets pass payloads
+
+
+async def stop_listening(server: asyncio.Server) -> None:
+    """Close a server when every connection that has come to it is known to its protocol.
+
+    asyncio loses one, and leaves it open, whose server closes between its coming and the making of its transport.
+    """
+    for listening in server.sockets:
+        asyncio.get_running_loop().remove_reader(listening)
+    for _ in range(2):
+        await asyncio.sleep(0)
+    server.close()
+
+
+class TcpStreams:
+    """One listening port, and connections to those of others.
+
+    With a secret, the two ends of a connection prove to each other that they know it, by what each has just made up.
+    What comes afterwards is neither encrypted nor signed. ::
+
+        20 bytes  b"DLC?" and a nonce     of who listens
+        48 bytes  a nonce and a proof     of who has opened the connection
+        32 bytes  a proof                 of who listens
+
+    Args:
+        kept: a socket that listens already, as `keep` gave it; it is closed with these streams.
+        secret: "": nothing is asked.
+    """
+
+    def __init__(self, kept: socket.socket | None = None, secret: str = "") -> None:
+        self._server: asyncio.Server | None = None
+        self._payload_server: asyncio.Server | None = None
+        self._accept: Accept | None = None
+        self._kept = kept
+        self._secret = secret
+
+    def keep(self) -> socket.socket:
+        """The listening socket, for streams that take the place of these ones: its port refuses nobody meanwhile.
+
+        Who is refused takes this process for one that has ended.
+        """
+        assert self._server is not None, "listen comes first"
+        return self._server.sockets[0].dup()
+
+    async def listen(self, accept: Accept, host: str, ports: range, advertised: str) -> Address:
+        """Accept connections on the first free port of ``ports``.
+
+        Args:
+            accept: takes them over.
+            host: an address of this machine; "": all of them.
+            ports: to try.
+            advertised: the host that others are told.
+
+        Raises:
+            TransportError: if none is free, or the host is not one of this machine's.
+        """
+        self._accept = accept
+        if self._kept is not None:
+            self._server = await asyncio.start_server(accept, sock=self._kept)
+            return Address(advertised, self._server.sockets[0].getsockname()[1])
+        for port in ports:
+            try:
+                self._server = await asyncio.start_server(accept, host or None, port)
+                break
+            except OSError as error:
+                if port == ports[-1]:
+                    tried = f"port {port}" if len(ports) == 1 else f"any port from {ports[0]} to {port}"
+                    raise TransportError(
+                        f"{host or 'this machine'} can't be listened on at {tried}: {error}. Choose another port "
+                        "(transport.ports) or an address of this machine (transport.host). Nothing was started."
+                    ) from error
+        assert self._server is not None
+        return Address(advertised, self._server.sockets[0].getsockname()[1])
+
+    async def listen_for_payloads(self, interface: str) -> Address:
+        """Accept connections at another interface of this machine, too, on a port that the system chooses.
+
+        Raises:
+            TransportError: if there is no such interface, or it has no address.
+        """
+        assert self._accept is not None, "listen comes first"
+        host = address_of_interface(interface)
+        self._payload_server = await asyncio.start_server(self._accept, host)
+        return Address(host, self._payload_server.sockets[0].getsockname()[1])
+
+    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        if not self._secret:
+            return reader, writer
+        try:
+            await within(PROOF_S, self._prove(address, reader, writer))
+        except BaseException as error:
+            writer.close()
+            if isinstance(error, EOFError | TimeoutError | ConnectionError):
+                raise TurnedAwayError(f"{address} has another secret or none, or has just ended") from error
+            raise
+        return reader, writer
+
+    async def _prove(self, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked, mine = await reader.readexactly(len(ASKS) + _NONCE_BYTES), os.urandom(_NONCE_BYTES)
+        ends = f"opens {mine.hex()}", f"listens {asked[len(ASKS) :].hex()}"
+        writer.write(mine + proof("tcp", self._secret, *ends))
+        answer = await reader.readexactly(PROOF_BYTES)
+        if asked[: len(ASKS)] != ASKS or not is_proof(answer, "tcp", self._secret, *reversed(ends)):
+            raise TurnedAwayError(f"{address} has another secret or none")
+
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if not self._secret:
+            return True
+        mine = os.urandom(_NONCE_BYTES)
+        writer.write(ASKS + mine)
+        answer = await reader.readexactly(_NONCE_BYTES + PROOF_BYTES)
+        ends = f"opens {answer[:_NONCE_BYTES].hex()}", f"listens {mine.hex()}"
+        if not is_proof(answer[_NONCE_BYTES:], "tcp", self._secret, *ends):
+            return False
+        writer.write(proof("tcp", self._secret, *reversed(ends)))
+        return True
+
+    def address(self, text: str) -> Address:
+        return parse_address(text)
+
+    def payload_address(self, entry: Entry) -> Address:
+        return parse_address(entry.places[0] if entry.places else entry.address)
+
+    def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
+        """Small packets at once, and a dead way noticed by the kernel too."""
+        connection = writer.get_extra_info("socket")
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _LOW_DELAY)
+        elif connection.family == socket.AF_INET6:
+            connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _LOW_DELAY)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * silence_s))
+
+    def identity(self, writer: asyncio.StreamWriter) -> str:
+        """TCP proves nothing."""
+        return ""
+
+    def origins(self, writer: asyncio.StreamWriter) -> tuple[str, ...]:
+        place = writer.get_extra_info("peername")
+        return (str(place[0]),) if place else ()
+
+    async def refuse(self) -> None:
+        for server in filter(None, (self._server, self._payload_server)):
+            await stop_listening(server)
+
+    async def close(self) -> None:
+        """Nothing is left."""

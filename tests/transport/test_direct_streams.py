@@ -1,0 +1,226 @@
+"""Direct streams between peers of a swarm: who may open one, and which way payloads take."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from diloco.errors import TransportError
+from diloco.transport.hivemind.direct_streams import DirectStreams
+from diloco.transport.peers.connected import join
+from diloco.transport.peers.transport import PeerTransport
+from tests.transport.contract import contribution, exchange
+from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, wait_for_members
+
+LIMIT_S = 30.0
+HOST = "127.0.0.1"
+
+
+class Listener:
+    """The peer "me", which says "welcome, NAME" to all who have proved themselves."""
+
+    def __init__(self) -> None:
+        self.proven: dict[asyncio.StreamWriter, str] = {}
+        self.direct = DirectStreams("me", self.proven)
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"welcome, {self.proven[writer]}".encode())
+        await writer.drain()
+        writer.close()
+
+    async def welcomes(self, peer: str, offer: dict[str, Any]) -> bytes:
+        """What ``peer`` hears who has an offer."""
+        reader, writer = await DirectStreams(peer, {}).open(offer)
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Listener]:
+    listener = Listener()
+    await listener.direct.listen([HOST], 0, listener.accept)
+    yield listener
+    await listener.direct.refuse()
+
+
+def run(body: Callable[[Listener], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(LIMIT_S), listening() as listener:
+            await body(listener)
+
+    asyncio.run(whole())
+
+
+def test_who_has_an_offer_is_known_by_name() -> None:
+    async def body(listener: Listener) -> None:
+        offer = listener.direct.offer("you", [HOST])
+        assert await listener.welcomes("you", offer) == b"welcome, you"
+        assert await listener.welcomes("you", offer) == b"welcome, you", "as often as it likes"
+
+    run(body)
+
+
+def test_the_first_place_that_answers_is_taken() -> None:
+    async def body(listener: Listener) -> None:
+        with socket.create_server((HOST, 0)) as mute:  # takes the connection and says nothing
+            offer = listener.direct.offer("you", [HOST])
+            offer["places"].insert(0, f"{HOST}:{mute.getsockname()[1]}")
+            assert await listener.welcomes("you", offer) == b"welcome, you"
+
+    run(body)
+
+
+def test_an_offer_is_of_no_use_to_anybody_else() -> None:
+    async def body(listener: Listener) -> None:
+        offer = listener.direct.offer("you", [HOST])
+        listener.direct.offer("another", [HOST])
+        assert await listener.welcomes("another", offer) == b""
+        assert await listener.welcomes("you", {**offer, "key": "00" * 32}) == b""
+
+    run(body)
+
+
+def test_nothing_is_said_to_somebody_else_at_the_place() -> None:
+    async def body(listener: Listener) -> None:
+        async with listening() as impostor:
+            offer = listener.direct.offer("you", [HOST])
+            offer["places"] = impostor.direct.offer("you", [HOST])["places"]
+            with pytest.raises(OSError, match="somebody else is at"):
+                await listener.welcomes("you", offer)
+
+    run(body)
+
+
+OFFERS: dict[str, Any] = {
+    "nothing": {},
+    "no key": {"places": [], "certificate": ""},
+    "a key that is no number": {"places": [], "certificate": "", "key": "many"},
+    "places that are none": {"places": 7, "certificate": "", "key": ""},
+    "a place without a port": {"places": [HOST], "certificate": "", "key": ""},
+    "a port too high": {"places": [f"{HOST}:70000"], "certificate": "", "key": ""},
+    "no place": {"places": [], "certificate": "", "key": ""},
+    "a place of nobody": {"places": ["nobody.invalid:1"], "certificate": "", "key": ""},
+}
+
+
+@pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS)
+def test_an_offer_that_is_none_is_no_way(offer: dict[str, Any]) -> None:
+    async def body(listener: Listener) -> None:
+        with pytest.raises(OSError):
+            await listener.welcomes("you", offer)
+
+    run(body)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(1 << 16), b"\x16\x03\x01\xff\xff"], ids=len)
+def test_whatever_a_stranger_says_it_is_turned_away(said: bytes) -> None:
+    async def body(listener: Listener) -> None:
+        for context in (None, _trusting()):
+            reader, writer = await asyncio.open_connection(HOST, listener.direct.port, ssl=context)
+            writer.write(said)
+            if context is None:
+                writer.write_eof()
+            else:
+                writer.write(bytes(32))  # a proof that is wrong
+            with suppress(ConnectionError):
+                assert len(await reader.read()) < 100, "at most TLS's own words"
+            writer.transport.abort()
+        assert await listener.welcomes("you", listener.direct.offer("you", [HOST])) == b"welcome, you"
+        assert set(listener.proven.values()) == {"you"}
+
+    run(body)
+
+
+def test_older_tls_is_refused() -> None:
+    async def body(listener: Listener) -> None:
+        context = _trusting()
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection(HOST, listener.direct.port, ssl=context)
+
+    run(body)
+
+
+def _trusting() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
+    async def body(listener: Listener) -> None:
+        with pytest.raises(TransportError, match=rf"port {listener.direct.port} of {HOST}.*swarm.direct_port"):
+            await DirectStreams("you", {}).listen([HOST], listener.direct.port, listener.accept)
+
+    run(body)
+
+
+# Which way payloads take.
+
+
+Peer = tuple[int, dict[str, Any]]
+"""A number, and how it differs."""
+
+
+def meet(swarms: Swarms, founder: Peer, joiner: Peer) -> list[PeerTransport]:
+    """Two peers in one view, by number."""
+    made = {founder[0]: swarms.peer(founder[0], **founder[1]).transport}
+    connected = swarms.peer(joiner[0], [made[founder[0]]], **joiner[1])
+    join(connected, LIMIT_S)
+    made[joiner[0]] = connected.transport
+    for each in made.values():
+        wait_for_members(each, 2)
+        each.tick()
+    return [made[0], made[1]]
+
+
+WAYS: dict[str, tuple[Peer, Peer, str]] = {
+    "both listen": ((0, {}), (1, {}), "direct streams"),
+    "the one of the lower number listens": ((0, {}), (1, {"hidden": True}), "direct streams"),
+    "the one of the higher number listens": ((1, {}), (0, {"hidden": True}), "direct streams"),
+    "one wants none": (
+        (0, {}),
+        (1, {"direct": "never"}),
+        "libp2p (one of the two wants no direct streams (swarm.direct))",
+    ),
+}
+
+
+@pytest.mark.parametrize(("founder", "joiner", "way"), WAYS.values(), ids=WAYS)
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_payloads_go_directly_where_one_can_reach_the_other(
+    swarms: Swarms, founder: Peer, joiner: Peer, way: str
+) -> None:
+    transports = meet(swarms, founder, joiner)
+    exchange(transports, [contribution(m) for m in range(2)])
+    assert transports[0].link_words[1].startswith(way)
+    assert transports[1].link_words[0].startswith(way)
+
+
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_who_allows_direct_streams_alone_uses_no_other_way(swarms: Swarms) -> None:
+    first = swarms.peer(0, direct="only").transport
+    connected = swarms.peer(1, [first], direct="never")
+    join(connected, LIMIT_S)
+    changed, both = threading.Condition(), (first, connected.transport)
+
+    def note(following: object) -> None:
+        with changed:
+            changed.notify_all()
+
+    for each in both:
+        each.on_change = note
+    with changed:
+        assert changed.wait_for(
+            lambda: any("swarm.direct='only' allows no other" in f"{each.reason}{each.failure}" for each in both),
+            LIMIT_S,
+        ), [each.reason for each in both]

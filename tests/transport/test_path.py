@@ -1,0 +1,197 @@
+"""What a way shows of itself, and what follows: how many connections, and how fast payloads leave. All from data."""
+
+from __future__ import annotations
+
+import math
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.transport.path import LEAST_SEGMENTS, REMEMBERED_S, UTILIZATION, Pace, PathEstimate, PathSample
+from diloco.transport.tcp import MOST_IN_ALL, Counters, connections_worth_having
+
+TRIP_S = 0.1
+INTERVAL_S = 0.05
+
+BYTES = st.floats(1e3, 1e9)
+TRIPS_S = st.floats(1e-4, 1.0)
+LOSSES = st.floats(0.0, 0.2)
+HOSTS = st.integers(1, 100)
+
+
+@given(BYTES, TRIPS_S, LOSSES, HOSTS)
+def test_there_is_at_least_one_connection_and_no_more_than_allowed(
+    num_bytes: float, trip_s: float, loss: float, hosts: int
+) -> None:
+    number = connections_worth_having(num_bytes, trip_s, loss, hosts=hosts)
+    assert number == 1 or number * hosts <= MOST_IN_ALL
+
+
+@given(BYTES, TRIPS_S, LOSSES, LOSSES)
+def test_more_loss_never_makes_fewer_connections_useful(
+    num_bytes: float, trip_s: float, one: float, two: float
+) -> None:
+    less, more = sorted((one, two))
+    assert connections_worth_having(num_bytes, trip_s, less) <= connections_worth_having(num_bytes, trip_s, more)
+
+
+def test_a_way_that_a_few_connections_fill_gets_no_more() -> None:
+    """0.01 % loss leaves a connection 14 Mbit/s of any way of 100 ms."""
+    filled = connections_worth_having(100e6, TRIP_S, 1e-4, 20e6)
+    assert filled < connections_worth_having(100e6, TRIP_S, 1e-4) == MOST_IN_ALL
+
+
+# Estimates.
+
+
+def sample(
+    bits_per_s: float, trip_s: float = TRIP_S, *, sent: int = 0, resent: int = 0, busy: bool = True
+) -> PathSample:
+    num_bytes = round(bits_per_s * INTERVAL_S / 8)
+    return PathSample(INTERVAL_S, num_bytes, sent, resent, trip_s, TRIP_S, busy=busy)
+
+
+def test_loss_is_told_once_enough_was_sent_and_forgets() -> None:
+    path = PathEstimate()
+    path.observe(sample(1e6, sent=LEAST_SEGMENTS - 1, resent=4))
+    assert path.loss is None
+    path.observe(sample(1e6, sent=1, resent=1))
+    assert path.loss == pytest.approx(5 / LEAST_SEGMENTS)
+    for _ in range(100):
+        path.observe(sample(1e6, sent=2000))
+    assert path.loss == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_burst_is_what_comes_between_two_pauses() -> None:
+    path = PathEstimate()
+    assert not path.in_burst
+    for _ in range(3):
+        path.observe(sample(8e6))
+    assert path.in_burst
+    path.end_burst()
+    path.observe(sample(8e6))
+    path.end_burst()
+    assert path.burst_bytes == 150_000, "the largest of late"
+    for _ in range(8):
+        path.observe(sample(4e6))
+        path.end_burst()
+    assert path.burst_bytes == 25_000
+
+
+def test_only_a_full_way_tells_its_bandwidth() -> None:
+    path = PathEstimate()
+    path.observe(sample(5e6))
+    assert math.isinf(path.bandwidth_bits_per_s)
+    path.observe(sample(5e6, trip_s=2 * TRIP_S, busy=False))
+    assert math.isinf(path.bandwidth_bits_per_s), "part of the time nothing was sent"
+    path.observe(sample(5e6, trip_s=2 * TRIP_S))
+    path.observe(sample(4e6, trip_s=2 * TRIP_S))
+    assert path.bandwidth_bits_per_s == 5e6
+
+
+# The pace.
+
+
+class Bottleneck:
+    """A way with a queue, and a sender that always has more. Time goes in milliseconds."""
+
+    PART_BYTES = 6_000
+
+    def __init__(self, bits_per_s: float) -> None:
+        self.bits_per_s = bits_per_s
+        self.most_queued_bytes = 0.4 * bits_per_s / 8
+        self.pace = Pace()
+        self.now_s = self.queue_bytes = self.queued_s = self.sent_bytes = 0.0
+
+    def run(self, seconds: float) -> float:
+        """Share of the way that was used."""
+        before_bytes = self.sent_bytes
+        for _ in range(round(seconds / INTERVAL_S)):
+            acknowledged = longest = 0.0
+            for _ in range(round(INTERVAL_S * 1000)):
+                self.now_s += 0.001
+                while self.queue_bytes < self.most_queued_bytes and self.pace.wait_s(self.now_s) <= 0:
+                    self.pace.spend(self.now_s, self.PART_BYTES)
+                    self.queue_bytes += self.PART_BYTES
+                gone = min(self.queue_bytes, self.bits_per_s / 8000)
+                self.queue_bytes -= gone
+                acknowledged += gone
+                longest = max(longest, 8 * self.queue_bytes / self.bits_per_s)
+            self.queued_s += INTERVAL_S * (longest > 0.5 * TRIP_S)
+            self.sent_bytes += acknowledged
+            self.pace.observe(
+                self.now_s,
+                PathSample(INTERVAL_S, round(acknowledged), 0, 0, TRIP_S + longest, TRIP_S, busy=True),
+            )
+        return 8 * (self.sent_bytes - before_bytes) / self.bits_per_s / seconds
+
+
+@pytest.mark.parametrize("bits_per_s", [2e7, 1e8, 1e9])
+def test_a_way_is_used_well_and_its_queue_stays_short(bits_per_s: float) -> None:
+    way = Bottleneck(bits_per_s)
+    way.run(1.0)
+    way.queued_s = 0.0
+    assert way.run(10.0) > 0.95
+    assert way.pace.bits_per_s == pytest.approx(UTILIZATION * bits_per_s, rel=0.03)
+    assert way.queued_s <= 2.0, "without a pace it is never short"
+
+
+def test_a_way_that_becomes_faster_is_followed_soon() -> None:
+    way = Bottleneck(2e7)
+    way.run(5.0)
+    way.bits_per_s = 1e8
+    way.run(15.0)
+    assert way.run(1.0) > 0.9
+
+
+def test_a_way_that_becomes_slower_is_followed_when_the_faster_time_is_forgotten() -> None:
+    way = Bottleneck(1e8)
+    way.run(5.0)
+    way.bits_per_s = 2e7
+    way.run(REMEMBERED_S + 1.0)
+    assert way.pace.bits_per_s == pytest.approx(UTILIZATION * 2e7, rel=0.05)
+
+
+def test_a_way_that_never_fills_is_not_held_back() -> None:
+    """Such as one on which loss slows TCP down, or a fast one."""
+    pace = Pace()
+    for n in range(100):
+        pace.observe(n * INTERVAL_S, sample(1e6 * (1 + n % 7)))
+        pace.spend(n * INTERVAL_S, 1 << 20)
+        assert pace.wait_s(n * INTERVAL_S) == 0.0
+    assert math.isinf(pace.bits_per_s)
+
+
+def test_one_late_answer_is_no_queue() -> None:
+    pace = Pace()
+    for n in range(100):
+        pace.observe(n * INTERVAL_S, sample(1e6, trip_s=TRIP_S * (3 if n % 2 else 1)))
+    assert math.isinf(pace.bits_per_s)
+
+
+# What the kernel tells.
+
+
+def test_the_kernel_counts_what_is_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        other, _ = server.accept()
+        with other:
+            connection.sendall(bytes(100_000))
+            left = 100_000
+            while left:
+                left -= len(other.recv(left))
+            counters = Counters.of(connection)
+    if counters is None:
+        pytest.skip("this kernel does not tell")
+    assert 0 < counters.acknowledged_bytes <= 100_001, "SYN counts as a byte"
+    assert counters.sent_segments >= 1
+    assert 0 < counters.least_round_trip_s <= counters.round_trip_s < 1
+
+
+def test_where_nobody_counts_nothing_is_told() -> None:
+    one, two = socket.socketpair()
+    with one, two:
+        assert Counters.of(one) is None
+    assert Counters.of(None) is None
