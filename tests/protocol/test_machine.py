@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from diloco.algorithm.averaging import RoundId
+from diloco.membership.ballot import Vote
+from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
-from diloco.protocol.events import Begin, ConnectionEnded, ConnectionMade, Lost, Received, Say
+from diloco.protocol.events import Begin, ConnectionEnded, ConnectionMade, Enter, Lost, Received, Say
 from diloco.protocol.failure_detector import Loss
+from diloco.protocol.fields import json_object, room_bytes
+from diloco.protocol.headers import Header
 from diloco.protocol.machine import Machine
-from diloco.protocol.messages import facts_message, speed_message
+from diloco.protocol.messages import RoundVote, adopted, facts_message, next_view, speed_message
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
 
 VIEW = View(3, (0, 1))
 ENTRY = Entry(5, "host:5")
+WELCOME = adopted(NextView(View(5, (0, 1, 2)), View(4, (1, 2)), 7, {}, "because", (0,))) | {
+    "kind": "welcome",
+    "note": {},
+}
+REFUSED = {"kind": "refused", "reason": "late", "for_good": False}
+HEADER = Header(
+    RoundId(0, 0), 2, 1.0, base_weight=1.0, digest="d", buffers=None, integers=None, withdrawn="", taking_over=False
+).to_message(3)
 MEET = {"kind": "meet", "name": "end", "value": 7}
 
 
@@ -121,15 +140,134 @@ def test_an_answer_says_who_was_connected_when_it_came(rank: Rank) -> None:
     rank.handle(ConnectionEnded(3))
     asked = rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
     assert [action.rank for action in asked if isinstance(action, SendMessage)] == [1, 2, 4, 5]
-    welcome = {"kind": "welcome", "view": 4}
-    assert not rank.hear(2, welcome)
+    assert not rank.hear(2, WELCOME)
     for reason in ("late", "later"):
-        rank.hear(1, {"kind": "refused", "reason": reason})
-    assert rank.machine.take_answer() == (welcome, {1: 11, 2: 12, 4: 14, 5: 15}), "which counts more than a refusal"
+        rank.hear(1, REFUSED | {"reason": reason})
+    assert rank.machine.take_answer() == (WELCOME, {1: 11, 2: 12, 4: 14, 5: 15}), "which counts more than a refusal"
     assert rank.machine.take_answer() is None, "an answer is taken once"
     for reason in ("late", "later"):
-        rank.hear(1, {"kind": "refused", "reason": reason})
-    assert rank.machine.take_answer() == ({"kind": "refused", "reason": "later"}, {1: 11, 2: 12, 4: 14, 5: 15})
+        rank.hear(1, REFUSED | {"reason": reason})
+    assert rank.machine.take_answer() == (REFUSED | {"reason": "later"}, {1: 11, 2: 12, 4: 14, 5: 15})
+
+
+def test_who_has_not_asked_hears_no_answers(rank: Rank) -> None:
+    for answer in (WELCOME, REFUSED):
+        assert not rank.hear(2, answer)
+        assert not rank.machine.answers
+    rank.handle(ConnectionEnded(3))
+    rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
+    rank.handle(ConnectionMade(3, 99, "host:3"))
+    assert not rank.hear(3, WELCOME)
+    assert not rank.machine.answers, "it was not asked"
+    rank.handle(Begin(View(-1, (1, 2)), member=False))
+    rank.handle(Enter(next_view(WELCOME, View(4, (1, 2))), {2: 12, 3: 13}))
+    assert not rank.hear(2, WELCOME)
+    assert not rank.machine.answers, "it is a member by now"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"kind": "welcome"},
+        WELCOME | {"members": None},
+        WELCOME | {"members": []},
+        WELCOME | {"members": [3, 1 << 31]},
+        WELCOME | {"note": [[]] * 100},
+        {"kind": "refused"},
+        REFUSED | {"for_good": "yes"},
+        REFUSED | {"reason": 7},
+    ],
+    ids=str,
+)
+def test_what_is_no_answer_is_refused(rank: Rank, answer: dict[str, Any]) -> None:
+    rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
+    with pytest.raises(ValueError, match=r"^it has no|^its |^a view of|nobody is in"):
+        rank.hear(2, answer)
+    assert not rank.machine.answers
+
+
+def test_the_reason_of_a_refusal_prints(rank: Rank) -> None:
+    rank.handle(Say({"kind": "join", **ENTRY.to_message()}))
+    rank.hear(2, REFUSED | {"reason": "\x1b]0;owned\x07" + "x" * 60_000})
+    answer = rank.machine.take_answer()
+    assert answer is not None
+    assert answer[0]["reason"].isprintable()
+    assert len(answer[0]["reason"]) == 500
+
+
+# What is kept of what others say, whoever they are.
+
+
+def heaviest(kept: object) -> int:
+    """Bytes of the memory that is held by an object, its machine and all that they hold."""
+    seen: set[int] = set()
+    todo, num_bytes = [kept], 0
+    while todo:
+        each = todo.pop()
+        if id(each) not in seen and not isinstance(each, type):
+            seen.add(id(each))
+            num_bytes += sys.getsizeof(each)
+            todo += gc.get_referents(each) if not hasattr(each, "__globals__") else []
+    return num_bytes
+
+
+FAR = {"kind": "change", "view": 99, "why": "x" * 60_000, "lacking": [[]] * 100}
+FLOODS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "welcomes": lambda n: WELCOME | {"note": {"x": [[]] * 100}},
+    "meetings": lambda n: {"kind": "meet", "name": f"{n}".rjust(64), "value": n},
+    "meetings with long names": lambda n: {"kind": "meet", "name": f"{n}" * 1000, "value": n},
+    "changes of a view far away": lambda n: FAR,
+    "votes on rounds that nobody begins": lambda n: RoundVote(RoundId(0, n), Vote(False)).to_message(3),
+    "votes on fragments that nobody has": lambda n: RoundVote(RoundId(n, 0), Vote(False)).to_message(3),
+    "headers of rounds that nobody begins": lambda n: HEADER | {"round": [0, n]},
+    "facts": lambda n: facts_message(Entry(n, "host:2", {"x": "x" * 4000})),
+    "speeds": lambda n: speed_message(1.0 + n),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+@pytest.mark.parametrize("sender", [2, 5], ids=["a member", "a stranger"])
+def test_nobody_can_fill_the_memory(member: Rank, flood: Callable[[int], dict[str, Any]], sender: int) -> None:
+    before_bytes = heaviest(member.machine)
+    began_s = time.process_time()
+    with contextlib.suppress(ValueError):  # which ends the connection
+        for n in range(3000):
+            text = json.dumps(flood(n)).encode()
+            member.handle(Received(sender, json_object(text), num_bytes=room_bytes(text)))
+            if sender not in member.machine.roster.connections:
+                break  # it was given up
+    assert heaviest(member.machine) - before_bytes < 64 << 20
+    assert time.process_time() - began_s < 10.0
+
+
+def test_strangers_together_can_not_fill_the_memory_either(member: Rank) -> None:
+    before_bytes = heaviest(member.machine)
+    for stranger in range(100, 300):
+        member.handle(ConnectionMade(stranger, 1000 + stranger, f"host:{stranger}"))
+        member.hear(stranger, facts_message(Entry(stranger, f"host:{stranger}", {"x": "y" * 4000})))
+        with contextlib.suppress(ValueError):
+            for _ in range(20):
+                message = {"kind": "change", "view": 99, "why": "x" * 10_000}
+                member.handle(Received(stranger, message, num_bytes=10_000))
+        member.handle(ConnectionEnded(stranger))
+        member.handle(Lost(stranger, Loss("gone", "it ended")))
+    assert heaviest(member.machine) - before_bytes < 4 << 20
+
+
+@pytest.mark.parametrize("number", [-3, 1 << 31, 1 << 40, 1 << 70, True, 1.0, "1"])
+def test_no_number_of_a_rank_is_outside_of_the_range_at_any_door(rank: Rank, number: Any) -> None:
+    rank.handle(ConnectionMade(9, 19, "host:9"))
+    entry = ENTRY.to_message() | {"rank": number}
+    doors = (
+        {"kind": "facts", "answer": False, **entry},
+        {"kind": "join", **entry, "connected": []},
+        {"kind": "join", **ENTRY.to_message(), "connected": [number]},
+        {"kind": "introduce", "entry": entry},
+    )
+    rank.handle(Begin(VIEW, member=True))
+    for message in doors:
+        with pytest.raises(ValueError, match=r"^its '(rank|connected)' is "):
+            rank.hear(2, message)
 
 
 def test_facts_are_told_to_all_and_answered_once(rank: Rank) -> None:

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import RendezvousError
+from diloco.protocol.fields import MOST_RANK
 from diloco.protocol.registry import Entry, Registry, difference
 
+NAMES = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=300)
 FACTS = {"model": "1,000 parameters", "codec": "fp4", "seed": "0"}
 
 
@@ -38,21 +40,46 @@ def test_whoever_comes_last_completes_the_run(order: Sequence[int]) -> None:
     assert made.missing == ()
 
 
-@given(
-    st.integers(0, 99), st.text(min_size=1), st.dictionaries(st.text(), st.text(), max_size=3), st.integers(-1, 10**9)
-)
+@given(st.integers(0, MOST_RANK), NAMES, st.dictionaries(st.text(), st.text(), max_size=3), st.integers(-1, 10**9))
 def test_an_entry_survives_its_way(rank: int, address: str, facts: dict[str, str], held_step: int) -> None:
     given_entry = Entry(rank, address, facts, held_step)
     assert Entry.from_message(given_entry.to_message()) == given_entry
 
 
 @pytest.mark.parametrize(
-    "message",
-    [{}, {"rank": 0, "address": "a:1", "facts": [], "held_step": "new"}, {"rank": "x", "address": "", "facts": {}}],
+    "fields",
+    [
+        {"rank": "x"},
+        {"rank": -1},
+        {"rank": MOST_RANK + 1},
+        {"rank": 1 << 40},
+        {"rank": True},
+        {"address": "\x1b[2Ja:1"},
+        {"address": "a" * 301},
+        {"facts": []},
+        {"facts": {"seed": 0}},
+        {"facts": {str(n): "" for n in range(257)}},
+        {"held_step": "new"},
+        {"held_step": 1 << 60},
+        {"places": "here"},
+        {"places": [1]},
+    ],
+    ids=str,
 )
-def test_what_is_no_entry_is_an_error_that_a_server_expects(message: dict[str, object]) -> None:
-    with pytest.raises((KeyError, ValueError, TypeError)):
-        Entry.from_message(message)
+def test_what_is_no_entry_is_refused_and_its_field_named(fields: dict[str, object]) -> None:
+    message = entry(0).to_message()
+    assert Entry.from_message(message) == entry(0)
+    (name,) = fields
+    with pytest.raises(ValueError, match=f"^its '{name}' is .*, and should be "):
+        Entry.from_message(message | fields)
+    with pytest.raises(ValueError, match=f"^it has no '{name}'"):
+        Entry.from_message({key: value for key, value in message.items() if key != name})
+
+
+def test_a_difference_shows_no_escapes_of_others() -> None:
+    words = difference(entry(0, codec="fp4"), entry(1, codec="\x1b]0;title\x07" + "x" * 60_000))
+    assert words.isprintable()
+    assert len(words) < 700
 
 
 def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> None:
@@ -60,8 +87,8 @@ def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> No
     with pytest.raises(RendezvousError) as caught:
         made.register(entry(0, seed="1"))
     assert str(caught.value) == (
-        "replica 2 (10.0.0.2:29400) has codec = int8 and replica 0 (10.0.0.0:29400) has codec = fp4; the same on both "
-        "sides would work. Nothing was started."
+        "replica 2 (10.0.0.2:29400) has codec = int8 and replica 0 (10.0.0.0:29400) has codec = fp4; both "
+        "sides need the same. Nothing was started."
     )
     assert made.missing == (0, 1), "who was refused is not in"
 
@@ -95,7 +122,7 @@ def test_two_processes_of_one_rank_are_named_by_their_addresses() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 3, 10**9])
 def test_ranks_outside_the_run_are_refused(rank: int) -> None:
-    with pytest.raises(RendezvousError, match=rf"rank {rank} at .* a run of 3 ranks; 0 to 2 would work"):
+    with pytest.raises(RendezvousError, match=rf"rank {rank} at .* a run of 3 ranks; ranks are 0 to 2"):
         registry().register(entry(rank))
 
 
@@ -117,7 +144,7 @@ def test_in_a_run_that_is_going_on_a_joiner_takes_the_place_of_its_rank() -> Non
     with pytest.raises(RendezvousError, match=r"replica 0 .* has codec = fp4 and replica 2 .* has codec = int8"):
         going_on.register(entry(2, codec="int8"))
     assert going_on.entries[2].facts["codec"] == "fp4"
-    with pytest.raises(RendezvousError, match="0 to 2 would work"):
+    with pytest.raises(RendezvousError, match="ranks are 0 to 2"):
         going_on.register(entry(3))
 
 

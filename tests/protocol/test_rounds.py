@@ -69,14 +69,14 @@ class Member:
         given = contribution(0, round_id)
         return self.handle(HandedIn(given, header_of(given), 5, sent_s), now_s)
 
-    def header(self, rank: int, round_id: RoundId = ROUND, digest: str = "d") -> list[Action]:
-        return self.hear(rank, header_of(contribution(rank, round_id, digest)))
+    def header(self, rank: int, round_id: RoundId = ROUND, digest: str = "d", *, now_s: float = 0.0) -> list[Action]:
+        return self.hear(rank, header_of(contribution(rank, round_id, digest)), now_s=now_s)
 
     def vote(self, rank: int, digest: str = "mean", reason: str = "") -> list[Action]:
         return self.hear(rank, RoundVote(ROUND, Vote(not reason, "" if reason else digest, reason)))
 
-    def hear(self, rank: int, said: Header | RoundVote) -> list[Action]:
-        return self.handle(Received(rank, said.to_message(self.machine.views.view.id)))
+    def hear(self, rank: int, said: Header | RoundVote, *, now_s: float = 0.0) -> list[Action]:
+        return self.handle(Received(rank, said.to_message(self.machine.views.view.id)), now_s)
 
     def compute(self) -> list[Action]:
         return self.handle(
@@ -108,6 +108,17 @@ def test_a_round_is_committed_once_all_votes_are_there(member: Member) -> None:
     assert not of(Commit, member.vote(1))
     (commit,) = of(Commit, member.vote(2))
     assert (commit.round, commit.mean.contributors) == (ROUND, (0, 1, 2))
+
+
+def test_with_a_commit_goes_how_late_everybody_was() -> None:
+    member = Member()
+    member.header(2, now_s=1.0)
+    member.hand_in(now_s=1.25, sent_s=1.25)
+    member.header(1, now_s=4.0)
+    member.compute()
+    member.vote(1)
+    (commit,) = of(Commit, member.vote(2))
+    assert commit.late_s == (0.25, 3.0, 0.0)
 
 
 def test_only_the_first_vote_of_a_rank_counts(member: Member) -> None:

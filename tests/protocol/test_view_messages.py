@@ -21,7 +21,7 @@ from tests.membership.network import LIMITS, NUMBERS, Limits, explore
 from tests.protocol.simulated import begin, check_agreement, rank, simulate, simulated
 from tests.protocol.simulated_rank import Rank
 
-HEADER = Header(RoundId(1, 0), 2, 1.0, "d", 3, None, "", False).to_message(0)
+HEADER = Header(RoundId(1, 0), 2, 1.0, 1.0, "d", 3, None, "", False).to_message(0)
 VOTE = RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0).to_message(0)
 CHANGE = change_message(
     Report(0, 0, frozenset({(0, 2)}), gone=frozenset({2}), step=1, commits={(0, 1): "d"}, void=frozenset({(1, 0)})),
@@ -64,12 +64,15 @@ def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:
 
 def test_messages_say_what_was_meant() -> None:
     view = View(0, (0, 1, 2))
-    assert read(1, HEADER, view) == (0, Header(RoundId(1, 0), 2, 1.0, "d", 3, None, "", False))
+    assert read(1, HEADER, view) == (0, Header(RoundId(1, 0), 2, 1.0, 1.0, "d", 3, None, "", False))
+    holding = Header(RoundId(1, 0), 9, 1.0, 1.0, "d", 3, None, "", False, (2, 9))
+    assert read(1, json.loads(json.dumps(holding.to_message(0))), view) == (0, holding)
     assert read(1, VOTE, view) == (0, RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0))
     assert read(1, LEAVING, view) == (0, Leaving(3, {(1, 2): "d"}))
     assert next_view(json.loads(json.dumps(ADOPTED)), view) == NEXT
-    known = {name: frozenset({2}) for name in ("lacking", "behind", "gone")} | {"joining": frozenset({3})}
-    known |= {"unheard": frozenset({(0, 2)}), "left": frozenset({(2, 8)}), "agreed": Agreed(3, NEXT), "ready": True}  # type: ignore[dict-item]
+    known = {name: frozenset({2}) for name in ("lacking", "gone")} | {"joining": frozenset({3})}
+    known |= {"behind": frozenset({(1, 2)}), "unheard": frozenset({(0, 2)}), "left": frozenset({(2, 8)})}  # type: ignore[dict-item]
+    known |= {"agreed": Agreed(3, NEXT), "ready": True, "heard": {0: "d"}}  # type: ignore[dict-item]
     report = Report(1, 4, **known, step=9, commits={(0, 1): "d"}, void=frozenset({(-1, 9)}))  # type: ignore[arg-type]
     view_id, said = read(1, json.loads(json.dumps(change_message(report, "why"))), view)
     assert (view_id, said.report, said.why) == (4, report, "why")  # type: ignore[union-attr]
@@ -150,3 +153,10 @@ def test_nobody_can_fill_the_memory_with_views_to_come() -> None:
     assert "rank 2 sent too much about views" in rank(network, 0).said("change")[0]["why"]
     explore(network, [])
     assert [rank(network, number).view.members for number in (0, 1)] == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize("stretch", [[3, 2], [0, 10], [-1, 2], [0], [0, 1, 2], "all", [0, 1.5], None])
+def test_a_residual_is_of_a_stretch_of_the_fragment(stretch: Any) -> None:
+    message = Header(RoundId(1, 0), 9, 1.0, 1.0, "d", 3, None, "", False).to_message(0)
+    with pytest.raises(ValueError, match="its 'residual' is"):
+        read(1, message | {"residual": stretch}, View(0, (0, 1, 2)))

@@ -29,7 +29,7 @@ def test_who_has_reported_the_end_of_a_view_judges_no_round_of_it() -> None:
     network = simulated(3)
     begin(network, 0, 1)
     rank(network, 0).lose(2, gone=False)
-    header = Header(ROUND, 2, 1.0, "d", None, None, "", taking_over=False)
+    header = Header(ROUND, 2, 1.0, 1.0, "d", None, None, "", taking_over=False)
     wanted = rank(network, 0).handle(Received(2, header.to_message(0)))
     assert not any(isinstance(action, GiveVerdict) for action in wanted)
 
@@ -63,7 +63,7 @@ def test_a_round_that_took_too_long_though_all_have_contributed_renews_the_view(
 def test_a_second_contribution_of_a_member_is_refused_and_told_of() -> None:
     network = simulated(2)
     begin(network, 0, 1)
-    header = Header(ROUND, 3, 1.0, "d", None, None, "", taking_over=False)
+    header = Header(ROUND, 3, 1.0, 1.0, "d", None, None, "", taking_over=False)
     rank(network, 0).handle(Received(1, header.to_message(0)))
     explore(network, [])
     assert rank(network, 0).averages[1].note == (

@@ -16,16 +16,23 @@ ready for, and of several such views the one that was agreed last stands. (As in
 ballot: any two sets that can go on have a member in common, and what that one knows only grows.) Whoever finished first
 and is asked again answers with the `NextView` that it adopted.
 
+Of n members f may lie, where n > 2 f (`more_than_could_lie`). A view is adopted when all who stay are ready for the
+very same one; what was agreed before stands only where more than could lie say so, as all who stay would if somebody
+had adopted it; who is behind goes where more than could lie say that it is. `diloco.protocol.hearsay` sees to it that
+members speak for themselves alone.
+
 Pure: messages in, messages out; nothing here sends, waits or reads a clock.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 from diloco.membership.hearing import largest_set, within_reach
-from diloco.membership.quorum import Decision, Policy, decide
+from diloco.membership.quorum import Decision, Policy, decide, more_than_could_lie
 from diloco.membership.view import View
 
 __all__ = ["Agreed", "Change", "Commits", "NextView", "Report", "Rounds"]
@@ -91,7 +98,7 @@ class Report:
         view_id: of the view that ends.
         unheard: pairs of replicas of which the first one can't hear the second one.
         lacking: those of ``unheard`` whose contribution somebody who can't hear them still waits for.
-        behind: replicas that are heard, and whose contribution somebody waited for too long.
+        behind: pairs of replicas of which the first one hears the second one, and waited for its contribution too long.
         gone: replicas whose process is known to have ended.
         joining: replicas that want to be members of the next view.
         step: inner steps it has begun to synchronise.
@@ -101,13 +108,14 @@ class Report:
         left_commits: the rounds that those have committed lately, as (fragment, outer step, digest).
         ready: whether it holds the same report of all who are to stay.
         agreed: what it is ready for, or was before it knew more; None: nothing yet.
+        heard: rank -> digest of what that rank says of its own steps and rounds, as it came here.
     """
 
     rank: int
     view_id: int
     unheard: frozenset[tuple[int, int]] = frozenset()
     lacking: frozenset[int] = frozenset()
-    behind: frozenset[int] = frozenset()
+    behind: frozenset[tuple[int, int]] = frozenset()
     gone: frozenset[int] = frozenset()
     joining: frozenset[int] = frozenset()
     step: int = 0
@@ -117,6 +125,13 @@ class Report:
     left_commits: frozenset[tuple[int, int, str]] = frozenset()
     ready: bool = False
     agreed: Agreed | None = None
+    heard: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def of_itself(self) -> str:
+        """A digest of what it says of its own steps and rounds, which never changes while a view ends."""
+        text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void)))
+        return blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def known(self) -> tuple[frozenset[object], ...]:
@@ -154,13 +169,20 @@ class Change:
         there = frozenset(self.view.members) - mine.gone
         if self._policy.split == "go-on" and self._replica in there:
             there = within_reach(self._replica, there, mine.unheard)
-        if mine.behind & there:
-            in_time = largest_set(there - mine.behind, mine.unheard, mine.lacking)
+        if late := self._late & there:
+            in_time = largest_set(there - late, mine.unheard, mine.lacking)
             lost = frozenset(self.view.members) - frozenset(in_time)
             decision = decide(self.view, lost=lost, gone=mine.gone, joining=(), policy=self._policy)
             if decision.members is not None:
                 return in_time
         return largest_set(there, mine.unheard, mine.lacking)
+
+    @property
+    def _late(self) -> frozenset[int]:
+        """Who is behind, as more say than could lie."""
+        said = Counter(late for _, late in self.mine.behind)
+        needed = more_than_could_lie(len(self.view.members))
+        return frozenset(late for late, times in said.items() if times >= needed)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -204,7 +226,8 @@ class Change:
         Args:
             unheard: replicas that this one can't hear.
             lacking: those of them that have not contributed to a round that it waits for.
-            behind, gone, joining, left, left_commits: see `Report`.
+            behind: replicas that this one hears, and whose contribution it has waited for too long.
+            gone, joining, left, left_commits: see `Report`.
         """
         before = self.mine
         self._learn(
@@ -213,7 +236,7 @@ class Change:
                 before.view_id,
                 unheard=frozenset((self._replica, other) for other in unheard),
                 lacking=lacking,
-                behind=behind,
+                behind=frozenset((self._replica, other) for other in behind),
                 gone=gone,
                 joining=joining,
                 left=left,
@@ -228,7 +251,8 @@ class Change:
         if alike is None:
             return None
         following = self._following(alike)
-        return following if following.view is None or all(report.ready for report in alike) else None
+        ready = all(report.agreed is not None and report.agreed.following == following for report in alike)
+        return following if following.view is None or (ready and all(report.ready for report in alike)) else None
 
     def alone(self) -> NextView:
         """What a rank that is left out, and can't hear of those who stay, goes by: it takes part in nothing more."""
@@ -239,14 +263,14 @@ class Change:
     def _learn(self, told: Report) -> None:
         mine, members = self.mine, frozenset(self.view.members)
         left = mine.left | frozenset(each for each in told.left if each[0] in members)
-        joining = mine.joining | told.joining
+        joining = mine.joining | (told.joining - members)
         known = members | joining
         gone = mine.gone | (told.gone & known) | frozenset(replica for replica, _ in left)
         self.mine = replace(
             mine,
             unheard=mine.unheard | frozenset(pair for pair in told.unheard if known.issuperset(pair)),
             lacking=mine.lacking | (told.lacking & members),
-            behind=mine.behind | (told.behind & members),
+            behind=mine.behind | frozenset(pair for pair in told.behind if members.issuperset(pair)),
             gone=gone,
             joining=joining,
             left=left,
@@ -273,10 +297,18 @@ class Change:
         alike = [report for report in reports if report is not None and report.known == self.mine.known]
         return alike if len(alike) == len(reports) else None
 
+    def reports_of_staying(self) -> list[tuple[int, Report | None]]:
+        """Replica and report, if one has come, of each rank that is to stay."""
+        ranks = self._ranks(self.staying)
+        return [(rank // self._ranks_per_replica, self._reports.get(rank)) for rank in ranks]
+
     def _following(self, told: Sequence[Report]) -> NextView:
         """What follows from the reports of all who stay, which say the same."""
-        if agreed := [report.agreed for report in told if report.agreed is not None]:
-            return max(agreed, key=lambda each: each.known).following
+        agreed = [report.agreed for report in told if report.agreed is not None]
+        needed = more_than_could_lie(len(told))
+        supported = [each for each in agreed if sum(each.following == other.following for other in agreed) >= needed]
+        if supported:
+            return max(supported, key=lambda each: each.known).following
         mine, lost, staying = self.mine, self.lost, frozenset(self.staying)
         commits = {(fragment, outer_step): digest for fragment, outer_step, digest in mine.left_commits}
         for report in told:

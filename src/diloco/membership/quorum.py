@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from diloco.membership.view import View
 
-__all__ = ["Decision", "Policy", "consequences", "decide", "enough_without"]
+__all__ = ["Decision", "Policy", "consequences", "decide", "enough_without", "more_than_could_lie"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,15 @@ def decide(
     words += [f"{_named(left)} {'has' if len(left) == 1 else 'have'} left"] if left else []
     words += [f"{_named(joining)} {'joins' if len(joining) == 1 else 'join'}"] if joining else []
     return Decision(members, "; ".join([*words, f"{_named(members)} {'goes' if len(members) == 1 else 'go'} on"]))
+
+
+def more_than_could_lie(members: int) -> int:
+    """How many of ``members`` must say the same of another one before it counts: f + 1, with n > 2 f.
+
+    >>> [more_than_could_lie(members) for members in (1, 2, 3, 4, 5)]
+    [1, 1, 2, 2, 3]
+    """
+    return (members - 1) // 2 + 1
 
 
 def enough_without(view: View, lost: Collection[int], policy: Policy) -> bool:

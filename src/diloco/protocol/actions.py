@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.exchange import Exchange
+from diloco.algorithm.mean_encoding import Stretch
 from diloco.errors import TransportError
 from diloco.membership.change import NextView
 from diloco.membership.view import View
@@ -38,12 +39,12 @@ class Timer:
 
     Attributes:
         kind: ``expire``: a round has taken too long; ``look``: look who keeps a round waiting; ``renew``: form the view
-            anew, since a payload connection has broken.
+            anew, since a payload connection has broken; ``settle``: a change of views has taken too long.
         view_id: of the view in which it was set.
-        round: None for ``renew``.
+        round: None for ``renew`` and ``settle``.
     """
 
-    kind: Literal["expire", "look", "renew"]
+    kind: Literal["expire", "look", "renew", "settle"]
     view_id: int
     round: RoundId | None = None
 
@@ -103,17 +104,23 @@ class StartExchange:
 
 @dataclass(frozen=True)
 class GiveVerdict:
-    """Tell a round's exchange what to sum; ``weights``: replica -> weight, of all members."""
+    """Tell a round's exchange what to sum.
+
+    Attributes:
+        weights: replica -> weight, of all contributors.
+        residuals: replica -> stretch of values of which it holds what was lost of earlier means, of all members.
+    """
 
     view_id: int
     round: RoundId
     verdict: Verdict
     weights: Mapping[int, float]
+    residuals: Mapping[int, Stretch]
 
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """A round is applied by all of ``view``; ``note`` and ``donor`` as in `Average`."""
+    """A round is applied by all of ``view``; ``note``, ``donor`` and ``late_s`` as in `Average`."""
 
     round: RoundId
     mean: Mean
@@ -121,6 +128,7 @@ class Commit:
     plan: Exchange
     note: str
     donor: int | None
+    late_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

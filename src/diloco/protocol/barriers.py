@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, difference
 
 __all__ = ["Agreement", "Barriers"]
+
+_MOST_BARRIERS = 64
+"""That one rank may tell numbers at; there are two kinds of them."""
+
+_MOST_FACTS = 1024
+"""Ranks whose facts are kept while they are no members."""
 
 
 class Barriers:
@@ -29,6 +36,16 @@ class Barriers:
     def say(self, rank: int, name: str, value: int) -> None:
         """A rank tells ``value`` at the barrier ``name``."""
         self._said.setdefault(name, {})[rank] = value
+
+    def hear(self, rank: int, name: str, value: int) -> None:
+        """As `say`, of another rank.
+
+        Raises:
+            ValueError: it tells more numbers than there are barriers.
+        """
+        if name not in self._said and sum(rank in told for told in self._said.values()) >= _MOST_BARRIERS:
+            raise ValueError(f"it speaks of more than {_MOST_BARRIERS} barriers")
+        self.say(rank, name, value)
 
     def said(self, name: str) -> dict[int, int]:
         """Rank -> the value that it told."""
@@ -63,15 +80,22 @@ class Agreement:
         """Another rank tells its facts; returns this rank's, if it expects them in answer.
 
         Raises:
-            KeyError, ValueError, TypeError: the message is malformed, or tells another rank's facts.
+            ValueError: the message is malformed, or tells another rank's facts.
         """
-        entry, is_answer = Entry.from_message(message), bool(message["answer"])
+        entry, is_answer = Entry.from_message(message), Fields(message).flag("answer")
         if entry.rank != sender:
             raise ValueError("it tells the facts of another one")
         self._theirs[sender] = entry
         if is_member:
             self._were_members.add(sender)
+        elif len(others := [rank for rank in self._theirs if rank not in self._were_members]) > _MOST_FACTS:
+            del self._theirs[others[0]]
         return None if is_answer else self.mine
+
+    def forget(self, rank: int) -> None:
+        """Its connection has ended; what a member said stands."""
+        if rank not in self._were_members:
+            self._theirs.pop(rank, None)
 
     def refusal(self, present: Collection[int]) -> str:
         """Both sides of the first difference from a member, even from one that has left; "" if there is none."""

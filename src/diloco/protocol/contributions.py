@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
@@ -13,6 +14,9 @@ from diloco.protocol.rounds import RoundTable
 from diloco.protocol.rules import Policies, Rules
 
 __all__ = ["Contributions"]
+
+_LEAST_REACH_STEPS, _REACH_WINDOWS = 1000, 4
+"""Others can be ahead by as many windows: one and a part of one, and some for void rounds."""
 
 
 class Contributions:
@@ -46,6 +50,14 @@ class Contributions:
         self._outbox = outbox
         self._waiting: list[HandedIn] = []
         self._has_state_of: set[int] = set()
+        self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
+        self._widest_steps = 0
+
+    @property
+    def furthest_step(self) -> float:
+        """No other member can have begun later steps: it waits for this rank's contributions."""
+        widest = self._widest_steps
+        return self.step + max(_LEAST_REACH_STEPS, _REACH_WINDOWS * widest) if widest else math.inf
 
     def open(self, view: View, carried: Sequence[HandedIn], void: Rounds) -> None:
         """Begin the rounds of ``view``, unless this rank takes part no more, and release what was held.
@@ -74,6 +86,8 @@ class Contributions:
     def hand_in(self, handed: HandedIn) -> None:
         """Begin a contribution's round, or hold the contribution, or call its round void."""
         round_id, rounds = handed.contribution.round, self.rounds
+        self._widest_steps = max(self._widest_steps, handed.step - self._sent_at.get(round_id.fragment, 0))
+        self._sent_at[round_id.fragment] = handed.step
         if self.failure is not None:
             void = RoundVoidError(f"{round_id} is void: {self.failure}", round=str(round_id))
             raises = self._policies.raises(round_id)

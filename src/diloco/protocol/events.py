@@ -68,11 +68,12 @@ class Lost:
 
 @dataclass(frozen=True)
 class Received:
-    """A control message came in, as JSON and a blob; also one that is but a sign of life."""
+    """A control message came in, also one that is but a sign of life: JSON, which takes ``num_bytes``, and a blob."""
 
     sender: int
     message: Mapping[str, Any]
     blob: bytes = b""
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge
+from diloco.algorithm.mean_encoding import Stretch
 from diloco.errors import CodecError
-from diloco.protocol.fields import Fields
+from diloco.membership.quorum import more_than_could_lie
+from diloco.protocol.fields import MOST_DIGEST, Fields
 
 __all__ = ["Header", "donor_for", "header_of", "judge_headers"]
 
@@ -26,39 +28,48 @@ class Header:
         round: which round.
         numel: values behind the payload.
         weight: in the mean.
+        base_weight: what a full window of the sender weighs.
         digest: of the sender's global parameters and outer state of the fragment.
         buffers, integers: sizes of what travels beside the payload, or None.
         withdrawn: why the sender does not want it averaged, or "".
         taking_over: whether the sender is still taking over the fragment's state from a donor; it then has no say.
+        residual: the stretch of values of which the sender holds what was lost of earlier means; empty: nothing.
     """
 
     round: RoundId
     numel: int
     weight: float
+    base_weight: float
     digest: str
     buffers: int | None
     integers: int | None
     withdrawn: str
     taking_over: bool
+    residual: Stretch = (0, 0)
 
     def to_message(self, view_id: int) -> dict[str, Any]:
         """As JSON; a weight that is no number travels as text."""
-        fields = dict(vars(self)) | {"round": [self.round.fragment, self.round.outer_step], "weight": repr(self.weight)}
+        weights = {"weight": repr(self.weight), "base_weight": repr(self.base_weight)}
+        fields = dict(vars(self)) | {"round": [self.round.fragment, self.round.outer_step]} | weights
+        fields["residual"] = list(self.residual)
         return {"kind": "header", "view": view_id, **fields}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Header:
         """From JSON; `ValueError` names the field of anything that is none."""
         fields = Fields(message)
+        numel = fields.integer("numel")
         return cls(
             RoundId(*fields.round("round")),
-            fields.integer("numel"),
+            numel,
             fields.number_in_text("weight"),
-            fields.text("digest"),
+            fields.number_in_text("base_weight"),
+            fields.text("digest", MOST_DIGEST),
             fields.optional_integer("buffers", _MOST_VALUES),
             fields.optional_integer("integers", _MOST_VALUES),
-            fields.text("withdrawn"),
+            fields.words("withdrawn"),
             fields.flag("taking_over"),
+            fields.stretch("residual", numel),
         )
 
 
@@ -77,11 +88,13 @@ def header_of(contribution: Contribution) -> Header:
         contribution.round,
         contribution.numel,
         contribution.weight,
+        contribution.base_weight,
         contribution.digest,
         None if buffers is None else buffers.numel(),
         None if integers is None else integers.numel(),
         withdrawn,
         taking_over=False,
+        residual=(0, 0) if contribution.residual is None else contribution.residual.stretch,
     )
 
 
@@ -125,6 +138,7 @@ def judge_headers(
                 min_contributors=max(1, needed),
                 absent=absent,
                 contents=False,
+                holders=more_than_could_lie(len(contributions)),
             )
         )
     return _combined(verdicts, max(1, needed))
@@ -168,6 +182,7 @@ def _bare(header: Header, member: int, sample: Contribution) -> Contribution:
         numel=header.numel,
         payload=_EMPTY,
         weight=header.weight,
+        base_weight=header.base_weight,
         digest=header.digest,
         buffers=None if header.buffers is None else _EMPTY.new_empty(header.buffers, device="meta"),
         integers=None if header.integers is None else _EMPTY.new_empty(header.integers, device="meta"),

@@ -7,15 +7,25 @@ out the actions that it returns, in order. What one part causes in another is ha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from diloco.protocol import events
 from diloco.protocol.actions import Action, Introduce, Register
 from diloco.protocol.barriers import Agreement, Barriers
 from diloco.protocol.events import Event, Outbox
+from diloco.protocol.fields import Fields
 from diloco.protocol.headers import Header
-from diloco.protocol.messages import Adopted, ChangeReport, Leaving, RoundVote, facts_message, read, speed_of
+from diloco.protocol.hold_back import HoldBackQueue, Letter
+from diloco.protocol.messages import (
+    Adopted,
+    ChangeReport,
+    Leaving,
+    RoundVote,
+    facts_message,
+    read,
+    read_answer,
+    speed_of,
+)
 from diloco.protocol.registry import Entry
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules
@@ -23,24 +33,10 @@ from diloco.protocol.views import ViewManager
 
 __all__ = ["Machine"]
 
-_MOST_EARLY = 1000
-"""Messages held back for one sender: many times what it sends in a view before all have adopted it."""
-
-_MOST_ANSWERS = 1000
-
 Answer = tuple[Mapping[str, Any], Mapping[int, int]]
 """A message, and rank -> connection as it was when the message came."""
 
 _FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced", "speed")
-
-
-@dataclass(frozen=True, eq=False)
-class _Letter:
-    """A message, and the connection over which it came; None: that had ended by then."""
-
-    sender: int
-    message: Mapping[str, Any]
-    connection: int | None
 
 
 class Machine:
@@ -55,7 +51,7 @@ class Machine:
         views: the present view and its rounds.
         barriers: numbers that ranks tell each other.
         agreement: the arguments of all ranks' loops.
-        answers: to this rank's request to join.
+        answers: to this rank's request to join, the last one of each rank that was asked.
         speeds: replica -> inner steps per second, of other members that have told it.
     """
 
@@ -68,9 +64,10 @@ class Machine:
         self.speeds: Mapping[int, float] = {}
         self._outbox = Outbox()
         self.views = ViewManager(rules, policies, self.roster, self._outbox)
-        self.answers: list[Answer] = []
+        self.answers: dict[int, Answer] = {}
+        self._asked: frozenset[int] = frozenset()  # ranks that this one has asked to let it join
         self._began = False
-        self._held_back: list[_Letter] = []
+        self._held_back = HoldBackQueue()
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """What to do about ``event``, in order.
@@ -80,8 +77,7 @@ class Machine:
             now_s: when, by a monotonic clock.
 
         Raises:
-            KeyError, ValueError, TypeError, OverflowError: the event is a message that is not of this protocol. The
-                state has not changed.
+            ValueError: the event is a message that is not of this protocol. The state has not changed.
         """
         outbox = self._outbox
         outbox.now_s = now_s
@@ -95,7 +91,7 @@ class Machine:
 
     def take_answer(self) -> Answer | None:
         """The answer to this rank's request to join: a welcome if there is one, else the last answer."""
-        answers, self.answers = self.answers, []
+        answers, self.answers = list(self.answers.values()), {}
         return next((each for each in answers if each[0]["kind"] == "welcome"), answers[-1] if answers else None)
 
     def present(self) -> set[int]:
@@ -106,13 +102,14 @@ class Machine:
     def _handle(self, event: Event) -> None:
         views, rounds = self.views, self.views.contributions.rounds
         match event:
-            case events.Received(sender, message):
-                self._receive(sender, message)
+            case events.Received(sender, message, _, num_bytes):
+                self._receive(sender, message, num_bytes)
             case events.ConnectionMade(rank, connection, address):
                 self.roster.connect(rank, connection, address)
             case events.ConnectionEnded(rank):
                 self.roster.disconnect(rank)
                 self.roster.in_doubt.add(rank)
+                self.agreement.forget(rank)
             case events.Lost(rank, loss):
                 self.roster.in_doubt.discard(rank)
                 if self._began:
@@ -129,6 +126,8 @@ class Machine:
             case events.TimerFired(timer):
                 if timer.kind == "renew":
                     views.renew(timer.view_id)
+                elif timer.kind == "settle":
+                    views.settle(timer.view_id)
                 elif rounds is not None and timer.kind == "expire":
                     views.renew_soon(rounds.expire(timer))
                 elif rounds is not None and (late := rounds.look(timer)):
@@ -141,6 +140,7 @@ class Machine:
                 self._release()
                 views.go_on(event)
             case events.Enter(following, connections):
+                self._asked = frozenset()
                 views.enter(following, connections)
             case events.Leave():
                 views.leave(views.contributions.step)
@@ -155,6 +155,7 @@ class Machine:
         kind = message["kind"]
         if kind == "join":
             connected = sorted(self.roster.connections)
+            self._asked = frozenset(connected)
             self._outbox.send(connected, {**message, "connected": connected})
         elif kind == "facts":
             self.agreement.mine = Entry.from_message(message)
@@ -182,7 +183,7 @@ class Machine:
 
     # What this rank hears.
 
-    def _receive(self, sender: int, message: Mapping[str, Any]) -> None:
+    def _receive(self, sender: int, message: Mapping[str, Any], num_bytes: int) -> None:
         kind = message["kind"]
         if sender in self.roster.words:
             self.roster.words[sender] += 1
@@ -191,44 +192,48 @@ class Machine:
         if kind == "beat":
             pass
         elif kind == "meet":
-            name, value = str(message["name"]), int(message["value"])
-            self.barriers.say(sender, name, value)
+            name = Fields(message).printable("name")
+            self.barriers.hear(sender, name, Fields(message).integer("value"))
             if name == "stop":
                 self._stop()
         elif kind in ("welcome", "refused"):
-            self.answers = [*self.answers[-_MOST_ANSWERS:], (message, dict(self.roster.connections))]
+            if sender in self._asked:
+                self.answers[sender] = read_answer(message, self.views.view), dict(self.roster.connections)
         elif kind == "facts":
             mine = self.agreement.hear(sender, message, is_member=self._is_member(sender))
             if mine is not None:
                 self._outbox.send([sender], facts_message(mine, answer=True))
-        elif self._began:
-            self._read(_Letter(sender, message, self.roster.connections.get(sender)))
-        elif not self._hold_back(_Letter(sender, message, self.roster.connections.get(sender))):
-            raise ValueError("it says too much to somebody who is not ready")
+        else:
+            connection, from_member = self.roster.connections.get(sender), self._is_member(sender)
+            letter = Letter(sender, message, connection, num_bytes, from_member)
+            if self._began:
+                self._read(letter)
+            elif not self._held_back.keep(letter):
+                raise ValueError("it says too much to somebody who is not ready")
 
-    def _read(self, letter: _Letter) -> None:
+    def _read(self, letter: Letter) -> None:
         """A message that needs a view."""
         sender, message, views = letter.sender, letter.message, self.views
         kind = message["kind"]
         if kind == "speed":
             self.speeds = {**self.speeds, self.rules.replica_of(sender): speed_of(message)}
         elif kind == "introduce":
-            self._outbox.actions.append(Introduce(Entry.from_message(message["entry"])))
+            self._outbox.actions.append(Introduce(Entry.from_message(Fields(message).message("entry"))))
         elif kind == "join":
-            entry, connected = Entry.from_message(message), frozenset(int(rank) for rank in message["connected"])
+            entry, connected = Entry.from_message(message), frozenset(Fields(message).ranks("connected"))
             if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
                 raise ValueError("it wants to join in the name of another one")
             self._outbox.actions.append(Register(entry))
             views.ask_to_join(sender, connected)
         elif kind == "excluded":
-            if int(message["view"]) >= views.view.id:
-                views.exclude(str(message["reason"]))
+            if Fields(message).integer("view") >= views.view.id:
+                views.hear_parting(sender, Fields(message).words("reason"))
         elif kind == "replaced":
-            views.exclude("another process has come in its place")
+            views.hear_parting(sender, "another process has come in its place")
         else:
             self._read_of_a_view(letter)
 
-    def _read_of_a_view(self, letter: _Letter) -> None:
+    def _read_of_a_view(self, letter: Letter) -> None:
         """A message about a round or a view; if it is malformed, its sender is given up."""
         sender, views = letter.sender, self.views
         speaks = self.roster.speaks(sender, letter.connection)
@@ -249,6 +254,10 @@ class Machine:
                 self._keep(letter)
             case _ if not speaks:
                 pass  # only members have a say
+            case Header() | RoundVote() if (
+                rounds is not None and of_this_view and rounds.is_too_early(sender, said.round)
+            ):
+                views.give_up(sender, f"rank {sender} sent too much about rounds that nobody has begun")
             case Header() if rounds is not None and of_this_view:
                 rounds.hear_header(sender, said)
             case RoundVote() if rounds is not None and of_this_view:
@@ -256,29 +265,21 @@ class Machine:
             case ChangeReport():
                 views.hear_change(sender, view_id, said)
             case Adopted() if of_this_view:
-                views.hear_adopted(said.following)
+                views.hear_adopted(sender, said.following)
 
-    def _keep(self, letter: _Letter) -> None:
-        if not self._hold_back(letter):
+    def _keep(self, letter: Letter) -> None:
+        if not self._held_back.keep(letter):
             words = f"rank {letter.sender} sent too much about views that are not there"
             self.views.give_up(letter.sender, words)
 
-    def _hold_back(self, letter: _Letter) -> bool:
-        """Keep a message for later; False if its sender has too many already."""
-        if sum(each.sender == letter.sender for each in self._held_back) >= _MOST_EARLY:
-            return False
-        self._held_back.append(letter)
-        return True
-
     def _release(self) -> None:
         """A view has begun: read what was held back; messages about later views are held back again."""
-        letters, self._held_back = self._held_back, []
-        for letter in letters:
+        for letter in self._held_back.release():
             if letter.message["kind"] in _FOR_MEMBERS and not self._is_member(letter.sender):
                 continue
             try:
                 self._read(letter)
-            except (KeyError, ValueError, TypeError, OverflowError) as error:
+            except ValueError as error:
                 words = f"replica {self.rules.replica_of(letter.sender)} sent what is no message: {error}"
                 self.views.give_up(letter.sender, words)
 

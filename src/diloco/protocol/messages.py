@@ -11,7 +11,7 @@ from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Agreed, Commits, NextView, Report
 from diloco.membership.view import View
-from diloco.protocol.fields import Fields
+from diloco.protocol.fields import MOST_DIGEST, MOST_RANK, Fields
 from diloco.protocol.headers import Header
 from diloco.protocol.registry import Entry
 
@@ -26,14 +26,13 @@ __all__ = [
     "change_message",
     "next_view",
     "read",
+    "read_answer",
     "speed_message",
     "speed_of",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised whenever a replica of the version before would misread one of this version."""
-
-_MOST_REPLICAS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,8 @@ class RoundVote:
     def from_message(cls, message: Mapping[str, Any]) -> RoundVote:
         """From JSON; `ValueError` names the field of anything that is none."""
         fields = Fields(message)
-        vote = Vote(fields.flag("ok"), fields.text("digest"), fields.text("reason"))
-        diverged = fields.integers("diverged", 0, _MOST_REPLICAS)
-        return cls(RoundId(*fields.round("round")), vote, diverged, fields.integer("donor", -1, _MOST_REPLICAS))
+        vote = Vote(fields.flag("ok"), fields.text("digest", MOST_DIGEST), fields.words("reason"))
+        return cls(RoundId(*fields.round("round")), vote, fields.ranks("diverged"), fields.rank("donor", -1))
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def read(sender: int, message: Mapping[str, Any], view: View) -> tuple[int, Said
     elif kind == "vote":
         said = RoundVote.from_message(message)
     elif kind == "change":
-        said = ChangeReport(_report_of(sender, fields, view), fields.text("why"))
+        said = ChangeReport(_report_of(sender, fields, view), fields.words("why"))
     elif kind == "adopted":
         said = Adopted(next_view(message, view))
     elif kind == "leaving":
@@ -145,7 +143,7 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "view": mine.view_id,
         "unheard": sorted(map(list, mine.unheard)),
         "lacking": sorted(mine.lacking),
-        "behind": sorted(mine.behind),
+        "behind": sorted(map(list, mine.behind)),
         "gone": sorted(mine.gone),
         "joining": sorted(mine.joining),
         "left": sorted(map(list, mine.left)),
@@ -154,6 +152,7 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "commits": _with_digests(mine.commits),
         "void": sorted(map(list, mine.void)),
         "ready": mine.ready,
+        "heard": sorted(map(list, mine.heard.items())),
         "agreed": None if mine.agreed is None else [mine.agreed.known, adopted(mine.agreed.following)],
         "why": why,
     }
@@ -181,30 +180,44 @@ def next_view(message: Mapping[str, Any], previous: View) -> NextView:
         ValueError: a field is missing or is not what it should be.
     """
     fields = Fields(message)
-    members = None if fields.is_none("members") else fields.integers("members", 0, _MOST_REPLICAS)
+    members = None if fields.is_none("members") else fields.ranks("members")
     return NextView(
         view=None if members is None else View(fields.integer("view") + 1, members),
         previous=previous,
         from_step=fields.integer("from_step"),
         commits=fields.digests("commits"),
-        reason=fields.text("reason"),
-        joined=fields.integers("joined", 0, _MOST_REPLICAS),
+        reason=fields.words("reason"),
+        joined=fields.ranks("joined"),
         void=fields.pairs("void", -1),
         left=tuple(sorted(fields.pairs("left"))),
     )
 
 
+def read_answer(message: Mapping[str, Any], previous: View) -> dict[str, Any]:
+    """A ``welcome`` or ``refused``, for who has asked to join: what it should be, and nothing else.
+
+    Raises:
+        ValueError: a field is missing or is not what it should be.
+    """
+    fields = Fields(message)
+    if message["kind"] == "refused":
+        return {"kind": "refused", "reason": fields.words("reason"), "for_good": fields.flag("for_good")}
+    following = next_view(message, previous)
+    if following.view is None:
+        raise ValueError("it welcomes to a view that nobody is in")
+    note = {} if "note" not in message or fields.is_none("note") else fields.message("note")
+    return {**adopted(following), "view": fields.integer("view"), "kind": "welcome", "note": note}
+
+
 def _report_of(sender: int, fields: Fields, view: View) -> Report:
-    lacking, behind, gone, joining = (
-        frozenset(fields.integers(name, 0, _MOST_REPLICAS)) for name in ("lacking", "behind", "gone", "joining")
-    )
+    lacking, gone, joining = (frozenset(fields.ranks(name)) for name in ("lacking", "gone", "joining"))
     left_commits = frozenset((*round_key, digest) for round_key, digest in fields.digests("left_commits").items())
     return Report(
         sender,
         fields.integer("view"),
         unheard=fields.pairs("unheard"),
         lacking=lacking,
-        behind=behind,
+        behind=fields.pairs("behind"),
         gone=gone,
         joining=joining,
         step=fields.integer("step"),
@@ -214,6 +227,7 @@ def _report_of(sender: int, fields: Fields, view: View) -> Report:
         left_commits=left_commits,
         ready=fields.flag("ready"),
         agreed=_agreed_of(fields, view),
+        heard=dict(fields.numbered_texts("heard", MOST_RANK, MOST_DIGEST)),
     )
 
 

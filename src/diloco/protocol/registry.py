@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.errors import RendezvousError
+from diloco.protocol.fields import Fields
+from diloco.units import visible
 
 __all__ = ["Entry", "Registry", "difference"]
 
 _MOST_PLACES = 16
+_MOST_FACT = 500
+_MOST_KNOWN = 1000
+_MOST_ADDRESS = 300  # a name of a host has at most 253 characters
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,15 @@ class Entry:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Entry:
-        """From JSON; `ValueError`, `TypeError` or `KeyError` for anything that is none."""
-        facts = {str(name): str(value) for name, value in dict(message["facts"]).items()}
-        places = tuple(str(place) for place in list(message["places"])[:_MOST_PLACES])
-        return cls(int(message["rank"]), str(message["address"]), facts, int(message["held_step"]), places)
+        """From JSON; `ValueError` names the field of anything that is none."""
+        fields = Fields(message)
+        return cls(
+            fields.rank("rank"),
+            fields.printable("address", _MOST_ADDRESS),
+            fields.texts("facts"),
+            fields.integer("held_step", -1),
+            fields.list_of_texts("places", _MOST_PLACES),
+        )
 
 
 def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
@@ -63,7 +73,8 @@ def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
     for key in dict.fromkeys([*one.facts, *other.facts]):
         here, there = one.facts.get(key, "nothing"), other.facts.get(key, "nothing")
         if here != there:
-            return f"{name(one)} has {key} = {here} and {name(other)} has {key} = {there}"
+            fact, mine, theirs = (visible(each, _MOST_FACT) for each in (key, here, there))
+            return f"{name(one)} has {fact} = {mine} and {name(other)} has {fact} = {theirs}"
     return ""
 
 
@@ -91,19 +102,30 @@ class Registry:
         if not 0 <= entry.rank < self.num_ranks:
             raise RendezvousError(
                 f"rank {entry.rank} at {entry.address} wants to take part in a run of {self.num_ranks} ranks; "
-                f"0 to {self.num_ranks - 1} would work. Nothing was started."
+                f"ranks are 0 to {self.num_ranks - 1}. Nothing was started."
             )
         known = self.entries.get(entry.rank)
         if known is not None and not self.running:
             raise RendezvousError(
                 f"two processes say that they are rank {entry.rank}: one at {known.address} and one at "
-                f"{entry.address}; a rank of its own for each would work. Nothing was started."
+                f"{entry.address}; each process needs a rank of its own. Nothing was started."
             )
         reference = min((other for rank, other in self.entries.items() if rank != entry.rank), key=_rank, default=None)
         if reference is not None and (words := difference(reference, entry, self.ranks_per_replica)):
-            raise RendezvousError(f"{words}; the same on both sides would work. Nothing was started.")
+            raise RendezvousError(f"{words}; both sides need the same. Nothing was started.")
         self.entries[entry.rank] = entry
         self.running = self.running or self.complete
+
+    def note(self, entry: Entry, keep: Collection[int]) -> None:
+        """Remember where a rank is, of a run whose ranks come and go.
+
+        An address has one rank that is not in ``keep``: the one that it named last. Of those, a thousand are known.
+        """
+        others = [rank for rank in self.entries if rank not in keep]
+        former = [rank for rank in others if self.entries[rank].address == entry.address]
+        for rank in (*former, *others[: max(0, len(others) - _MOST_KNOWN)]):
+            self.entries.pop(rank, None)
+        self.entries[entry.rank] = entry
 
     def withdraw(self, rank: int) -> None:
         """A rank left before all were there."""

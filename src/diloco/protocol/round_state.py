@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from diloco.algorithm.averaging import Mean, RoundId, Verdict
 from diloco.algorithm.exchange import Exchange
+from diloco.algorithm.mean_encoding import lost_words
+from diloco.algorithm.weighting import bounded_weights
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Commits, Rounds
@@ -29,6 +31,8 @@ class RoundState:
     Attributes:
         id: which round.
         headers, votes: rank -> what it said.
+        heard_s: rank -> when its header came, by this rank's clock.
+        unshown: votes of others that speak of headers which have not come here.
         fault: this rank's state differs from the majority's, so it gets this instead of an average.
         begun: this rank's contribution; None before it contributes and after the round is over.
         plan: how the payloads travel.
@@ -47,6 +51,8 @@ class RoundState:
     id: RoundId
     headers: dict[int, Header] = field(default_factory=dict)
     votes: dict[int, Vote] = field(default_factory=dict)
+    heard_s: dict[int, float] = field(default_factory=dict)
+    unshown: dict[int, RoundVote] = field(default_factory=dict)
     fault: DivergedError | None = None
     begun: HandedIn | None = None
     plan: Exchange | None = None
@@ -70,6 +76,11 @@ class RoundState:
     def was_begun(self) -> bool:
         """Whether this rank contributed to it."""
         return self.begun is not None or self.concluded
+
+    def late_s(self, contributors: Sequence[int], rules: Rules) -> tuple[float, ...]:
+        """How long after the first contribution this rank heard of each of ``contributors``, in seconds."""
+        heard_s = [self.heard_s[each * rules.ranks_per_replica + rules.position] for each in contributors]
+        return tuple(round(each - min(self.heard_s.values()), 3) for each in heard_s)
 
     def free(self) -> None:
         """Release tensors that are no longer needed."""
@@ -111,7 +122,7 @@ class RoundState:
         return late & absent, late - absent, late & (unheard | (late - absent))
 
     def judge(self, members: Sequence[int], rules: Rules) -> Verdict:
-        """The verdict that follows from the headers of all ranks of ``members``; also determines `donor`."""
+        """The verdict that follows from the headers of all ranks of ``members``; sets `donor` and `fault` as well."""
         assert self.begun is not None
         verdict = judge_headers(
             self.headers,
@@ -122,23 +133,35 @@ class RoundState:
         )
         if self.taking_over:
             self.donor = donor_for(rules.rank, self.headers, members=members, ranks_per_replica=rules.ranks_per_replica)
+        if rules.replica in verdict.diverged:
+            self.fault = DivergedError(
+                f"{self.id}: {verdict.reason}. The round is void for all.",
+                donor=verdict.donor,
+                round=str(self.id),
+                replicas=verdict.diverged,
+            )
         return verdict
 
-    def weights(self, members: Sequence[int], rules: Rules) -> Mapping[int, float]:
-        """Replica -> weight of its contribution, from the header of its rank at this rank's position."""
-        size = rules.ranks_per_replica
-        return {member: self.headers[member * size + rules.position].weight for member in members}
+    def weights(self, contributors: Sequence[int], rules: Rules) -> Mapping[int, float]:
+        """Contributor -> its weight, from the header of its rank at this rank's position, and bounded."""
+        headers = self.headers_here(contributors, rules)
+        return bounded_weights(
+            {each: header.weight for each, header in headers.items()},
+            {each: header.base_weight for each, header in headers.items()},
+        )
 
-    def count(self, sender: int, said: RoundVote, replica: int) -> None:
-        """Count a vote, which may say that the state of this ``replica`` differs from the majority's."""
-        self.votes[sender] = said.vote
-        if replica in said.diverged and self.fault is None:
-            self.fault = DivergedError(
-                f"{self.id}: {said.vote.reason}. The round is void for all.",
-                donor=said.donor,
-                round=str(self.id),
-                replicas=said.diverged,
-            )
+    def headers_here(self, members: Sequence[int], rules: Rules) -> Mapping[int, Header]:
+        """Replica -> header of its rank at this rank's position, with which payloads are exchanged."""
+        size = rules.ranks_per_replica
+        return {member: self.headers[member * size + rules.position] for member in members}
+
+    def lost_residual(self, members: Sequence[int], rules: Rules) -> str:
+        """What owners of earlier means took with them when they left, in words, or ""."""
+        assert self.plan is not None
+        here = self.headers_here(members, rules)
+        if self.plan.pattern == "all-gather":  # whoever holds a residual keeps it
+            return ""
+        return lost_words((header.residual for header in here.values()), here[rules.replica].numel)
 
     def failure(self, instead: TransportError | None) -> TransportError | None:
         """Why this rank gets no average, or None; ``instead`` replaces the error of a void round."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from diloco.algorithm.averaging import RoundId, Verdict
-from diloco.algorithm.exchange import plan_exchange
+from diloco.algorithm.exchange import plan_round
 from diloco.errors import TransportError, ViewChangedError
 from diloco.membership.ballot import Vote, tally
 from diloco.membership.change import Commits, NextView, Rounds
@@ -24,6 +24,9 @@ __all__ = ["RoundTable"]
 
 _MOST_TOLD = 8
 """Refused headers that are reported with the next average."""
+
+_MOST_EARLY = 4096
+"""Rounds that one rank may speak of before this rank has begun them: more than there can be in a view."""
 
 _AGAINST = "somebody voted against it before the view changed"
 
@@ -67,6 +70,7 @@ class RoundTable:
         self._has_state_of = has_state_of
         self._rounds: dict[RoundId, RoundState] = {}
         self._refused: list[str] = []
+        self._early: dict[int, set[RoundId]] = {}  # by sender: rounds that this rank has not begun
 
     def freeze(self) -> tuple[Commits, Rounds]:
         """Stop voting and deciding; returns what was committed lately, and what is void."""
@@ -112,18 +116,14 @@ class RoundTable:
         contribution = handed.contribution
         fragment = contribution.round.fragment
         state = self._state(contribution.round)
+        self._forget_before(contribution.round)
         state.begun = handed
         state.taking_over = joined and fragment >= 0 and fragment not in self._has_state_of
         if state.key in self._decided.void and state.committed is None:  # others decided so before this view began
             self._decide(state, False, _AGAINST)
             return
-        state.plan = plan_exchange(
-            contribution.codec,
-            contribution.numel,
-            len(self.view.members),
-            contribution.extra_bytes,
-            whole=contribution.clipping.active,
-        )
+        state.plan = plan_round(contribution, len(self.view.members))
+        state.heard_s[self._rules.rank] = handed.sent_s
         state.headers[self._rules.rank] = header = replace(handed.header, taking_over=state.taking_over)
         self._tell(header.to_message(self.view.id))
         state.exchanging = True
@@ -139,6 +139,17 @@ class RoundTable:
 
     # What members say.
 
+    def is_too_early(self, sender: int, round_id: RoundId) -> bool:
+        """Whether a member speaks of more rounds that this rank has not begun than there can be."""
+        state = self._rounds.get(round_id)
+        if state is not None and state.was_begun:
+            return False
+        early = self._early.setdefault(sender, set())
+        if round_id not in early and len(early) >= _MOST_EARLY:
+            return True
+        early.add(round_id)
+        return False
+
     def hear_header(self, sender: int, header: Header) -> None:
         """A member's contribution to a round was announced."""
         if sender not in self._ranks:
@@ -147,13 +158,14 @@ class RoundTable:
             self._refused = [*self._refused, refusal][-_MOST_TOLD:]
             return
         state = self._state(header.round)
-        state.headers[sender] = header
+        state.headers[sender], state.heard_s[sender] = header, self._outbox.now_s
         self._judge(state)
 
     def hear_vote(self, sender: int, vote: RoundVote) -> None:
-        """A member voted on a round."""
-        if sender in self._ranks:
-            self._count(self._state(vote.round), sender, vote)
+        """A member voted on a round, to which it has contributed before."""
+        state = self._rounds.get(vote.round)
+        if state is not None and sender in state.headers:
+            self._count(state, sender, vote)
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Replicas that have not announced a contribution to a round."""
@@ -168,6 +180,12 @@ class RoundTable:
         """Replicas that have not contributed to a round that this rank waits for."""
         waited_for = (state for state in self._rounds.values() if state.begun is not None and state.committed is None)
         return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
+
+    def has_voted_for(self, key: tuple[int, int]) -> bool:
+        """Whether this rank has voted for the round (fragment, outer step), so that others may have committed it."""
+        state = self._rounds.get(RoundId(*key))
+        mine = state.votes.get(self._rules.rank) if state is not None else None
+        return key in self._decided.commits or (mine is not None and mine.ok)
 
     # Payloads and timers.
 
@@ -228,15 +246,20 @@ class RoundTable:
         state = self._rounds.get(round_id)
         if state is None:
             state = self._rounds[round_id] = RoundState(round_id)
-            self._rounds = {
-                each: old
-                for each, old in self._rounds.items()
-                if each.fragment != round_id.fragment
-                or each.outer_step >= round_id.outer_step - 1
-                or not old.concluded
-                or old.exchanging
-            }
         return state
+
+    def _forget_before(self, begun: RoundId) -> None:
+        """This rank begins a round: earlier ones of the fragment that are over are forgotten."""
+        fragment, outer_step = begun.fragment, begun.outer_step
+        self._rounds = {
+            each: old
+            for each, old in self._rounds.items()
+            if each.fragment != fragment
+            or each.outer_step >= outer_step - 1
+            or (old.was_begun and (not old.concluded or old.exchanging))
+        }
+        for sender, early in self._early.items():
+            self._early[sender] = {e for e in early if e.fragment != fragment or e.outer_step > outer_step}
 
     def _refusal(self, sender: int, round_id: RoundId) -> str:
         """Why a header is refused, in words that name its sender, or ""."""
@@ -260,12 +283,17 @@ class RoundTable:
         if verdict.void:
             vote = Vote(False, reason=verdict.reason)
             self._cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
+        unshown, state.unshown = state.unshown, {}
+        for sender, said in unshown.items():
+            self._count(state, sender, said)
 
     def _give_verdict(self, state: RoundState, verdict: Verdict) -> None:
         state.verdict = verdict
         if state.exchanging:
-            weights = {} if verdict.void else state.weights(self.view.members, self._rules)
-            self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights))
+            weights = state.weights(verdict.contributors, self._rules)
+            here = {} if verdict.void else state.headers_here(self.view.members, self._rules)
+            residuals = {member: header.residual for member, header in here.items()}
+            self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
 
     def _cast(self, vote: RoundVote, state: RoundState) -> None:
         if self.frozen or self._rules.rank in state.votes:
@@ -276,7 +304,10 @@ class RoundTable:
     def _count(self, state: RoundState, sender: int, said: RoundVote) -> None:
         if self.frozen or state.committed is not None or sender in state.votes:
             return
-        state.count(sender, said, self._rules.replica)
+        if self._rules.replica in said.diverged and state.begun is not None and state.verdict is None:
+            state.unshown.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
+            return
+        state.votes[sender] = said.vote
         decision = tally(self._ranks, state.votes, groups=self._positions)
         if decision.committed is not None:
             self._decide(state, decision.committed, decision.reason)
@@ -300,9 +331,11 @@ class RoundTable:
             assert state.mean is not None
             assert state.plan is not None
             assert state.verdict is not None
-            note = "; ".join([*filter(None, [state.verdict.reason]), *self._refused])
+            lost = state.lost_residual(self.view.members, self._rules)
+            note = "; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused])
             self._refused = []
-            self._outbox.actions.append(Commit(state.id, state.mean, self.view, state.plan, note, state.donor))
+            late_s = state.late_s(state.mean.contributors, self._rules)
+            self._outbox.actions.append(Commit(state.id, state.mean, self.view, state.plan, note, state.donor, late_s))
         state.concluded = True
         state.free()
 

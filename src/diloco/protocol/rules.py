@@ -25,6 +25,7 @@ class Rules:
         piece_bytes: about how large a piece of a payload is.
         late_s: a replica counts as late if it has not contributed to a round this long after this rank, or if its vote
             is due and it has sent nothing for so long; None: never.
+        settle_s: a change of views that takes longer gives up those who keep it from its end.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Rules:
     round_timeout_s: float
     piece_bytes: int
     late_s: float | None = None
+    settle_s: float = 15.0
 
     @property
     def position(self) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diloco.membership.change import Change, NextView, Report
 from diloco.membership.view import View
+from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import Outbox
+from diloco.protocol.hearsay import believed, to_blame
 from diloco.protocol.messages import ChangeReport, change_message
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules
@@ -38,6 +42,7 @@ class ViewChange:
         self._roster = roster
         self._contributions = contributions
         self._outbox = outbox
+        self._said: dict[int, Report] = {}  # rank -> its last report, as it came
 
     def extend(
         self,
@@ -72,15 +77,32 @@ class ViewChange:
             left=left,
             left_commits=left_commits,
         )
-        return self._settle(change, announce=grew or started)
+        return self._settle(change, announce=self._weigh(change) or grew or started)
 
     def absorb(self, said: ChangeReport) -> NextView | None:
-        """Another rank reports what it knows; returns what to adopt now, if anything."""
+        """Another rank reports what it knows; returns what to adopt now, if anything.
+
+        What it says of its own steps and rounds never changes, so the first of it stands.
+        """
         if self._contributions.failure is not None or self._contributions.rounds is None:
             return None
         started, change = self._begin(said.why)
-        grew = change.absorb(said.report)
-        return self._settle(change, announce=grew or started)
+        first = self._said.get(said.report.rank, said.report)
+        self._said[said.report.rank] = replace(said.report, step=first.step, commits=first.commits, void=first.void)
+        return self._settle(change, announce=self._weigh(change) or started)
+
+    def blame(self) -> frozenset[int]:
+        """Replicas that keep the change from its end, which has taken too long."""
+        if self.known is None:
+            return frozenset()
+        return to_blame(self.known.mine, self.known.reports_of_staying(), me=self._rules.replica)
+
+    def end(self) -> None:
+        """The change is over."""
+        if self.known is not None:
+            self._outbox.actions.append(CancelTimer(Timer("settle", self.known.view.id)))
+        self.known = None
+        self._said.clear()
 
     def is_joining(self, replica: int) -> bool:
         """Whether a replica becomes a member by this change."""
@@ -94,14 +116,49 @@ class ViewChange:
         commits, void = rounds.freeze()
         mine = Report(self._rules.rank, rounds.view.id, step=self._contributions.step, commits=commits, void=void)
         self.known = Change(mine, rounds.view, self._rules.ranks_per_replica, self._policies.quorum, why)
+        self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s))
         return True, self.known
+
+    def _weigh(self, change: Change) -> bool:
+        """Take in what has been said, as far as it is believed by now; whether that was news."""
+        rounds, rules, first = self._contributions.rounds, self._rules, change.mine
+        assert rounds is not None
+        before = None
+        while before != change.mine:
+            before = change.mine
+            apart = {other for one, other in before.unheard if one == rules.replica}
+            candidates = {*change.view.members, *before.joining}
+            hears = {each for each in candidates if all(map(self._is_there, rules.ranks((each,))))} - apart
+            for rank, report in self._said.items():
+                what = believed(
+                    report,
+                    change.mine,
+                    sender=rules.replica_of(rank),
+                    me=rules.replica,
+                    hears=hears,
+                    voted_for=rounds.has_voted_for,
+                )
+                change.absorb(what)
+            # what others say, and this rank sees as well
+            mine = {late for one, late in change.mine.behind if one == rules.replica}
+            late = {late for _, late in change.mine.behind} & rounds.lacking() - mine - {rules.replica}
+            absent = {each for each in change.mine.joining if not all(map(self._is_there, rules.ranks((each,))))}
+            unheard = absent - apart - {rules.replica}
+            if late or unheard:
+                change.extend(behind=frozenset(late), unheard=frozenset(unheard))
+        return change.mine != first
+
+    def _is_there(self, rank: int) -> bool:
+        """Whether a rank is connected: the member, where it is one."""
+        return self._roster.is_connected(rank) if self._roster.has(rank) else rank in self._roster.connections
 
     def _settle(self, change: Change, *, announce: bool) -> NextView | None:
         """What to adopt, if all who stay are ready, or if none of them hears this rank any more."""
         if announce:
             if change.mine.agreed is not None:
                 self.agreed = change.mine.agreed.following.view
-            self._outbox.send(change.audience, change_message(change.mine, change.why))
+            heard = {rank: report.of_itself for rank, report in self._said.items()}
+            self._outbox.send(change.audience, change_message(replace(change.mine, heard=heard), change.why))
         following = change.outcome()
         if change.is_left_out and not any(map(self._roster.is_connected, self._rules.ranks(change.staying))):
             following = change.alone()

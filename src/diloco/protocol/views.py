@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership.change import NextView, Report, Rounds
-from diloco.membership.quorum import enough_without
+from diloco.membership.quorum import enough_without, more_than_could_lie
 from diloco.membership.view import View
 from diloco.protocol.actions import Adopt, CloseLinks, HangUp, OpenLinks, SetTimer, Timer
 from diloco.protocol.contributions import Contributions
 from diloco.protocol.events import HandedIn, Outbox, ViewBegan
 from diloco.protocol.failure_detector import Loss
+from diloco.protocol.hearsay import could_follow
 from diloco.protocol.messages import ChangeReport, Leaving, adopted
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules, left_out, stopped
@@ -50,6 +51,7 @@ class ViewManager:
         self._asked: dict[int, set[int]] = {}  # ranks that asked to join, by replica
         self._last: NextView | None = None
         self._gone_before: set[int] = set()
+        self._parted: set[int] = set()  # replicas that say that they go on, or stop, without this one
         self._broken = ""
 
     @property
@@ -107,7 +109,7 @@ class ViewManager:
 
     def close(self, failure: TransportError) -> None:
         """Take part in no more rounds; those in flight end with ``failure``."""
-        self._ending.known = None
+        self._ending.end()
         self.contributions.close(failure)
         self._outbox.actions.append(CloseLinks(self.view))
 
@@ -117,13 +119,37 @@ class ViewManager:
         """A member says that a view ends."""
         if self._last is not None and view_id == self._last.previous.id:
             self._outbox.send([sender], adopted(self._last))  # it is still in the view that has ended here
+        elif view_id == self.view.id and said.report.step > self.contributions.furthest_step:
+            words = f"replica {self._rules.replica_of(sender)} says that it is at step {said.report.step}"
+            self.give_up(sender, f"{words}, while others can't be past {self.contributions.furthest_step}")
         elif view_id == self.view.id:
             self._follow(self._ending.absorb(said))
 
-    def hear_adopted(self, following: NextView) -> None:
-        """A member has adopted what follows the present view."""
-        if self._ending.known is not None:
+    def hear_adopted(self, sender: int, following: NextView) -> None:
+        """A member has adopted what follows the present view.
+
+        That others go on or stop without this rank, as many must say as `hear_parting` asks for.
+        """
+        change, rounds = self._ending.known, self.contributions.rounds
+        if change is None or rounds is None:
+            return
+        if following.view is not None and self._rules.replica in following.view.members:
+            near = following.from_step - 1 <= self.contributions.furthest_step
+            if near and could_follow(following, change.mine, rounds.has_voted_for):
+                self._adopt(following)
+        elif self._has_support(sender):
             self._adopt(following)
+
+    def hear_parting(self, sender: int, reason: str) -> None:
+        """A member goes on, or stops, without this replica; counts once more say so than could lie, or all that are
+        heard."""
+        if self._has_support(sender):
+            self.exclude(reason)
+
+    def _has_support(self, sender: int) -> bool:
+        self._parted.add(self._rules.replica_of(sender))
+        here = {*self.view.members} - {self._rules.replica} - self._roster.unreached(self.view)
+        return len(self._parted) >= more_than_could_lie(len(self.view.members)) or here <= self._parted
 
     def hear_leaving(self, sender: int, said: Leaving) -> None:
         """A member leaves of its own accord."""
@@ -212,6 +238,14 @@ class ViewManager:
         if view_id == self.view.id and self._ending.known is None:
             self._follow(self._ending.extend(self._broken))
 
+    def settle(self, view_id: int) -> None:
+        """A change of views has taken too long: give up those who keep it from its end."""
+        if view_id == self.view.id and (blamed := self._ending.blame()):
+            words = f"{'replicas' if len(blamed) > 1 else 'replica'} {', '.join(map(str, sorted(blamed)))}"
+            why = f"{words} did not agree on the next view within {self._rules.settle_s:g} s"
+            self._outbox.actions.append(SetTimer(Timer("settle", view_id), self._rules.settle_s))
+            self._follow(self._ending.extend(why, unheard=blamed))
+
     def go_on(self, began: ViewBegan) -> None:
         """A view has begun: deal with members that can't be reached, and with replicas that ask to join."""
         following, mine, unheard = began.following, began.mine, self._roster.unreached(self.view)
@@ -261,7 +295,7 @@ class ViewManager:
         if following.view is not None and me not in following.view.members:
             self.exclude(following.reason)
             return
-        self._ending.known = None
+        self._ending.end()
         staying: Collection[int] = change.staying
         if following.view is not None:
             staying = following.view.members
@@ -290,6 +324,7 @@ class ViewManager:
     def _open(self, carried: Sequence[HandedIn], void: Rounds) -> None:
         """Open the present view with the rounds that are carried over; ``void`` ones are not."""
         self._roster.form(self.view)
+        self._parted.clear()
         self._broken = ""
         if self.failure is None:
             self._outbox.actions.append(OpenLinks(self.view))

@@ -7,6 +7,7 @@ there, and what it does, it says itself when asked. No clock of one machine is c
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ from typing import Any
 from diloco.errors import ConfigurationError
 from diloco.membership.founding import Looker
 from diloco.membership.view import View
+from diloco.protocol.fields import Fields, json_object
 from diloco.transport.hivemind.engine import load_engine
+from diloco.transport.hivemind.place import Admission
 
 __all__ = [
     "MAX_RECORD_BYTES",
@@ -27,11 +30,11 @@ __all__ = [
     "make_validator",
     "number_of",
     "owner_of",
-    "run_key",
 ]
 
 MAX_RECORD_BYTES = 4096
 _MAX_ADDRESSES = 16
+_NO_BYTES = b"\xc4\x00"  # in MessagePack
 _SHA2_256 = bytes((0x12, 32))  # what a multihash of that kind begins with: its code and its size
 
 
@@ -107,6 +110,7 @@ class PeerRecord:
         beat: grows each time that the record is stored.
         was: of a peer that looks, the swarm that it was a member of.
         last: the newest view of that swarm that it was a member of, or had agreed to be.
+        proven: whether whoever has made the record knows the secret of the run.
     """
 
     peer_id: str
@@ -118,39 +122,43 @@ class PeerRecord:
     beat: int = 0
     was: str = ""
     last: View | None = None
+    proven: bool = True
 
     def looker(self, swarm: str) -> Looker:
         """What it says, as a peer that looks, to those who were members of ``swarm``."""
         return Looker(self.number, self.held_step, self.last if swarm and swarm == self.was else None)
 
-    def to_bytes(self) -> bytes:
-        """As it is stored."""
+    def to_bytes(self, admission: Admission) -> bytes:
+        """As it is stored, with a proof that whoever has made it knows the secret of the run."""
         addresses = list(self.addresses)[:_MAX_ADDRESSES]
         fields = {"number": self.number, "swarm": self.swarm, "held_step": self.held_step, "addresses": addresses}
         last = [] if self.last is None else [self.last.id, *self.last.members]
-        return json.dumps(
-            fields | {"finished": self.finished, "beat": self.beat, "was": self.was, "last": last}
-        ).encode()
+        fields |= {"finished": self.finished, "beat": self.beat, "was": self.was, "last": last}
+        said = json.dumps(fields, sort_keys=True)
+        return json.dumps(fields | {"proof": admission.of_record(self.peer_id, said)}).encode()
 
     @classmethod
-    def from_bytes(cls, peer_id: str, data: bytes) -> PeerRecord:
-        """From what was stored; `ValueError`, `TypeError` or `KeyError` for anything else."""
-        fields = json.loads(data)
-        addresses = tuple(str(each) for each in list(fields["addresses"])[:_MAX_ADDRESSES])
-        number, held_step = int(fields["number"]), int(fields["held_step"])
-        finished, beat = fields["finished"] is True, int(fields.get("beat", 0))
-        last = [int(each) for each in fields.get("last", ())]
-        try:
-            view = View(last[0], tuple(last[1:])) if last else None
-        except ConfigurationError as error:
-            raise ValueError("its view is invalid") from error
-        swarm, was = (str(fields.get(name, ""))[:64] for name in ("swarm", "was"))
-        return cls(peer_id, number, swarm, held_step, addresses, finished, beat, was, view)
-
-
-def run_key(run: str) -> str:
-    """The DHT's key of a run."""
-    return f"diloco/1/{run}"
+    def from_bytes(cls, peer_id: str, data: bytes, admission: Admission) -> PeerRecord:
+        """From what was stored; `ValueError` for anything else."""
+        if len(data) > MAX_RECORD_BYTES:
+            raise ValueError("it is too large")
+        message = json_object(data)
+        fields = Fields(message)
+        last = fields.integers("last")
+        said = json.dumps({name: value for name, value in message.items() if name != "proof"}, sort_keys=True)
+        proof = admission.of_record(peer_id, said)
+        return cls(
+            peer_id,
+            fields.rank("number", -1),
+            fields.printable("swarm"),
+            fields.integer("held_step", -1),
+            fields.list_of_texts("addresses", _MAX_ADDRESSES),
+            fields.flag("finished"),
+            fields.integer("beat"),
+            fields.printable("was"),
+            View(last[0], last[1:]) if last else None,
+            proven=hmac.compare_digest(fields.text("proof").encode(), proof.encode()),
+        )
 
 
 def owner_of(subkey: bytes) -> str:
@@ -165,7 +173,10 @@ def owner_of(subkey: bytes) -> str:
     prefix, suffix = engine.RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
     if not subkey.startswith(prefix) or not subkey.endswith(suffix):
         raise ValueError("the subkey of a record names no owner")
-    key = serialization.load_ssh_public_key(subkey[len(prefix) : -len(suffix)])
+    try:
+        key = serialization.load_ssh_public_key(subkey[len(prefix) : -len(suffix)])
+    except Exception as error:  # whatever its parsers raise
+        raise ValueError("the subkey of a record holds no key") from error
     data = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     packed = engine.crypto_pb2.PublicKey(key_type=engine.crypto_pb2.RSA, data=data).SerializeToString()
     return str(engine.PeerID(_SHA2_256 + hashlib.sha256(packed).digest()))
@@ -188,7 +199,31 @@ def make_validator(private_key: Any) -> Any:
         def merge_with(self, other: Any) -> bool:
             return isinstance(other, type(self))
 
-    return engine.CompositeValidator([engine.RSASignatureValidator(private_key), SmallAndOwned()])
+    class OfBytes(engine.RecordValidatorBase):  # type: ignore[misc, name-defined]  # as above
+        """Runs when the signature has been taken off. Hivemind never ends a search that finds what it can't unpack."""
+
+        priority = 0
+
+        def validate(self, record: Any) -> bool:
+            return _is_bytes(record.value)
+
+        def strip_value(self, record: Any) -> bytes:
+            return bytes(record.value) if _is_bytes(record.value) else _NO_BYTES
+
+        def merge_with(self, other: Any) -> bool:
+            return isinstance(other, type(self))
+
+    return engine.CompositeValidator([engine.RSASignatureValidator(private_key), SmallAndOwned(), OfBytes()])
+
+
+def _is_bytes(packed: bytes) -> bool:
+    r"""Whether MessagePack makes of it bytes, of which a record consists, and nothing else.
+
+    >>> [_is_bytes(packed) for packed in (b"\xc4\x02hi", b"\xc4\x03hi", b"\xc5\x00\x02hi", b"\x91" * 3000, b"")]
+    [True, False, True, False, False]
+    """
+    size = {0xC4: 1, 0xC5: 2, 0xC6: 4}.get(packed[0] if packed else 0, 0)
+    return bool(size) and int.from_bytes(packed[1 : 1 + size], "big") == len(packed) - 1 - size
 
 
 def make_subkey(identity: Identity) -> bytes:

@@ -17,6 +17,7 @@ from diloco.transport.address import Address
 from diloco.transport.peers.block_assembly import Assembly, Block
 from diloco.transport.peers.state_wire import Description
 from diloco.transport.peers.streams import Streams, pack, read_frame
+from diloco.units import visible
 
 __all__ = ["Donor", "FetchContext", "Meter"]
 
@@ -154,7 +155,7 @@ class Donor:
                 writer.close()
         except _DropError as error:
             self.drop(str(error))
-        except (OSError, EOFError, TransportError, KeyError, ValueError, TypeError) as error:
+        except (OSError, EOFError, TransportError, ValueError) as error:
             self._failures += 1
             words = str(error) or type(error).__name__
             self.trouble = f"it said nothing for {slow_s:g} s" if isinstance(error, TimeoutError) else words
@@ -202,7 +203,7 @@ class Donor:
 
     def _excuse(self, message: Mapping[str, Any]) -> None:
         """Note why an answer holds no state."""
-        reason = str(message.get("reason", f"it answered {message['kind']!r}"))[:500]
+        reason = visible(str(message.get("reason", f"it answered {message['kind']!r}")), 500)
         if message["kind"] != "later":
             raise _DropError(reason)
         self._failures = 0

@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from diloco.errors import TransportError
+from diloco.protocol.fields import Fields
 from diloco.transport.base import SnapshotSource
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe
 from diloco.transport.peers.streams import pack, read_frame
@@ -230,18 +231,18 @@ class _DonorSession:
             snapshot.users += 1
 
     async def answer(self, message: dict[str, Any]) -> None:
-        fragment, after = _whole(message, "fragment"), _whole(message, "after")
-        digest = message["snapshot"]
+        fields = Fields(message)
+        fragment, after, digest = fields.integer("fragment"), fields.integer("after"), fields.text("snapshot")
         if not digest:
             self.use(None)
             await self._say(await self._offer(fragment, after))
             return
-        snapshot = self._service.cache.named(fragment, str(digest))
+        snapshot = self._service.cache.named(fragment, digest)
         if snapshot is None:
             await self._say({"kind": "moved"})
             return
         self.use(snapshot)
-        offset, size_bytes = _whole(message, "offset"), _whole(message, "size")
+        offset, size_bytes = fields.integer("offset"), fields.integer("size")
         if not offset < offset + size_bytes <= snapshot.values.size_bytes:
             raise TransportError(f"bytes {offset} to {offset + size_bytes} of {snapshot.values.size_bytes} were asked")
         await self._send(snapshot, offset, size_bytes)
@@ -277,13 +278,6 @@ class _DonorSession:
 
 def _copy(source: SnapshotSource, fragment: int, version: object) -> Snapshot:
     return Snapshot(fragment, version, *describe(source(fragment)))
-
-
-def _whole(message: dict[str, Any], name: str) -> int:
-    value = message[name]
-    if type(value) is not int or value < 0:
-        raise TransportError(f"{name} = {str(value)[:40]!r} was asked for instead of a whole number")
-    return value
 
 
 async def _write(writer: asyncio.StreamWriter, frame: bytes) -> None:

@@ -1,0 +1,241 @@
+"""Every parser of what others say or have written, fed with what hypothesis thinks of: nothing but the refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from diloco.data.shares import Shares
+from diloco.errors import DiLoCoError
+from diloco.membership.view import View
+from diloco.protocol.fields import json_object
+from diloco.protocol.headers import Header
+from diloco.protocol.messages import RoundVote, next_view, read, read_answer, speed_of
+from diloco.protocol.registry import Entry
+from diloco.transport.address import parse_address
+from diloco.transport.hivemind.identity import PeerRecord, owner_of
+from diloco.transport.hivemind.place import Admission
+from diloco.transport.hivemind.swarm import SwarmTable
+from diloco.transport.hivemind.visitor import PeerReport, status_of
+from diloco.transport.peers.state_wire import Description
+from diloco.transport.peers.streams import read_frame
+from diloco.units import visible
+
+__all__ = ["PARSERS", "feed", "fuzz"]
+
+Parser = tuple[st.SearchStrategy[Any], Callable[[Any], object]]
+
+_NUMBERS = (
+    st.integers()
+    | st.floats()
+    | st.sampled_from(
+        [0, -1, 1 << 31, (1 << 31) - 1, 1 << 53, 1 << 63, 10**400, 1e308, float("inf"), float("nan"), True]
+    )
+)
+_TEXTS = st.text(max_size=20) | st.sampled_from(["", "\x1b[2J", "\u202e", "1e400", "nan", "x" * 300, "\ud800", "a:1"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | _NUMBERS | _TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=2),
+    max_leaves=6,
+)
+_BYTES = (
+    st.binary(max_size=300)
+    | VALUES.map(lambda value: json.dumps(value, ensure_ascii=True).encode())
+    | st.text(alphabet='{}[]",:0123456789e.-+nulrtafsEN\\ud8', max_size=300).map(str.encode)
+)
+
+_VIEW = View(0, (0, 1, 2))
+_REPORT = {
+    "kind": "change",
+    "view": 0,
+    "unheard": [[0, 1]],
+    "lacking": [1],
+    "behind": [],
+    "gone": [2],
+    "joining": [5],
+    "left": [[1, 2]],
+    "left_commits": [[0, 1, "d"]],
+    "step": 3,
+    "commits": [[0, 1, "d"]],
+    "void": [[-1, 3]],
+    "ready": False,
+    "agreed": None,
+    "why": "lost",
+}
+_ADOPTED = {
+    "kind": "adopted",
+    "view": 0,
+    "members": [0, 1],
+    "from_step": 3,
+    "commits": [[0, 1, "d"]],
+    "void": [],
+    "reason": "x",
+    "joined": [],
+    "left": [[2, 4]],
+}
+_VOTE = {
+    "kind": "vote",
+    "view": 0,
+    "round": [0, 1],
+    "ok": True,
+    "digest": "d",
+    "reason": "",
+    "diverged": [],
+    "donor": -1,
+}
+_HEADER = {
+    "kind": "header",
+    "view": 0,
+    "round": [0, 1],
+    "numel": 2,
+    "weight": "1.0",
+    "base_weight": "1.0",
+    "digest": "d",
+    "buffers": None,
+    "integers": None,
+    "withdrawn": "",
+    "taking_over": False,
+}
+_ENTRY = {"rank": 3, "address": "a:1", "facts": {"seed": "0"}, "held_step": -1, "places": ["/ip4/1.2.3.4"]}
+_TABLE = {"swarm": "s", "entries": [_ENTRY], "members": [3], "step": 1, "founded_step": 0}
+_OFFER = {
+    "kind": "offer",
+    "skeleton": {"dict": {"x": {"tensor": "x"}}},
+    "tensors": {"x": ["torch.float32", [2]]},
+    "bytes": 8,
+    "blocks": ["0" * 16],
+    "snapshot": "0" * 16,
+}
+_SHARES = {"chain": [[0, [0, 1], 0, []]], "aside": []}
+_STATUS = {"kind": "status", "state": "training", "step": 3, "members": [0, 1], "sent_bytes": 5, "pace": 1.0}
+_ADMISSION = Admission("run", "words that only the members know")
+_RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", _VIEW)
+
+
+def damaged(message: Mapping[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A message with other fields, or fewer."""
+    changed = st.dictionaries(st.sampled_from(sorted(message)), VALUES, max_size=3)
+    left_out = st.sets(st.sampled_from(sorted(message)), max_size=1)
+    return st.builds(
+        lambda fields, out: {name: value for name, value in (dict(message) | fields).items() if name not in out},
+        changed,
+        left_out,
+    )
+
+
+def _frame(data: bytes) -> object:
+    async def reading() -> object:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        with contextlib.suppress(EOFError):
+            return await read_frame(reader, 1 << 14, 1 << 12)
+        return None
+
+    return asyncio.run(reading())
+
+
+def _row(answer: dict[str, Any]) -> object:
+    from diloco.cli.peers import row
+
+    cells = row(PeerReport("Qm", 3, status_of(answer)), "no answer")
+    assert all(cell.isprintable() for cell in cells), "escapes"
+    return cells
+
+
+def _record(fields: dict[str, Any]) -> object:
+    words = {name: value for name, value in fields.items() if name != "proof"}
+    text = json.dumps(words, sort_keys=True)
+    return PeerRecord.from_bytes(
+        "Qm", json.dumps(words | {"proof": _ADMISSION.of_record("Qm", text)}).encode(), _ADMISSION
+    )
+
+
+def _visible(text: str) -> object:
+    assert visible(text).isprintable(), "escapes"
+    return None
+
+
+PARSERS: dict[str, Parser] = {
+    "JSON": (_BYTES, json_object),
+    "a frame": (
+        st.builds(lambda n, data: b"DLC1" + n.to_bytes(4, "big") + bytes(8) + data, st.integers(0, 400), _BYTES)
+        | st.binary(max_size=64),
+        _frame,
+    ),
+    "a text of another": (_TEXTS, _visible),
+    "a report": (damaged(_REPORT), lambda message: read(1, message, _VIEW)),
+    "what was agreed": (damaged(_ADOPTED).map(lambda a: _REPORT | {"agreed": [3, a]}), lambda m: read(1, m, _VIEW)),
+    "a vote": (damaged(_VOTE), lambda message: read(1, message, _VIEW)),
+    "a vote alone": (damaged(_VOTE), RoundVote.from_message),
+    "a header": (damaged(_HEADER), Header.from_message),
+    "a leaving": (
+        damaged({"kind": "leaving", "view": 0, "step": 3, "commits": [[0, 1, "d"]]}),
+        lambda message: read(1, message, _VIEW),
+    ),
+    "what was adopted": (damaged(_ADOPTED), lambda message: next_view(message, _VIEW)),
+    "a welcome": (damaged(_ADOPTED | {"note": {}}), lambda message: read_answer(message | {"kind": "welcome"}, _VIEW)),
+    "a refusal": (damaged({"reason": "no", "for_good": True}), lambda m: read_answer(m | {"kind": "refused"}, _VIEW)),
+    "a speed": (damaged({"steps_per_s": "2.5"}), speed_of),
+    "an entry": (damaged(_ENTRY), Entry.from_message),
+    "a table": (damaged(_TABLE), SwarmTable.from_message),
+    "a record": (damaged(json.loads(_RECORD.to_bytes(_ADMISSION))), _record),
+    "a record's bytes": (_BYTES, lambda data: PeerRecord.from_bytes("Qm", data, _ADMISSION)),
+    "a record's owner": (st.binary(max_size=200), owner_of),
+    "a status": (damaged(_STATUS) | st.dictionaries(_TEXTS, VALUES, max_size=5), _row),
+    "an offer of state": (damaged(_OFFER), lambda message: Description.from_message(message, 1 << 20)),
+    "shares of the data": (damaged(_SHARES), Shares.from_message),
+    "an address": (_TEXTS | st.text(alphabet="[]:0123456789abcdef.", max_size=30), parse_address),
+}
+"""What is parsed: examples, and the parser."""
+
+
+def fuzz(minutes: float, examples: int = 50) -> dict[str, Any]:
+    """Feed all parsers in turn, with new examples each time.
+
+    Returns:
+        Parser -> how many examples it was given, and what it raised that is no refusal, with the example.
+    """
+    until_s, counts, failures = time.monotonic() + 60 * minutes, dict.fromkeys(PARSERS, 0), dict[str, str]()
+    while time.monotonic() < until_s:
+        for name, (strategy, parse) in PARSERS.items():
+            if name not in failures and time.monotonic() < until_s:
+                tried, failure = feed(strategy, parse, examples)
+                counts[name] += tried
+                if failure:
+                    failures[name] = failure
+    return {"minutes": minutes, "examples": sum(counts.values()), "parsers": counts, "failures": failures}
+
+
+def feed(strategy: st.SearchStrategy[Any], parse: Callable[[Any], object], examples: int) -> tuple[int, str]:
+    """How many examples a parser was given, and what it raised that is no refusal."""
+    tried, failures = 0, [""]
+
+    @seed(random.getrandbits(64))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def one(example: Any) -> None:
+        nonlocal tried
+        tried += 1
+        try:
+            with contextlib.suppress(ValueError, DiLoCoError):
+                parse(example)
+        except Exception as error:
+            failures[0] = f"{type(error).__name__}: {visible(str(error))} of {visible(repr(example), 400)}"
+
+    one()
+    return tried, failures[0]

@@ -1,0 +1,104 @@
+"""What peers of a swarm are told by records in the DHT and by answers; without a network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.hostile.attack import Attack, Outcome
+from benchmarks.hostile.doors import memory_bytes
+from diloco.cli.peers import row
+from diloco.protocol.fields import json_object
+from diloco.transport.hivemind.identity import PeerRecord
+from diloco.transport.hivemind.place import Admission
+from diloco.transport.hivemind.swarm import SwarmTable
+from diloco.transport.hivemind.visitor import PeerReport, status_of
+
+__all__ = ["ATTACKS"]
+
+ADMISSION = Admission("run")
+SECRET = Admission("run", "words that only the members know")
+RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",))
+
+
+def said(name: str, read: Callable[[], Any], before: str = "", who: str = "stranger") -> Attack:
+    """What it is made of must print; nothing but `ValueError` may be raised."""
+
+    def run() -> Outcome:
+        began_s, before_bytes, ended, shown = time.monotonic(), memory_bytes(), 0, ""
+        try:
+            with contextlib.suppress(ValueError):
+                shown = str(read())
+        except Exception:  # a joiner or `diloco peers` would end
+            ended = 1
+        return Outcome(
+            ended=ended,
+            stall_s=round(time.monotonic() - began_s, 2),
+            memory_bytes=max(0, memory_bytes() - before_bytes),
+            escapes=int(not shown.isprintable()),
+        )
+
+    return Attack(name=name, who=who, where="swarm", run=run, before=before)
+
+
+def record(**fields: Any) -> Callable[[], Any]:
+    """Signed by who knows the run's name."""
+
+    def read() -> str:
+        words = json.loads(RECORD.to_bytes(ADMISSION)) | fields
+        del words["proof"]
+        proof = ADMISSION.of_record("Qm", json.dumps(words, sort_keys=True))
+        return str(PeerRecord.from_bytes("Qm", json.dumps(words | {"proof": proof}).encode(), ADMISSION))
+
+    return read
+
+
+def raw(data: bytes) -> Callable[[], Any]:
+    return lambda: str(PeerRecord.from_bytes("Qm", data, ADMISSION))
+
+
+def forged() -> str:
+    """Made by somebody without the secret: it must not count."""
+    found = PeerRecord.from_bytes("Qm", RECORD.to_bytes(ADMISSION), SECRET)
+    assert not found.proven, "it counts"
+    return ""
+
+
+def status(**fields: Any) -> Callable[[], Any]:
+    return lambda: " ".join(row(PeerReport("Qm", 3, status_of({"kind": "status", "step": 3} | fields)), "no answer"))
+
+
+def table(**fields: Any) -> Callable[[], Any]:
+    entry = {"rank": 3, "address": "Qm", "facts": {}, "held_step": -1, "places": []}
+    whole = {"swarm": "s", "entries": [entry], "members": [3], "step": 1, "founded_step": 0}
+    return lambda: SwarmTable.from_message(json_object(json.dumps(whole | fields).encode()))
+
+
+_BEFORE = "a joiner and `diloco peers` end"
+ATTACKS = [
+    said("a record with 1e400", raw(b'{"number": 1e400}'), _BEFORE),
+    said("a record 3,000 levels deep", raw(b'{"number": ' + b"[" * 1900 + b"]" * 1900 + b"}"), _BEFORE),
+    said("a record of 60 kB", raw(b'{"swarm": "' + b"x" * 60_000 + b'"}')),
+    said("a record that is no JSON", raw(b"\xff\xfe")),
+    said("a record with the number 2^40", record(number=1 << 40), "registered"),
+    said("a record with the number -3", record(number=-3), "registered"),
+    said("a record with escapes in its swarm", record(swarm="\x1b[2J"), "escapes printed"),
+    said("a record with a view that is none", record(last=[1, 3, 2])),
+    said("a record with addresses that are none", record(addresses=[1, []])),
+    said("a forged record, with a secret", forged, "the secret doesn't cover the DHT"),
+    said("a status with escapes", status(state="\x1b]0;owned\x07\x1b[2J"), "escapes printed", "member"),
+    said("a status with sent_bytes 'x'", status(sent_bytes="x"), "`diloco peers` raises", "member"),
+    said("a status with a speed that is a list", status(tokens_per_s=[]), "`diloco peers` raises", "member"),
+    said("a status with 1e300 bytes", status(sent_bytes=1e300), "", "member"),
+    said("a status with an integer of 400 digits", status(step=10**400), "`diloco peers` raises", "member"),
+    said("a status with members that are none", status(members={"a": 1}), "`diloco peers` raises", "member"),
+    said("a status of 60 kB", status(state="x" * 60_000), "printed whole", "member"),
+    said("a table with the number 2^40", table(members=[1 << 40]), "they throw each other out", "member"),
+    said("a table without members", table(members=[]), "", "member"),
+    said("a table with members that are not in it", table(members=[4]), "", "member"),
+    said("a table of lists", table(entries=[[]], members=[[]]), "", "member"),
+    said("a table with escapes", table(swarm="\x1b[2J"), "escapes printed", "member"),
+]

@@ -1,0 +1,210 @@
+"""Attacks on machines of the protocol, over a simulated network whose clock is that of their timers."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.hostile.attack import Outcome
+from diloco.membership.quorum import Policy
+from diloco.protocol.actions import Timer
+from diloco.protocol.rules import Policies
+from tests.membership.network import Limits, Network
+from tests.protocol.simulated_rank import Rank
+
+__all__ = ["Lie", "Swarm", "Talker", "attacked_by_member", "attacked_by_stranger"]
+
+Message = Mapping[str, Any]
+Lie = Callable[[int, Message], Iterable[Message]]
+"""(receiver, message that an honest member would send) -> what the liar sends instead."""
+
+STEPS = 18
+"""Six rounds of each of the three fragments."""
+
+_MOST_TURNS = 400
+_POLICIES = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+
+
+class Talker:
+    """Somebody who is connected and no member; says one message to everybody in each of its turns."""
+
+    def __init__(self, network: Network, rank: int, says: Iterator[Message]) -> None:
+        self._network, self._rank, self._says = network, rank, says
+
+    def act(self) -> bool:
+        said = next(self._says, None)
+        if said is not None:
+            for other in self._network.ranks:
+                if other != self._rank:
+                    self._network.send(self._rank, other, json.dumps(said))
+        return said is not None
+
+    def heard(self, sender: int, message: Any) -> None: ...
+
+    def lose(self, rank: int, *, gone: bool) -> None: ...
+
+    def may(self, what: str) -> bool:
+        return False
+
+    def suffer(self, what: str, number: int) -> None: ...
+
+
+class Member(Rank):
+    """Hangs up on whoever sends what is no message of the protocol, as the connections of a process do.
+
+    A liar is one, too, but for its lies.
+    """
+
+    @property
+    def outcomes(self) -> dict[int, bool]:
+        """Step -> whether its round was committed here; also where it is told that it has diverged."""
+        return dict.fromkeys(self.errors, False) | dict.fromkeys(self.averages, True)
+
+    def heard(self, sender: int, message: str) -> None:
+        self.hear_garbage(sender, json.loads(message))
+
+
+class Swarm:
+    """Honest members, and one more rank that is no honest one.
+
+    Attributes:
+        honest: the members 0, 1, ...
+        clock_s: of the simulated time.
+    """
+
+    def __init__(self, honest: int, *, members: int) -> None:
+        self.network = Network(range(honest + 1), Limits())
+        self.honest = [Member(self.network, rank, members, 1, _POLICIES) for rank in range(honest)]
+        for each in self.honest:
+            each.STEPS = STEPS
+            self.network.nodes[each.rank] = each
+        self.liar = honest
+        self.clock_s = 0.0
+        self._due_s: dict[tuple[int, Timer], float] = {}
+
+    def run(self) -> Outcome:
+        """Until all honest ranks have decided all of their rounds, or none comes further."""
+        tracemalloc.start()
+        before_bytes, progress_s, stall_s, out_after = tracemalloc.get_traced_memory()[0], 0.0, 0.0, None
+        decided = 0
+        for _ in range(_MOST_TURNS):
+            began_s = time.process_time()
+            moved = self._turn()
+            took_s = time.process_time() - began_s  # of all of them, with the liar
+            now = sum(len(each.outcomes) for each in self.honest if not each.left)
+            self.clock_s += took_s if took_s > 0.5 else 0.0
+            if now > decided:
+                decided, progress_s = now, self.clock_s
+            stall_s = max(stall_s, self.clock_s - progress_s)
+            if out_after is None and all(self.liar not in each.view.members for each in self.honest if not each.left):
+                out_after = max((len(each.outcomes) for each in self.honest), default=0)
+            if all(each.left or len(each.outcomes) == STEPS for each in self.honest):
+                break
+            if not moved and not self._next_timer():
+                break
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        there = [each for each in self.honest if not each.left]
+        return Outcome(
+            ended=len(self.honest) - len(there),
+            stall_s=stall_s,
+            memory_bytes=(peak_bytes - before_bytes) // max(1, len(self.honest)),
+            void=max((len(each.errors) for each in self.honest), default=0),
+            rounds=max((len(each.outcomes) for each in self.honest), default=0),
+            digests_equal=all(_agree(one, other) for one in self.honest for other in self.honest),
+            escapes=sum(not text.isprintable() for each in self.honest for text in _texts(each)),
+            out_after=out_after,
+        )
+
+    def _turn(self) -> bool:
+        """Whatever is on its way arrives, and everybody does one thing."""
+        moved = False
+        for what, a, b in self.network.choices():
+            if self.network.can(what, a, b):
+                self.network.happen(what, a, b, 0)
+                moved = True
+        for rank in sorted(self.network.alive):
+            moved = self.network.nodes[rank].act() or moved
+        return moved
+
+    def _beat(self) -> None:
+        """Meanwhile everybody has said that it is there."""
+        for rank in sorted(self.network.alive):
+            for other in self.network.ranks:
+                if other != rank:
+                    self.network.send(rank, other, json.dumps({"kind": "beat"}))
+        for what, a, b in self.network.choices():
+            if what == "deliver" and self.network.can(what, a, b):
+                self.network.happen(what, a, b, 0)
+
+    def _next_timer(self) -> bool:
+        """Nothing happens by itself: the next timer runs out."""
+        waiting = [(each, number, delay_s, timer) for each in self.honest if not each.left
+                   for number, (delay_s, timer) in enumerate(each.timers)]  # fmt: skip
+        if not waiting:
+            return False
+        due_s = [
+            self._due_s.setdefault((each.rank, timer), self.clock_s + delay_s) for each, _, delay_s, timer in waiting
+        ]
+        first = min(range(len(waiting)), key=lambda index: due_s[index])
+        each, number, _, timer = waiting[first]
+        self.clock_s = max(self.clock_s, due_s[first])
+        self._beat()
+        del self._due_s[each.rank, timer]
+        for every in self.honest:
+            every.now_s = self.clock_s
+        each.suffer("timers", number)
+        return True
+
+
+def attacked_by_member(lie: Lie, *, honest: int = 3, extra: Sequence[Message] = ()) -> Outcome:
+    """One member lies.
+
+    Args:
+        lie: what it sends instead of what it should.
+        honest: members that do not.
+        extra: what it says beside, to each of them, once it has begun.
+    """
+    swarm = Swarm(honest, members=honest + 1)
+    liar = Member(swarm.network, swarm.liar, honest + 1, 1, _POLICIES)
+    liar.STEPS = STEPS
+    said = list(extra)
+
+    def lies(receiver: int, message: Message) -> Iterable[Message]:
+        yield from lie(receiver, message)
+        if receiver == 0:
+            for each in said:
+                for rank in range(honest):
+                    swarm.network.send(liar.rank, rank, json.dumps(each))
+            said.clear()
+
+    liar.lie = lies
+    swarm.network.nodes[swarm.liar] = liar
+    return swarm.run()
+
+
+def attacked_by_stranger(says: Iterable[Message], *, honest: int = 2) -> Outcome:
+    """Somebody who is connected and never becomes a member."""
+    swarm = Swarm(honest, members=honest)
+    swarm.network.nodes[swarm.liar] = Talker(swarm.network, swarm.liar, iter(says))
+    return swarm.run()
+
+
+def _agree(one: Member, other: Member) -> bool:
+    """Invariant 2: what both have decided they have decided alike."""
+    both = one.outcomes.keys() & other.outcomes.keys()
+    return all(one.outcomes[step] == other.outcomes[step] for step in both) and all(
+        one.averages[step].mean.contributors == other.averages[step].mean.contributors
+        for step in one.averages.keys() & other.averages.keys()
+    )
+
+
+def _texts(rank: Rank) -> Iterator[str]:
+    """What people would be shown."""
+    yield rank.left
+    yield from map(str, rank.errors.values())
+    yield from (change.reason for change in rank.changes)
+    yield from (commit.note for commit in rank.averages.values())

@@ -1,0 +1,120 @@
+"""What a member believes of another one's report about the end of a view. Pure.
+
+Everybody speaks for itself: whom it can't hear, for whose contribution it waits, that it leaves. What a report says of
+others counts only where this rank's own observation does not speak against it: of a replica that it hears, it waits for
+that replica's own words, or for the end of its connection. So a liar can say whom it does not hear itself, and no more;
+one that accuses two is the one to go (`diloco.membership.hearing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from diloco.membership.change import NextView, Report
+
+__all__ = ["believed", "could_follow", "to_blame"]
+
+
+def believed(
+    report: Report,
+    mine: Report,
+    *,
+    sender: int,
+    me: int,
+    hears: Collection[int],
+    voted_for: Callable[[tuple[int, int]], bool],
+) -> Report:
+    """What is believed of a report.
+
+    Args:
+        report: as it came.
+        mine: what this rank knows already.
+        sender: the replica whose rank sent it.
+        me: this replica.
+        hears: replicas whose ranks are all connected, and not given up.
+        voted_for: whether this rank has voted for a round (fragment, outer step): without its vote no round is
+            committed, so nobody can have committed any other one.
+
+    >>> lie = Report(2, 0, unheard=frozenset({(0, 1), (2, 1)}), gone=frozenset({0, 1}))
+    >>> what = believed(lie, Report(0, 0), sender=2, me=0, hears={1, 2}, voted_for=lambda key: False)
+    >>> sorted(what.unheard), sorted(what.gone)
+    ([(2, 1)], [])
+    """
+
+    def speaks_of(replica: int) -> bool:
+        return replica == sender or (replica != me and replica not in hears)
+
+    unheard = frozenset(pair for pair in report.unheard if pair in mine.unheard or speaks_of(pair[0]))
+    left = frozenset(each for each in report.left if each in mine.left or speaks_of(each[0]))
+    ended = mine.gone | {replica for replica, _ in left}
+    agreed = report.agreed
+    if agreed is not None and (
+        agreed.known > sum(map(len, report.known)) or not could_follow(agreed.following, mine, voted_for)
+    ):
+        agreed = None
+    return replace(
+        report,
+        unheard=unheard,
+        lacking=report.lacking & (mine.lacking | {other for _, other in unheard}),
+        behind=frozenset(pair for pair in report.behind if pair in mine.behind or speaks_of(pair[0])),
+        gone=frozenset(each for each in report.gone if each in ended or (each != me and each not in hears)),
+        left=left,
+        left_commits=frozenset(
+            each
+            for each in report.left_commits
+            if each in mine.left_commits or (left and left == report.left and voted_for(each[:2]))
+        ),
+        commits={key: digest for key, digest in report.commits.items() if voted_for(key)},
+        agreed=agreed,
+    )
+
+
+def could_follow(following: NextView, mine: Report, voted_for: Callable[[tuple[int, int]], bool]) -> bool:
+    """Whether a view could follow, as far as this rank knows: nobody is missing from it whom nobody accuses.
+
+    Args:
+        following: what another one says was agreed or adopted.
+        mine: what this rank knows.
+        voted_for: as for `believed`.
+    """
+    if following.view is None:
+        return False
+    accused = {each for pair in mine.unheard | mine.behind for each in pair} | mine.gone
+    before, after = {*following.previous.members}, {*following.view.members}
+    return before - after <= accused and after <= before | mine.joining and all(map(voted_for, following.commits))
+
+
+def to_blame(mine: Report, reports: Collection[tuple[int, Report | None]], *, me: int) -> frozenset[int]:
+    """Who keeps a change of views from its end: of those who stay, who has not reported or isn't ready for the same.
+
+    Where one of them knows something else than this rank, it is whoever that is about, or from: it told them different
+    things.
+
+    Args:
+        mine: what this rank knows.
+        reports: replica and what is believed of its rank's report, None where none has come, of all who stay.
+        me: this replica.
+    """
+    blamed: set[int] = set()
+    for replica, report in reports:
+        if replica == me or (report is not None and report.known == mine.known):
+            continue
+        between: set[int] = set()
+        if report is not None:
+            between |= {speaker for speaker, _ in (mine.unheard ^ report.unheard) | (mine.behind ^ report.behind)}
+            between |= (mine.gone ^ report.gone) | (mine.joining ^ report.joining)
+            between |= {each for each, _ in mine.left ^ report.left}
+            if mine.left_commits != report.left_commits:
+                between |= {each for each, _ in mine.left | report.left}
+        blamed |= between - {me} or {replica}
+    of_itself = {report.rank: (replica, report.of_itself) for replica, report in reports if report is not None}
+    for replica, report in reports:
+        for rank, digest in report.heard.items() if report is not None else ():
+            if rank in of_itself and of_itself[rank][1] != digest:
+                about = of_itself[rank][0]
+                blamed.add(replica if about == me else about)
+    if not blamed:
+        same = mine.agreed.following if mine.agreed is not None else None
+        blamed = {one for one, told in reports if told is None or told.agreed is None or told.agreed.following != same}
+    return frozenset(blamed - {me})

@@ -1,0 +1,167 @@
+"""Asking the peers of a swarm what they do, without taking part in it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import RendezvousError, TransportError
+from diloco.protocol.fields import GREATEST, MOST_RANK
+from diloco.transport.hivemind.identity import PeerRecord, load_identity
+from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.hivemind.place import Admission, NodePlace
+from diloco.transport.hivemind.swarm import ask_peer
+from diloco.transport.peers.streams import within
+from diloco.units import visible
+
+__all__ = ["PeerReport", "Visitor", "absence", "list_peers", "status_of", "visiting"]
+
+_ANSWER_S = 10.0
+_MOST_FIELDS, _MOST_CHARACTERS = 64, 64
+_NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
+            "link_bits_per_s", "tokens_per_s")  # fmt: skip
+"""Of what a peer says of itself."""
+
+
+@dataclass(frozen=True)
+class PeerReport:
+    """One peer of a run.
+
+    Attributes:
+        peer_id: its identity.
+        number: the replica number that it announced.
+        status: what it says of itself when asked; empty if it does not answer.
+        problem: why it does not answer; "" if it does.
+        finished: whether it has announced that it did all steps of the run.
+        way: how it was reached: "direct", "relayed", or through which other peer; "" if it was not.
+        round_trip_s: seconds from the question to the answer, with opening a stream; None if there was none.
+    """
+
+    peer_id: str
+    number: int
+    status: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    finished: bool = False
+    way: str = ""
+    round_trip_s: float | None = None
+
+
+class Visitor:
+    """Asks the peers of a run, as often as wanted. Made by `visiting`.
+
+    Args:
+        streams: of a peer that listens already.
+        admission: the run's name, and its secret.
+    """
+
+    def __init__(self, streams: PeerStreams, admission: Admission) -> None:
+        self._streams = streams
+        self._admission = admission
+
+    async def ask(self, since: Mapping[str, int] | None = None) -> list[PeerReport]:
+        """Every peer of the run that was there within the last half hour, and its answer.
+
+        Args:
+            since: None: no events are asked for. Else peer -> the number of the first event to be told, which its last
+                answer named as ``next_event``; 0 for peers that are not in it.
+        """
+        records = await self._streams.node.find(self._admission)
+        for record in records:
+            self._streams.know(record.peer_id, record.addresses)
+        asked = {each.peer_id: _question(each.peer_id, since) for each in records}
+        seen = await asyncio.gather(*(self._asked(each, asked[each.peer_id]) for each in records))
+        there = [each.peer_id for each in seen if each.status]
+        return list(await asyncio.gather(*(self._asked_through(there, each, asked[each.peer_id]) for each in seen)))
+
+    async def _asked(self, record: PeerRecord, question: Mapping[str, Any]) -> PeerReport:
+        asked_s = time.monotonic()
+        try:
+            answer = await within(_ANSWER_S, ask_peer(self._streams, record.peer_id, question))
+        except (OSError, TimeoutError, RendezvousError, TransportError) as error:
+            problem = str(error) or f"no answer within {_ANSWER_S:g} s"
+            return PeerReport(record.peer_id, record.number, problem=problem, finished=record.finished)
+        way = "relayed" if record.addresses and all("/p2p-circuit" in each for each in record.addresses) else "direct"
+        took_s = time.monotonic() - asked_s
+        return PeerReport(record.peer_id, record.number, status_of(answer), "", record.finished, way, took_s)
+
+    async def _asked_through(self, others: Sequence[str], seen: PeerReport, question: Mapping[str, Any]) -> PeerReport:
+        """What a peer that did not answer says to another member: it may listen nowhere and be connected to it."""
+        for other in others if seen.problem else ():
+            asked_s = time.monotonic()
+            try:
+                answer = await within(_ANSWER_S, ask_peer(self._streams, other, {**question, "of": seen.peer_id}))
+            except (OSError, TimeoutError, RendezvousError, TransportError):
+                continue
+            took_s = time.monotonic() - asked_s
+            return PeerReport(
+                seen.peer_id, seen.number, status_of(answer), "", seen.finished, f"through {other}", took_s
+            )
+        return seen
+
+
+def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a peer says of itself, as far as it can be shown: what it should be, short, and without what does not print.
+
+    >>> status_of({"kind": "status", "state": "\\x1b[2Jtraining", "step": 3, "sent_bytes": "x", "view": {"deep": []}})
+    {'state': '\\\\x1b[2Jtraining', 'step': 3}
+    """
+    said = [(visible(name, _MOST_CHARACTERS), value) for name, value in answer.items()][:_MOST_FIELDS]
+    shown = {name: visible(value, _MOST_CHARACTERS) if isinstance(value, str) else value for name, value in said}
+    return {name: value for name, value in shown.items() if _fits(name, value)}
+
+
+def _fits(name: str, value: object) -> bool:
+    if name == "members":
+        return isinstance(value, list) and all(type(each) is int and 0 <= each <= MOST_RANK for each in value)
+    if name in ("events", "kind"):
+        return name == "events" and isinstance(value, list)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= GREATEST
+    return value is None or number or (name not in _NUMBERS and isinstance(value, str | bool))
+
+
+def _question(peer_id: str, since: Mapping[str, int] | None) -> dict[str, Any]:
+    return {"kind": "status"} if since is None else {"kind": "status", "since": since.get(peer_id, 0)}
+
+
+def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
+    """Why a peer does not answer: "finished"; "gone", if it is a member for none of those that do; or "no answer"."""
+    views = [view for each in found if isinstance(view := each.status.get("members"), list) and view]
+    if peer.finished:
+        return "finished"
+    return "gone" if views and not any(peer.number in members for members in views) else "no answer"
+
+
+@asynccontextmanager
+async def visiting(identity: Path, place: NodePlace, admission: Admission) -> AsyncIterator[Visitor]:
+    """Be where peers can be asked, until the end of the ``async with``.
+
+    Args:
+        identity: file of a private key; made if it does not exist.
+        place: whom to ask first.
+        admission: the run's name, and its secret.
+
+    Raises:
+        RendezvousError: if no peer of ``place.join`` answers.
+    """
+    streams = PeerStreams(load_identity(identity), place, admission)
+
+    async def nobody_comes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    await streams.listen(nobody_comes)
+    try:
+        yield Visitor(streams, admission)
+    finally:
+        await streams.refuse()
+        await streams.close()
+
+
+async def list_peers(identity: Path, place: NodePlace, admission: Admission) -> list[PeerReport]:
+    """Ask every peer of a run once; arguments and errors as for `visiting`."""
+    async with visiting(identity, place, admission) as visitor:
+        return await visitor.ask()

@@ -1,0 +1,214 @@
+"""What one member that lies can do to the others: each attack on the simulated network, from any member's place.
+
+A liar is a rank made from the package's own classes, and says besides what the test wants. Of n members f lie, n > 2 f.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.algorithm.averaging import RoundId
+from diloco.errors import DivergedError
+from diloco.membership.ballot import Vote
+from diloco.membership.change import Agreed, NextView, Report
+from diloco.membership.view import View
+from diloco.protocol.messages import RoundVote, adopted, change_message
+from tests.membership.network import NUMBERS, Network, explore
+from tests.protocol.simulated import begin, rank, settle, simulated
+from tests.protocol.simulated_rank import Rank
+
+ROUND = RoundId(1, 0)
+Message = Mapping[str, Any]
+
+
+def tell(network: Network, liar: int, *messages: Message, to: Sequence[int] = ()) -> None:
+    """The liar says these things to all others, or to some of them."""
+    for other in to or [each for each in network.ranks if each != liar]:
+        for message in messages:
+            network.send(liar, other, json.dumps(message))
+
+
+def honest(network: Network, *liars: int) -> list[Rank]:
+    return [rank(network, number) for number in network.ranks if number not in liars]
+
+
+def check_honest(network: Network, *liars: int) -> None:
+    """None of them has ended, they are in one view, and each of their rounds was applied by all or by none."""
+    others = honest(network, *liars)
+    assert [each.left for each in others] == [""] * len(others)
+    assert len({each.view for each in others}) == 1
+    assert {each.rank for each in others} <= {*others[0].view.members}
+    for each in others:
+        assert each.step == Rank.STEPS
+        assert not each.exchanging
+        for step, committed in each.outcomes.items():
+            assert committed == others[0].outcomes.get(step, committed)
+
+
+def change(liar: int, view_id: int = 0, **said: Any) -> Message:
+    return change_message(Report(liar, view_id, **said), "because I say so")
+
+
+def lies_about(liar: int, replicas: int) -> dict[str, list[Message]]:
+    """By what is lied about: all the others are lost in one way or another, or the view that follows is another one."""
+    others = frozenset(range(replicas)) - {liar}
+    view = View.of(replicas)
+    alone = NextView(View(1, (liar,)), view, 1, {}, "the others are lost")
+    nobody = NextView(None, view, 1, {}, "nobody may go on")
+    commits = {(fragment, step): "mean" for fragment in range(3) for step in range(3)}
+    pairs = frozenset((one, other) for one in others for other in range(replicas) if one != other)
+    return {
+        "all others have ended": [change(liar, gone=others)],
+        "nobody hears anybody": [change(liar, unheard=pairs)],
+        "nobody has contributed": [change(liar, behind=frozenset((liar, other) for other in others))],
+        "all say that nobody has contributed": [change(liar, behind=pairs)],
+        "all others leave": [change(liar, left=frozenset((other, 7) for other in others), gone=others)],
+        "somebody joins who is not there": [change(liar, joining=frozenset({99}))],
+        "one of them joins": [change(liar, joining=others)],
+        "the next view was agreed on": [change(liar, agreed=Agreed(1 << 50, alone), ready=True)],
+        "nobody goes on": [change(liar, agreed=Agreed(1 << 50, nobody), ready=True)],
+        "all rounds are committed": [change(liar, commits=commits)],
+        "a leaver has committed all rounds": [
+            change(liar, left_commits=frozenset((*key, digest) for key, digest in commits.items()))
+        ],
+        "it is far ahead": [change(liar, step=1 << 50)],
+        "others went on alone": [{"kind": "excluded", "view": view_id, "reason": "late"} for view_id in (0, 1 << 50)],
+        "another process has come": [{"kind": "replaced"}],
+        "it has adopted a view of its own": [change(liar), adopted(alone)],
+        "it has adopted that all stop": [change(liar), adopted(nobody)],
+    }
+
+
+NAMES = sorted(lies_about(0, 3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_what_one_says_of_all_others_ends_none_of_them(name: str, replicas: int, place: str) -> None:
+    """With n > 2 f: at most the liar is put out."""
+    liar = 0 if place == "first" else replicas - 1
+    network = simulated(replicas)
+    begin(network, *range(replicas))
+    tell(network, liar, *lies_about(liar, replicas)[name])
+    settle_with_time(network, liar)
+    check_honest(network, liar)
+    assert all(set(each.outcomes.values()) == {True} for each in honest(network, liar))
+
+
+@settings(max_examples=60, deadline=None)
+@given(NUMBERS, st.integers(3, 5), st.data())
+def test_lies_at_any_moment_make_no_two_histories(numbers: list[int], replicas: int, data: st.DataObject) -> None:
+    """Property: also some of them one after the other, and to some of the others only."""
+    liar = data.draw(st.integers(0, replicas - 1))
+    network = simulated(replicas)
+    others = [each for each in range(replicas) if each != liar]
+    for number in numbers[:20]:
+        possible: list[Callable[[], object]] = [
+            *(lambda choice=choice: network.happen(*choice, 0) for choice in network.choices()),
+            *(lambda each=each: rank(network, each).act() for each in network.ranks),
+            lambda: tell(
+                network,
+                liar,
+                *lies_about(liar, replicas)[data.draw(st.sampled_from(NAMES))],
+                to=data.draw(st.lists(st.sampled_from(others), min_size=1, unique=True)),
+            ),
+        ]
+        possible[number % len(possible)]()
+    settle_with_time(network, liar)
+    going_on = [each for each in honest(network, liar) if not each.left]
+    assert len({each.view for each in going_on}) <= 1, "two histories"
+    assert len(going_on) >= replicas - 2, "one bad pair costs one of the two, and a liar can make such a pair"
+
+
+def test_of_two_members_each_has_to_believe_the_other() -> None:
+    """With n = 2 nobody else can be asked: the other one can end the run, as it could by leaving."""
+    network = simulated(2)
+    begin(network, 0, 1)
+    tell(network, 1, {"kind": "excluded", "view": 0, "reason": "late"})
+    settle(network)
+    assert rank(network, 0).left.startswith("the others went on without replica 0: late.")
+
+
+@pytest.mark.parametrize(("replicas", "told"), [(3, 1), (4, 1), (5, 2)])
+def test_as_many_as_could_lie_exclude_nobody_and_one_more_does(replicas: int, told: int) -> None:
+    network = simulated(replicas)
+    begin(network, *range(replicas))
+    excluded = {"kind": "excluded", "view": 0, "reason": "late"}
+    for liar in range(1, told + 1):
+        tell(network, liar, excluded, to=[0])
+    settle(network)
+    assert not rank(network, 0).left
+    tell(network, told + 1, excluded, to=[0])
+    settle(network)
+    assert rank(network, 0).left.startswith("the others went on without replica 0: late.")
+
+
+@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (5, 4)])
+def test_nobody_takes_a_state_over_because_another_one_says_that_it_should(replicas: int, liar: int) -> None:
+    """A vote that names everybody as diverged, and the liar as the donor."""
+    network = simulated(replicas)
+    begin(network, *range(replicas))
+    others = tuple(each for each in range(replicas) if each != liar)
+    lie = RoundVote(ROUND, Vote(False, reason="all others have diverged"), others, liar).to_message(0)
+    tell(network, liar, lie)
+    explore(network, [])
+    for each in honest(network, liar):
+        assert not any(isinstance(error, DivergedError) for error in each.errors.values())
+        assert each.outcomes[1] is False, "it is a vote against the round, as any other one"
+        assert each.outcomes[4] is True, "the next round of that fragment is none the worse for it"
+
+
+def test_a_vote_that_names_who_has_diverged_waits_for_the_headers_that_show_it() -> None:
+    """It may come sooner than they do; then the round is not void for another reason meanwhile."""
+    network = simulated(3)
+    rank(network, 1).digest = "another state"
+    begin_without_delivery(network, 0, 1, 2)
+    for sender, receiver in ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0)):
+        deliver(network, sender, receiver)
+    deliver(network, 0, 1)  # its vote, while the header of 2 is on its way
+    assert not rank(network, 1).errors
+    explore(network, [])
+    error = rank(network, 1).errors[1]
+    assert isinstance(error, DivergedError)
+    assert (error.donor, error.replicas) == (0, (1,))
+
+
+def test_no_state_is_the_majoritys_where_no_two_of_three_hold_it() -> None:
+    """Else a liar's would be taken over by all, as the lowest one's."""
+    network = simulated(3)
+    for number in range(3):
+        rank(network, number).digest = f"state of {number}"
+    explore(network, [])
+    for number in range(3):
+        error = rank(network, number).errors[1]
+        assert not isinstance(error, DivergedError)
+        assert "replicas 0, 1, 2 differ, and no 2 of them hold the same" in str(error)
+
+
+def settle_with_time(network: Network, liar: int) -> None:
+    """All that is under way comes to its end, also where honest ranks have to wait for their time to be over."""
+    for _ in range(6):
+        explore(network, [])
+        waiting = [each for each in honest(network, liar) if any(timer.kind == "settle" for _, timer in each.timers)]
+        if not waiting:
+            break
+        for each in waiting:
+            each.suffer("timers", next(n for n, (_, timer) in enumerate(each.timers) if timer.kind == "settle"))
+
+
+def begin_without_delivery(network: Network, *numbers: int) -> None:
+    for number in numbers:
+        while rank(network, number).step == 0 or rank(network, number).has_to_do:
+            assert rank(network, number).act()
+
+
+def deliver(network: Network, sender: int, receiver: int) -> None:
+    assert network.can("deliver", sender, receiver)
+    network.happen("deliver", sender, receiver, 0)

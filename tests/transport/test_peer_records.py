@@ -1,0 +1,90 @@
+"""What peers say of themselves: in the DHT, where anybody can write, and when they are asked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.cli.peers import row
+from diloco.membership.view import View
+from diloco.transport.hivemind.identity import MAX_RECORD_BYTES, PeerRecord
+from diloco.transport.hivemind.place import Admission
+from diloco.transport.hivemind.swarm import SwarmTable
+from diloco.transport.hivemind.visitor import PeerReport, status_of
+
+ADMISSION = Admission("run", "the words of this run")
+RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", View(4, (1, 3)))
+
+
+def forged(**fields: Any) -> bytes:
+    """By one who knows the secret."""
+    said = json.loads(RECORD.to_bytes(ADMISSION)) | fields
+    del said["proof"]
+    proof = ADMISSION.of_record("Qm", json.dumps(said, sort_keys=True))
+    return json.dumps(said | {"proof": proof}).encode()
+
+
+def test_a_record_survives_its_way() -> None:
+    assert PeerRecord.from_bytes("Qm", RECORD.to_bytes(ADMISSION), ADMISSION) == RECORD
+    assert PeerRecord.from_bytes("Qm", forged(number=-1), ADMISSION).number == -1
+
+
+def test_only_who_has_the_secret_makes_a_record_that_counts() -> None:
+    for other in (Admission("run"), Admission("run", "other words than those"), Admission("x", ADMISSION.secret)):
+        assert not PeerRecord.from_bytes("Qm", RECORD.to_bytes(other), ADMISSION).proven
+    assert not PeerRecord.from_bytes("Qmother", RECORD.to_bytes(ADMISSION), ADMISSION).proven, "another peer's"
+    changed = RECORD.to_bytes(ADMISSION).replace(b'"beat": 2', b'"beat": 3')
+    assert not PeerRecord.from_bytes("Qm", changed, ADMISSION).proven
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"number": 1e400}',
+        b'{"number": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        forged(number=1 << 40),
+        forged(number=-3),
+        forged(held_step=-2),
+        forged(swarm="\x1b[2J"),
+        forged(addresses=[1]),
+        forged(last=[1]),
+        forged(last=[1, 3, 2]),
+        forged(last="x"),
+        forged(beat=1.5),
+        forged(swarm="x" * MAX_RECORD_BYTES),
+    ],
+)
+def test_what_is_no_record_is_left_out(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        PeerRecord.from_bytes("Qm", data, ADMISSION)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=80)
+    | st.sampled_from([10**400, 1 << 31, "\x1b]0;x\x07", "\u202e"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+NAMES = st.sampled_from(["kind", "replica", "state", "step", "view", "members", "sent_bytes", "digest", "pace", "x"])
+
+
+@given(st.dictionaries(NAMES | st.text(max_size=80), VALUES, max_size=12))
+def test_whatever_a_peer_says_of_itself_it_can_be_shown(answer: dict[str, Any]) -> None:
+    status = status_of(answer)
+    assert all(isinstance(each, str) and each.isprintable() for each in status)
+    assert all(value.isprintable() for value in status.values() if isinstance(value, str))
+    cells = row(PeerReport("Qm", 3, status), "no answer")
+    assert all(cell.isprintable() and len(cell) < 100 for cell in cells)
+
+
+@given(st.dictionaries(st.sampled_from(["entries", "members", "step", "swarm", "founded_step"]), VALUES))
+def test_what_is_no_table_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        SwarmTable.from_message({"kind": "table"} | fields)
