@@ -26,6 +26,7 @@ STREAMING_NOMINAL = {  # of the companion paper's table, and how far its digits 
 
 PARAMETERS = {
     "tiny": 869_760,
+    "tiny-muon": 869_760,
     "2m": 262_464,
     "14m": 9_766_528,
     "60m": 102_898_688,

@@ -74,6 +74,19 @@ def test_batches_of_windows_equal_predicting_token_by_token(
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / max(1, found.num_bytes), rel=1e-5)
 
 
+def test_progress_ends_at_all_tokens_however_they_are_cut() -> None:
+    tokens, told = np.arange(40, dtype=np.uint16), ([], [])  # type: tuple[list[int], list[int]]
+    model = build_lively(SETTINGS)
+    whole = evaluate(model, TOKENIZER, tokens, sequence_length=8, batch_size=2, progress=told[0].append)
+    windows = evaluate_windows(
+        model, TOKENIZER, [tokens], sequence_length=8, stride=4, batch_size=2, progress=told[1].append
+    )
+    for seen, evaluation in zip(told, (whole, windows), strict=True):
+        assert seen == sorted(seen)
+        assert len(seen) > 1
+        assert seen[-1] == evaluation.tokens
+
+
 @given(st.lists(st.text(max_size=5), max_size=6))
 def test_packed_documents_are_taken_apart_again(texts: list[str]) -> None:
     """A text may hold no character; what is packed has an end for it, too."""

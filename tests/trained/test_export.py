@@ -96,7 +96,7 @@ def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(
 ) -> None:
     begun = load_configuration(["--init-from", str(exported), "--preset", "2m"])
     before = open_checkpoint(run).about["model"]
-    assert vars(begun.model) == before | {"max_sequence_length": 16, "z_loss": 0.0}
+    assert begun.model.described() == before | {"max_sequence_length": 16, "z_loss": 0.0}
     assert (begun.data.tokenizer, begun.schedule.inner_steps) == (str(exported), 500)
     assert same(read_weights(exported, begun.model), read_weights(run))
     flags = ["--init-from", str(exported), "--model.layers", "3", "--model.rope-theta", "5", "--data", "absent"]

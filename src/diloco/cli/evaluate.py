@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from diloco.config.toml import read_toml
 from diloco.data.settings import DataSettings
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError
+from diloco.waiting import waiting_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,12 +37,15 @@ Without --data: on what the run held out, with the same numbers as at its end.
 The text is packed and cut into sequences, and a token sees what came before it
 in its own. With --stride N sequences overlap, so that every token but the first
 sees at least the sequence length minus N. With --by-document each document
-stands alone, as in lm-eval's rolling perplexity.
+stands alone, as in lm-eval's rolling perplexity. Of a run on conversations (diloco finetune)
+the answers alone count. With --questions a model is asked, too: how many of its
+likeliest answers are right to the letter.
 
 Examples:
   diloco evaluate runs/streaming-tiny
   diloco evaluate runs/streaming-tiny/checkpoints/step-00000300 --json
   diloco evaluate runs/streaming-tiny --data notes/ --sequences 0
+  diloco evaluate runs/streaming-llama --questions test.jsonl
   diloco evaluate exported --data test.jsonl --text-field body --stride 64"""
 
 
@@ -56,6 +61,10 @@ class EvaluateOptions:
     """Evaluate this replica's own parameters. Default: the global ones."""
     data: Annotated[tuple[Path, ...], arg(metavar="PATH...", help_behavior_hint="")] = ()
     """Files or folders to evaluate on, all of their text. Default: what the run held out."""
+    questions: Annotated[tuple[Path, ...], arg(metavar="PATH...", help_behavior_hint="")] = ()
+    """Conversations: loss on their answers, and how many of the last ones the model gives itself."""
+    answer_tokens: int = 256
+    """Tokens of an answer at most."""
     text_field: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """The field of .jsonl and .parquet records that holds the text. Default: as the run."""
     document_separator: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
@@ -71,7 +80,7 @@ class EvaluateOptions:
     batch_size: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Sequences at a time. Default: eight times that of the run."""
     device: Annotated[str, arg(metavar="TEXT")] = "auto"
-    """cpu, cuda, cuda:N, or auto."""
+    """cpu, cuda, cuda:N, mps, or auto."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Print one JSON object."""
 
@@ -82,6 +91,7 @@ class EvaluateOptions:
             ("--sequence-length", self.sequence_length, 1),
             ("--stride", self.stride, 1),
             ("--batch-size", self.batch_size, 1),
+            ("--answer-tokens", self.answer_tokens, 1),
         ):
             if value is not None and value < least:
                 raise ConfigurationError(f"{flag} {value} must be {least} or more. Nothing was started.")
@@ -91,6 +101,11 @@ class EvaluateOptions:
                     f"{flag} {given!r} needs --data PATH: what the run held out is read as the run read it. Nothing "
                     "was started."
                 )
+        if self.questions and (self.data or self.stride is not None or self.by_document):
+            raise ConfigurationError(
+                "--questions cannot be combined with --data, --stride or --by-document: each question stands alone. "
+                "Nothing was started."
+            )
         if self.sequences and (self.stride is not None or self.by_document):
             raise ConfigurationError(
                 f"--sequences {self.sequences} cannot be combined with "
@@ -107,6 +122,8 @@ def run(arguments: Sequence[str]) -> int:
     trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica)
     settings = _settings_of(trained, given)
     length = trained.length(given.sequence_length, "--sequence-length")
+    if given.questions or settings.data.format == "chat":
+        return _evaluate_answers(trained, settings, given, length)
     tokens = _tokens(settings.data, given, trained.tokenizer)
     evaluation = _evaluate(trained, settings, given, tokens, length)
     record = {
@@ -132,11 +149,61 @@ def _settings_of(trained: Trained, given: EvaluateOptions) -> Configuration:
     """The settings of the run; the defaults for a folder of ``transformers``, which has none."""
     if trained.step is not None:
         return build(Configuration, read_toml(trained.run / CONFIG_FILE, Configuration))
-    if not given.data:
+    if not given.data and not given.questions:
         raise ConfigurationError(
             f"{given.path} is no run, so nothing was held out: give --data PATH. Nothing was evaluated."
         )
     return Configuration()
+
+
+def _evaluate_answers(trained: Trained, settings: Configuration, given: EvaluateOptions, length: int) -> int:
+    """Evaluate on conversations and print."""
+    from diloco.data.chat import heldout_rows, read_questions
+    from diloco.trained.answers import answer_questions
+    from diloco.trained.evaluate import evaluate
+
+    if given.stride is not None or given.by_document:
+        raise ConfigurationError(
+            f"{trained.path} was trained on conversations, which stand alone: leave out --stride and --by-document. "
+            "Nothing was evaluated."
+        )
+    tokenizer = trained.chat_tokenizer()
+    with _told() as progress:
+        evaluation = evaluate(
+            trained.model,
+            tokenizer,
+            heldout_rows(settings.data, tokenizer, length, given.questions or given.data),
+            sequence_length=length,
+            batch_size=given.batch_size or settings.train.batch_size * 8,
+            sequences=0
+            if given.questions
+            else settings.evaluation.sequences
+            if given.sequences is None
+            else given.sequences,
+            progress=progress,
+        )
+    record: dict[str, Any] = {
+        "heldout_loss": evaluation.loss,
+        "perplexity": evaluation.perplexity,
+        "tokens": evaluation.tokens,
+        "step": trained.step,
+        "weights": trained.weights,
+        "checkpoint": str(trained.path),
+    }
+    shown = _text(trained, evaluation)
+    if given.questions:
+        answered = answer_questions(
+            trained.model,
+            tokenizer,
+            list(read_questions(given.questions)),
+            max_new_tokens=given.answer_tokens,
+            window=length,
+        )
+        right = sum(each.right for each in answered)
+        record |= {"questions": len(answered), "right": right, "accuracy": right / len(answered)}
+        shown += f"\nright answers   {right} of {len(answered)}, {right / len(answered):.1%}"
+    print(json.dumps(record, indent=2) if given.json else shown)
+    return 0
 
 
 def _evaluate(
@@ -146,26 +213,42 @@ def _evaluate(
 
     model, tokenizer = trained.model, trained.tokenizer
     batch_size = given.batch_size or settings.train.batch_size * 8  # as during training, for the same bits
-    if given.stride is None and not given.by_document:
-        return evaluate(
+    masks = settings.train.document_masks
+    with _told() as progress:
+        if given.stride is None and not given.by_document:
+            return evaluate(
+                model,
+                tokenizer,
+                tokens,
+                sequence_length=length,
+                batch_size=batch_size,
+                sequences=settings.evaluation.sequences if given.sequences is None else given.sequences,
+                document_masks=masks,
+                progress=progress,
+            )
+        return evaluate_windows(
             model,
             tokenizer,
-            tokens,
+            document_streams(tokens, tokenizer.eos_id) if given.by_document else [tokens],
             sequence_length=length,
+            stride=given.stride or length,
             batch_size=batch_size,
-            sequences=settings.evaluation.sequences if given.sequences is None else given.sequences,
-            document_masks=settings.train.document_masks,
+            document_masks=masks,
+            progress=progress,
         )
-    streams = document_streams(tokens, tokenizer.eos_id) if given.by_document else [tokens]
-    return evaluate_windows(
-        model,
-        tokenizer,
-        streams,
-        sequence_length=length,
-        stride=given.stride or length,
-        batch_size=batch_size,
-        document_masks=settings.train.document_masks,
-    )
+
+
+@contextmanager
+def _told() -> Iterator[Callable[[int], None]]:
+    """Tells how far the evaluation is, where it takes seconds; gives what takes the tokens predicted so far."""
+    done = 0
+
+    def progress(tokens: int) -> None:
+        nonlocal done
+        done = tokens
+
+    with waiting_for(lambda: f"the evaluation, with {done:,} tokens predicted,"):
+        yield progress
 
 
 def _tokens(data: DataSettings, given: EvaluateOptions, tokenizer: Tokenizer) -> np.ndarray:

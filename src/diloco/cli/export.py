@@ -12,6 +12,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
+from diloco.waiting import waiting_for
 
 __all__ = ["run"]
 
@@ -19,12 +20,16 @@ DESCRIPTION = """Write a trained model for other programs.
 
 hf: a folder for transformers' from_pretrained: safetensors, configuration,
 tokeniser. safetensors: one file of parameters, which --init-from takes.
+adapter: what a fine-tuning has trained, for peft. With --merge it becomes part of
+the weights beside it.
 
 Examples:
   diloco export runs/streaming-tiny --to hf exported
   diloco export runs/streaming-tiny --to hf exported --dtype bfloat16 --overwrite
   diloco export runs/streaming-tiny --replica 1 --checkpoint 300 --to hf replica-1
-  diloco export runs/streaming-tiny --to safetensors weights.safetensors"""
+  diloco export runs/streaming-tiny --to safetensors weights.safetensors
+  diloco export runs/streaming-llama merged --merge
+  diloco export runs/streaming-llama adapter --to adapter --checkpoint 300"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +40,10 @@ class ExportOptions:
     """Run folder (its latest checkpoint) or checkpoint."""
     place: Annotated[Positional[Path], arg(metavar="PLACE", help_behavior_hint="")]
     """Folder (hf) or file (safetensors) to write."""
-    to: Literal["hf", "safetensors"] = "hf"
-    """For transformers, or parameters by their names here."""
+    to: Literal["hf", "safetensors", "adapter"] = "hf"
+    """For transformers, parameters by their names here, or an adapter for peft."""
+    merge: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """hf: of a run with adapters: a whole model, with the adapters merged into it."""
     checkpoint: Annotated[int | None, arg(metavar="STEP", help_behavior_hint="")] = None
     """Inner steps of the checkpoint to take. Default: the latest."""
     replica: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
@@ -67,11 +74,22 @@ def run(arguments: Sequence[str]) -> int:
             f"--max-shard-size {largest} must be a number of KB, MB, GB or TB, such as 500MB. Nothing was exported."
         )
 
-    from diloco.trained.export import export_huggingface, export_safetensors
+    with waiting_for(lambda: f"{given.run} to be loaded and written to {given.place}"):
+        _export(given, largest)
+    return 0
+
+
+def _export(given: ExportOptions, largest: str) -> None:
+    from diloco.trained.export import export_adapter, export_huggingface, export_safetensors
     from diloco.trained.load import load_trained
     from diloco.units import format_bytes, format_count
 
     trained = load_trained(given.run, step=given.checkpoint, replica=given.replica)
+    _check_adapters(given, adapts=bool(trained.model.source_has))
+    if given.to == "adapter":
+        export_adapter(trained, given.place, overwrite=given.overwrite)
+        print(f"{given.place}: adapter for peft, {format_count(trained.model.num_trained())} parameters")
+        return
     parameters = trained.model.num_parameters()
     if given.to == "hf":
         made = export_huggingface(
@@ -82,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
             max_shard_size=largest,
             overwrite=given.overwrite,
         )
+        parameters = sum(parameter.numel() for parameter in made.parameters())
         kind, files = type(made).__name__, list(given.place.iterdir())
     else:
         export_safetensors(trained, given.place, dtype=given.dtype, overwrite=given.overwrite)
@@ -90,4 +109,17 @@ def run(arguments: Sequence[str]) -> int:
     print(f"{given.place}: {kind}, {format_count(parameters)} parameters, {given.dtype}, {format_bytes(size_bytes)}")
     step = "" if trained.step is None else f", step {trained.step}"
     print(f"from {trained.path}{step}, {trained.weights}")
-    return 0
+
+
+def _check_adapters(given: ExportOptions, *, adapts: bool) -> None:
+    """What was asked for must be said where there are adapters, and can't be where there are none."""
+    if adapts and given.to == "hf" and not given.merge:
+        raise ConfigurationError(
+            f"{given.run} has adapters beside weights of another model. Use --merge for a whole model, or --to "
+            "adapter. Nothing was exported."
+        )
+    asked = "--merge" if given.merge else "--to adapter"
+    if not adapts and (given.merge or given.to == "adapter"):
+        raise ConfigurationError(f"{given.run} has no adapters, so {asked} has no meaning. Nothing was exported.")
+    if given.merge and given.to != "hf":
+        raise ConfigurationError(f"--merge needs --to hf, not --to {given.to}. Nothing was exported.")

@@ -18,16 +18,18 @@ from diloco.trained.sampling import Sampling
 
 if TYPE_CHECKING:
     from diloco.trained.generate import TextStream
+    from diloco.trained.load import Trained
 
 __all__ = ["run"]
 
-DESCRIPTION = """Continue a text with a trained model.
+DESCRIPTION = """Continue a text with a trained model, or with --chat talk to it.
 
 Examples:
   diloco generate runs/streaming-tiny --prompt "import "
   diloco generate runs/streaming-tiny --prompt "def " --num-samples 3 --top-k 20
   diloco generate runs/streaming-tiny --prompt "def " --temperature 0
   diloco generate exported --prompt-file beginning.txt --stop "\\n\\n"
+  diloco generate runs/streaming-llama --chat
   cat beginning.txt | diloco generate runs/streaming-tiny --prompt-file - --json"""
 
 _LARGEST_SEED = 2**63 - 1
@@ -48,6 +50,11 @@ class GenerateOptions:
     """What to continue. Default: nothing, the beginning of a document."""
     prompt_file: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """A file with what to continue, UTF-8, to its last character; -: standard input."""
+    chat: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Put the prompt to the model by its chat template, and show its answer; without a prompt: read questions line by
+    line, and remember the conversation."""
+    system: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    """--chat: what the model is told before the conversation."""
     tokens: int = 200
     """Tokens to generate at most; the end of the document ends a sample."""
     stop: Annotated[tuple[str, ...], arg(metavar="TEXT...", help_behavior_hint="")] = ()
@@ -61,7 +68,7 @@ class GenerateOptions:
     context: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
     """Tokens that the model sees at most. Default: as it was trained."""
     device: Annotated[str, arg(metavar="TEXT")] = "auto"
-    """cpu, cuda, cuda:N, or auto."""
+    """cpu, cuda, cuda:N, mps, or auto."""
     json: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Print one JSON list of all samples, when they are done."""
     sampling: OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
@@ -80,6 +87,13 @@ class GenerateOptions:
             raise ConfigurationError(
                 f"--seed {self.seed} must be at most {_LARGEST_SEED - self.num_samples}. Nothing was started."
             )
+        if self.chat and (self.json or self.stop or self.num_samples != 1):
+            raise ConfigurationError(
+                "--chat cannot be combined with --json, --stop or --num-samples: it gives one answer at a time, which "
+                "ends where the model ends it. Nothing was started."
+            )
+        if self.system and not self.chat:
+            raise ConfigurationError("--system needs --chat. Nothing was started.")
         if self.prompt and self.prompt_file is not None:
             raise ConfigurationError(
                 f"--prompt cannot be given together with --prompt-file {self.prompt_file}. Nothing was started."
@@ -97,6 +111,8 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.trained.load import load_trained
 
     trained = load_trained(given.path, given.device, step=given.checkpoint, replica=given.replica)
+    if given.chat:
+        return _chat(trained, given, prompt)
     tokenizer, context = trained.tokenizer, trained.length(given.context, "--context")
     device = next(trained.model.parameters()).device
     stops = [text.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\") for text in given.stop]
@@ -133,6 +149,47 @@ def run(arguments: Sequence[str]) -> int:
         ]
         print(json.dumps(records, indent=2))
     return 0
+
+
+def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
+    """Answer the prompt, or every line of standard input."""
+    from diloco.trained.answers import answer
+    from diloco.trained.generate import TextStream
+
+    tokenizer, window = trained.chat_tokenizer(), trained.length(given.context, "--context")
+    said: list[dict[str, str]] = [{"role": "system", "content": given.system}] if given.system else []
+    asks = not prompt and sys.stdin.isatty()
+    questions = iter([prompt] if prompt else sys.stdin)
+    while True:
+        if asks:
+            print("> ", end="", flush=True)
+        if (question := next(questions, None)) is None:
+            return 0
+        said.append({"role": "user", "content": question if prompt else question.rstrip("\n")})
+        stream, text = TextStream(tokenizer), ""
+        tokens = answer(
+            trained.model,
+            tokenizer,
+            tokenizer.prompt(said),
+            max_new_tokens=given.tokens,
+            window=window,
+            sampling=given.sampling,
+            seed=given.seed,
+        )
+        for token in tokens:
+            text += _shown(stream.feed(token))
+        text += _shown(stream.finish())
+        print(flush=True)
+        said.append({"role": "assistant", "content": text})
+
+
+def _shown(text: str) -> str:
+    """The same text, printed at once."""
+    from diloco.monitor.wording import visible
+
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+    return text
 
 
 class _Sample:

@@ -22,6 +22,7 @@ Examples:
   diloco plan --preset 1b --replicas 4 --bandwidth 500Mbit --latency 80ms --step-time 0.8s --device cuda
   diloco plan --preset 35m --measure --peers 10.0.0.2:29400 --config run.toml
   diloco plan --preset 1b --bandwidth 1Gbit --step-time 0.8s --device cuda --price-per-hour 24 --json
+  diloco plan --finetune llama
 
 The loss that a setting costs is what papers measured, each cited; it is no promise for your data.
 Exit code 1: nothing reaches the target; what would is printed."""
@@ -52,6 +53,8 @@ class PlanOptions(SiteOptions):
     """What 10^9 bytes sent cost."""
     config: Annotated[Path | None, arg(help_behavior_hint="")] = None
     """Write the settings to this file, for `diloco train FILE`: in one process, with the links emulated."""
+    finetune: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """In place of all this: memory and payloads of fine-tuning the model of transformers in this folder, by rank."""
     json: bool = False
     """Print JSON."""
 
@@ -59,6 +62,10 @@ class PlanOptions(SiteOptions):
 def run(arguments: Sequence[str]) -> int:
     """Plan, print, write."""
     options = parse_options(PlanOptions, "plan", DESCRIPTION, arguments)
+    if options.finetune is not None:
+        from diloco.cli import plan_finetune
+
+        return plan_finetune.run(options.finetune, as_json=options.json)
     target = parse_share(options.target_utilization, "--target-utilization")
     _check(options, target)
     from diloco.cli import plan_model

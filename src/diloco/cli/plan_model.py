@@ -91,7 +91,11 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
         slowest = Link(min(link.bandwidth_bits_per_s for link in found), max(link.latency_s for link in found))
         links = [slowest] * options.replicas
     return Site(
-        workload=options.workload(max(times)), links=tuple(links), step_time_s=tuple(times), conditions=conditions
+        workload=options.workload(max(times)),
+        links=tuple(links),
+        step_time_s=tuple(times),
+        conditions=conditions,
+        mean_codec=options.mean_codec,
     ), measured
 
 
@@ -124,8 +128,8 @@ def _left_out(made: Plan, site: Site) -> list[str]:
     more = clipped_bytes(site, chosen) / max(1.0, chosen.sent_bytes_per_step)
     if more > 1:
         words.append(
-            "Nothing is clipped. With outer.max_norm or outer.median_norm_factor every payload goes to every replica, "
-            f"and {more:.1f} times the bytes are sent."
+            "Nothing is clipped. With outer.max_norm, outer.median_norm_factor or another outer.average than the mean "
+            f"every payload goes to every replica, and {more:.1f} times the bytes are sent."
         )
     return words
 
@@ -251,6 +255,11 @@ def planned_values(preset: str, choice: Candidate, site: Site, steps: int) -> di
         # a shared start exchanges gradients at every step, which such a link does not carry
         values["train.data_parallel_steps"] = 0
         values["schedule.inner_steps"] = choice.inner_steps
+        values["transport.mean_codec"] = site.mean_codec
+    if choice.codec in ("int2", "topk2"):  # their loss was measured so
+        values |= {"codec.error_feedback": True, "outer.name": "sgd", "outer.learning_rate": 1.0}
+    if choice.codec == "topk2":
+        values |= {"codec.error_feedback_decay": 0.95, "outer.average": "senders"}
     if choice.algorithm == "streaming":
         values["fragments.num_fragments"] = choice.num_fragments
         values["schedule.overlap_steps"] = choice.overlap_steps

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco.data.assignment import Assignment
-from diloco.data.packed import Tokens, num_windows
+from diloco.data.packed import PackedTokens, TokenArray, num_windows
 from diloco.errors import CheckpointError, ConfigurationError, DataError
 
 __all__ = ["Batch", "Batches", "Cursor", "check_cursor", "gather", "heldout_batches"]
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
-"""Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU."""
+"""Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; negative targets are not counted."""
 
 Cursor: TypeAlias = Mapping[str, Any]
 """What `Batches.state_dict` gave, fit for JSON."""
@@ -102,12 +102,12 @@ def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
         )
 
 
-def gather(tokens: Tokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
+def gather(tokens: PackedTokens, begins: NDArray[np.int64], sequence_length: int) -> Batch:
     """Inputs and targets, each ``(len(begins), sequence_length)`` int64, of the windows that begin at these tokens.
 
     Row by row, as a copy of so many tokens in a row is faster than a gather of each, also from a file.
 
-    >>> inputs, targets = gather(np.arange(9, dtype=np.uint16), np.array([0, 5]), 3)
+    >>> inputs, targets = gather(PackedTokens([np.arange(9, dtype=np.uint16)]), np.array([0, 5]), 3)
     >>> inputs.tolist(), targets.tolist()
     ([[0, 1, 2], [5, 6, 7]], [[1, 2, 3], [6, 7, 8]])
     """
@@ -117,10 +117,13 @@ def gather(tokens: Tokens, begins: NDArray[np.int64], sequence_length: int) -> B
         window = tokens[begin : begin + sequence_length + 1]
         inputs[row] = window[:-1]
         targets[row] = window[1:]
+        tokens.mark(begin + 1, targets[row])
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-def heldout_batches(tokens: Tokens, sequence_length: int, batch_size: int, max_sequences: int) -> Iterator[Batch]:
+def heldout_batches(
+    tokens: PackedTokens | TokenArray, sequence_length: int, batch_size: int, max_sequences: int
+) -> Iterator[Batch]:
     """Batches for evaluation: always the same windows, spread evenly over ``tokens``, in order.
 
     Args:
@@ -140,7 +143,8 @@ def heldout_batches(tokens: Tokens, sequence_length: int, batch_size: int, max_s
             f"An evaluation needs batch_size >= 1 and max_sequences >= 0, not {batch_size} and {max_sequences}. "
             "Nothing was evaluated."
         )
-    windows = num_windows(tokens, sequence_length)
+    packed = PackedTokens([tokens]) if isinstance(tokens, np.ndarray) else tokens
+    windows = num_windows(packed, sequence_length)
     if windows < 1:
         raise DataError(
             f"{len(tokens)} held-out tokens were given; one sequence of {sequence_length} needs {sequence_length + 1}. "
@@ -150,5 +154,5 @@ def heldout_batches(tokens: Tokens, sequence_length: int, batch_size: int, max_s
     count = min(max_sequences or windows, windows)
     begins = np.arange(count) * windows // count * sequence_length
     return (
-        gather(tokens, begins[first : first + batch_size], sequence_length) for first in range(0, count, batch_size)
+        gather(packed, begins[first : first + batch_size], sequence_length) for first in range(0, count, batch_size)
     )

@@ -52,6 +52,7 @@ class PackedTokens:
 
     Attributes:
         shares: source -> its fraction of the sequences; empty for a single source.
+        marks_ends: whether `mark` says where documents end, which their tokens then do not.
 
     Raises:
         DataError: from a slice that holds another id.
@@ -60,6 +61,8 @@ class PackedTokens:
     >>> len(tokens), tokens[2:5].tolist(), tokens[0:3].tolist()
     (6, [2, 3, 4], [0, 1, 2])
     """
+
+    marks_ends = False
 
     def __init__(
         self, pieces: Sequence[TokenArray], digest: str | None = None, *, vocab_size: int | None = None
@@ -106,6 +109,9 @@ class PackedTokens:
                 f"for each of {num_replicas} replicas needs {needed}, that is {needed * sequence_length + 1} tokens. "
                 "Use more text, fewer replicas, smaller batches or shorter sequences. Nothing was drawn."
             )
+
+    def mark(self, begin: int, targets: NDArray[np.int64]) -> None:
+        """Replace those of ``targets``, ``(n,)`` tokens from number ``begin`` on, that are not counted; here none."""
 
     def begins_at(
         self, positions: NDArray[np.int64], sequence_length: int, batch_size: int, seed: int

@@ -57,6 +57,13 @@ class DataSettings:
     what the datasets library reads. Empty: the running Python's own standard library."""
     sources: Mapping[str, Any] = field(default_factory=dict)
     """Several sources by weight, in place of paths: a table NAME = { data = "...", weight = 1.0 } for each."""
+    format: Literal["text", "chat"] = "text"
+    """text: documents; chat: conversations, of whose tokens only the answers count: .jsonl or .parquet records with
+    messages, with prompt and completion, or with text."""
+    chat_template: Path | None = None
+    """chat: a Jinja file in place of the tokenizer's own template."""
+    packing: bool = True
+    """chat: several conversations in a sequence, which don't see each other; else one."""
     text_field: str = "text"
     """The field of .jsonl and .parquet records that holds the text."""
     document_separator: str | None = None
@@ -103,6 +110,7 @@ class DataSettings:
                 f"data.sharding={self.sharding!r} does not go with data.streaming, where replicas take turns at blocks "
                 "of documents; leave out one of them. Nothing was started."
             )
+        self._check_chat()
         if self.document_separator == "":
             raise ConfigurationError("data.document_separator must not be empty. Nothing was started.")
         if not 0 < self.heldout_fraction < 1:
@@ -110,6 +118,27 @@ class DataSettings:
                 f"data.heldout_fraction must be between 0 and 1, not {self.heldout_fraction}. Nothing was started."
             )
         self.parsed_sources()
+
+    def _check_chat(self) -> None:
+        if self.format == "text":
+            if self.chat_template is not None:
+                raise ConfigurationError(
+                    f"data.chat_template={self.chat_template} needs data.format='chat'. Nothing was started."
+                )
+            return
+        for name in ("sources", "streaming", "document_separator"):
+            if getattr(self, name):
+                raise ConfigurationError(
+                    f"data.{name} does not go with data.format='chat', which reads all conversations of data.paths "
+                    "before training. Leave it out. Nothing was started."
+                )
+        if not self.paths:
+            raise ConfigurationError("data.format='chat' needs conversations: --data FILE.jsonl. Nothing was started.")
+        if of_hub := [str(path) for path in self.paths if str(path).startswith(HUB_PREFIX)]:
+            raise ConfigurationError(
+                f"data.paths={of_hub} is of the datasets library, and data.format='chat' reads .jsonl and .parquet "
+                "files. Save it with Dataset.to_json. Nothing was started."
+            )
 
     def parsed_sources(self) -> tuple[SourceSettings, ...]:
         """The sources that ``paths`` or ``sources`` name, checked.
@@ -140,8 +169,9 @@ class DataSettings:
             place = _absolute_place(tokenizer)
             tokenizer = place if tokenizer.startswith(HUB_PREFIX) or Path(place).exists() else tokenizer
         paths = tuple(Path(_absolute_place(str(path))) for path in self.paths)
+        template = None if self.chat_template is None else Path(_absolute_place(str(self.chat_template)))
         sources = {name: _absolute_table(table) for name, table in self.sources.items()}
-        return replace(self, paths=paths, sources=sources, tokenizer=tokenizer)
+        return replace(self, paths=paths, sources=sources, tokenizer=tokenizer, chat_template=template)
 
 
 def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettings:

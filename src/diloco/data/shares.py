@@ -92,12 +92,14 @@ class Shares:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Shares:
-        """What `to_message` made a message of; `ValueError`, `TypeError` or `KeyError` for anything else."""
-        chain = tuple(Assignment.from_message(each) for each in message["chain"])
-        aside = tuple((Assignment.from_message(each), int(until)) for each, until in message["aside"])
-        if not chain:
-            raise ConfigurationError("An empty chain of assignments was given. Nothing was assigned.")
-        return cls(chain, aside)
+        """What `to_message` made a message of; `ConfigurationError` for anything else."""
+        match message:
+            case {"chain": [*chain], "aside": [*aside]} if chain and all(_is_aside(each) for each in aside):
+                begun = tuple(Assignment.from_message(each) for each in chain)
+                return cls(begun, tuple((Assignment.from_message(each), until) for each, until in aside))
+        raise ConfigurationError(
+            "The message of shares must have a chain of assignments and those aside. Nothing was assigned."
+        )
 
     def _unused(self, replica: int, done: int, until: int, batch_size: int) -> list[Range]:
         """What a replica that has done so many steps is assigned before step ``until`` and won't use."""
@@ -115,3 +117,8 @@ class Shares:
         ends = [each.from_step for each in self.chain[1:]] + [until]
         spans = zip(self.chain, ends, strict=True)
         return [*aside, *((a, end) for a, end in spans if replica in a.members and a.from_step >= begins)]
+
+
+def _is_aside(each: object) -> bool:
+    """Whether it may be an assignment and the step until which it is in force."""
+    return isinstance(each, list | tuple) and len(each) == 2 and type(each[1]) is int

@@ -16,7 +16,14 @@ from typing import Any
 
 from diloco.errors import ConfigurationError, DataError, NoDataError, nearest
 
-__all__ = ["FOLDER_SUFFIXES", "checked_text", "missing_field", "read_documents", "read_standard_library"]
+__all__ = [
+    "FOLDER_SUFFIXES",
+    "checked_text",
+    "missing_field",
+    "read_documents",
+    "read_records",
+    "read_standard_library",
+]
 
 # fmt: off
 FOLDER_SUFFIXES = frozenset({
@@ -27,6 +34,7 @@ FOLDER_SUFFIXES = frozenset({
 """Which files of a folder count. A file that is named itself counts whatever its suffix."""
 
 _CHUNK_BYTES = 1 << 20
+_RECORDS = (".jsonl", ".parquet")
 
 STANDARD_LIBRARY_LEFT_OUT = frozenset({
     "site-packages", "dist-packages",  # installed, no part of it
@@ -183,6 +191,14 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
+    for place, record in _json_lines(path, f"the field {text_field!r}"):
+        if text_field not in record:
+            raise missing_field(place, text_field, record)
+        yield checked_text(record[text_field], place, text_field)
+
+
+def _json_lines(path: Path, needed: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each record of a ``.jsonl`` file, with its place in words; it needs what is ``needed``."""
     offset = 0
     # Cut at line feeds only: splitlines would also cut at a carriage return, which JSON allows between its tokens.
     for number, line in enumerate(_pieces(path, b"\n"), start=1):
@@ -196,15 +212,40 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
             raise DataError(f"{path}:{number} is not JSON: {error}. The text was not read.") from error
         if not isinstance(record, dict):
             raise DataError(
-                f"{path}:{number} must be a JSON object with the field {text_field!r}, not a {type(record).__name__}. "
-                "The text was not read."
+                f"{path}:{number} must be a JSON object with {needed}, not a {type(record).__name__}. The text was not "
+                "read."
             )
-        if text_field not in record:
-            raise missing_field(f"{path}:{number}", text_field, record)
-        yield checked_text(record[text_field], f"{path}:{number}", text_field)
+        yield f"{path}:{number}", record
+
+
+def read_records(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every record of the ``.jsonl`` and ``.parquet`` files of ``paths``, all of its fields, with its place in words.
+
+    Raises:
+        DataError: as `read_documents`; and for a file of another kind.
+        ConfigurationError: ``.parquet`` without pyarrow.
+    """
+    for path in paths:
+        files = [file for file in _files(path.expanduser()) if file == path or file.suffix.lower() in _RECORDS]
+        for file in files:
+            if file.suffix.lower() not in _RECORDS:
+                raise DataError(f"{file} holds no records. Give files that end in .jsonl or .parquet. It was not read.")
+            yield from (
+                _json_lines(file, "the fields of a conversation")
+                if file.suffix.lower() == ".jsonl"
+                else _parquet_rows(file, None)
+            )
+        if not files:
+            raise NoDataError(f"{path} holds no .jsonl or .parquet files. The text was not read.")
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+    for place, row in _parquet_rows(path, text_field):
+        yield checked_text(row[text_field], place, text_field)
+
+
+def _parquet_rows(path: Path, text_field: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of a ``.parquet`` file, with its place in words: one field of it, or with None all."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -214,12 +255,12 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
+            if text_field is not None and text_field not in file.schema_arrow.names:
                 raise missing_field(str(path), text_field, file.schema_arrow.names)
             row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-                for value in batch.column(0).to_pylist():
-                    yield checked_text(value, f"{path}, row {row}", text_field)
+            for batch in file.iter_batches(batch_size=1024, columns=None if text_field is None else [text_field]):
+                for values in batch.to_pylist():
+                    yield f"{path}, row {row}", values
                     row += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}. The text was not read.") from error

@@ -16,7 +16,7 @@ from diloco.model.language_model import LanguageModel
 from diloco.model.settings import ModelSettings, parse_source
 from diloco.model.transformer import build_model
 
-__all__ = ["build_language_model", "check_vocabulary", "drawing_from", "with_vocabulary"]
+__all__ = ["base_digest", "build_language_model", "check_vocabulary", "drawing_from", "with_vocabulary"]
 
 
 def build_language_model(
@@ -50,7 +50,12 @@ def build_language_model(
         from diloco.model.huggingface_source import build_huggingface
 
         with drawing_from(seed):
-            model: LanguageModel = build_huggingface(settings, on_meta=on_meta, definition=definition or None)
+            model = build_huggingface(settings, on_meta=on_meta, definition=definition or None)
+        if settings.lora_rank:
+            from diloco.model.adapters import add_adapters
+
+            with drawing_from(seed):  # anew: how many draws loading took must not matter
+                add_adapters(model, settings)
         return model.to(device)
     from diloco.model.foreign import build_foreign
 
@@ -63,6 +68,23 @@ def build_language_model(
         except ConfigurationError:
             # Code that reads its own values can't run without memory; any other error comes again.
             return build_foreign(settings).to(device)
+
+
+def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
+    """A digest of the stored weights that a model begins from; "" where there are none.
+
+    Args:
+        settings: of the model.
+        definition: as for `build_language_model`.
+
+    Raises:
+        ConfigurationError, CheckpointError: they can't be read.
+    """
+    if settings.source is None or parse_source(settings.source).kind != "hf":
+        return ""
+    from diloco.model.huggingface_source import stored_digest
+
+    return stored_digest(settings, definition or None)
 
 
 def with_vocabulary(settings: ModelSettings, tokens: int) -> ModelSettings:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from diloco.errors import ConfigurationError, nearest
+from diloco.errors import ConfigurationError
 from diloco.model.language_model import LanguageModel, LossParts, TokensSeen
 from diloco.model.loss import cross_entropy_with_z_loss
-from diloco.model.settings import ModelSettings, Source, parse_source
+from diloco.model.settings import ModelSettings
+from diloco.plugins import call
 
 __all__ = ["ForeignModel", "build_foreign"]
 
@@ -96,23 +92,9 @@ def build_foreign(settings: ModelSettings) -> LanguageModel:
         ConfigurationError: if it can't be found or called, or gives something else.
     """
     assert settings.source is not None
-    source = parse_source(settings.source)
-    function = _find(source)
-    accepted = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    source = settings.source
     offered = {"vocab_size": settings.vocab_size, "max_sequence_length": settings.max_sequence_length}
-    for name in settings.arguments:
-        if name not in accepted and not takes_all:
-            raise ConfigurationError(
-                f"model.arguments.{name} is no argument of {source}; {nearest(name, accepted)} Nothing was started."
-            )
-    given = {name: value for name, value in offered.items() if name in accepted or takes_all}
-    try:
-        made = function(**(given | dict(settings.arguments)))
-    except Exception as error:
-        raise ConfigurationError(
-            f"{source} raised {type(error).__name__}: {error} (diloco --debug shows where). Nothing was started."
-        ) from error
+    made = call("model.source", source, arguments=settings.arguments, offered=offered)
     if isinstance(made, LanguageModel):
         return made
     if not isinstance(made, nn.Module):
@@ -128,51 +110,3 @@ def build_foreign(settings: ModelSettings) -> LanguageModel:
         )
     longest = getattr(made, "max_sequence_length", settings.max_sequence_length)
     return ForeignModel(made, vocab_size=vocab_size, max_sequence_length=int(longest), z_loss=settings.z_loss)
-
-
-def _find(source: Source) -> Callable[..., Any]:
-    try:
-        module = _load_file(source.place) if source.place.endswith(".py") else _load_module(source.place)
-    except Exception as error:
-        raise ConfigurationError(
-            f"{source.place} of model.source={source} can't be imported: {type(error).__name__}: {error}. Name an "
-            "installed module, one in the working directory, or a .py file. Nothing was started."
-        ) from error
-    function = getattr(module, source.function, None)
-    if not callable(function):
-        callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise ConfigurationError(
-            f"{source.place} of model.source={source} has no function {source.function!r}; "
-            f"{nearest(source.function, callables)} Nothing was started."
-        )
-    found: Callable[..., Any] = function
-    return found
-
-
-def _load_module(name: str) -> Any:
-    """Import ``name``, which may be in the working directory, as ``python -m`` does."""
-    here = str(Path.cwd())
-    added = here not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    finally:
-        if added:
-            sys.path.remove(here)
-
-
-def _load_file(path: str) -> Any:
-    file = Path(path).expanduser().resolve()
-    name = f"diloco_model_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise FileNotFoundError(f"{file} is not there")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -16,6 +16,8 @@ from diloco.model.loss import cross_entropy_with_z_loss, projected_cross_entropy
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
+    from diloco.model.settings import ModelSettings
+
 __all__ = ["UNLIMITED", "HuggingFaceCache", "HuggingFaceModel"]
 
 UNLIMITED = 1 << 30
@@ -56,6 +58,8 @@ class HuggingFaceModel(LanguageModel):
         projects: whether its logits are nothing but a product of hidden states and output projection, so that the loss
             can be computed in chunks; `probe` finds out.
         weights: whether it began from stored or fresh ones; None: that is not known, or they come from a checkpoint.
+        adapters: the settings of its adapters; None: it has none.
+        base: a digest of the stored weights that it began from; "" where that is not known.
     """
 
     loss_calls_model = False
@@ -68,6 +72,8 @@ class HuggingFaceModel(LanguageModel):
         embedding.padding_idx = None
         self.z_loss = z_loss
         self.weights: Literal["stored", "fresh"] | None = None
+        self.base = ""
+        self.adapters: ModelSettings | None = None
         config = wrapped.config
         head = _head_of(wrapped)
         self.vocab_size = int(config.vocab_size if head is None else head.shape[0])
@@ -154,11 +160,17 @@ class HuggingFaceModel(LanguageModel):
 
     def definition(self) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(self.wrapped.config.to_json_string(use_diff=False))
-        return {"architecture": type(self.wrapped).__name__, "config": config}
+        made = {"architecture": type(self.wrapped).__name__, "config": config}
+        return made | {"base": self.base} if self.base else made
 
     def to_huggingface(self) -> PreTrainedModel:
-        """The model itself, in evaluation mode."""
+        """The model itself, in evaluation mode; adapters become part of the weights beside them."""
         self.eval()
+        if self.adapters is not None:
+            from diloco.model.adapters import merge_adapters
+
+            merge_adapters(self.wrapped)
+            self.adapters = None
         return self.wrapped
 
     @torch.no_grad()

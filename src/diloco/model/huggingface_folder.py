@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError
 
-__all__ = ["CONFIG_NAME", "has_weights", "import_transformers", "is_huggingface_folder", "read_json", "stored_tensors"]
+__all__ = [
+    "CONFIG_NAME",
+    "has_weights",
+    "import_transformers",
+    "is_huggingface_folder",
+    "read_json",
+    "stored_tensors",
+    "weights_digest",
+]
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
@@ -68,6 +79,29 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                     yield key, file.get_tensor(key)
         except SafetensorError as error:
             raise CheckpointError(f"{path} is no safetensors file: {error}. Nothing was started.") from error
+
+
+def weights_digest(folder: Path) -> str:
+    """A digest of all weights in ``folder``: names, types, shapes and values, however many files they lie in.
+
+    Files that have not changed since are not read again.
+
+    Raises:
+        CheckpointError: as `stored_tensors`.
+    """
+    files = tuple(
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safeten*"))
+    )
+    return _digest(folder, files)
+
+
+@cache
+def _digest(folder: Path, files: tuple[tuple[str, int, int], ...]) -> str:
+    each = {}
+    for name, value in stored_tensors(folder):
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        each[name] = f"{name} {value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(data.data)}"
+    return xxhash.xxh3_128_hexdigest("\n".join(each[name] for name in sorted(each)).encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -16,13 +16,13 @@ import torch
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.model.huggingface import HuggingFaceModel
-from diloco.model.huggingface_folder import CONFIG_NAME, has_weights, import_transformers
+from diloco.model.huggingface_folder import CONFIG_NAME, has_weights, import_transformers, weights_digest
 from diloco.model.settings import ModelSettings, parse_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_huggingface"]
+__all__ = ["build_huggingface", "stored_digest"]
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _REFUSALS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, OSError, AssertionError)
@@ -44,7 +44,8 @@ def build_huggingface(
     """
     auto = import_transformers().AutoModelForCausalLM
     folder: Path | None = None
-    if definition is not None:
+    base = "" if definition is None else str(definition.get("base", ""))
+    if definition is not None and not settings.lora_rank:
         config = _config_of(dict(definition["config"]), {}, "the checkpoint")
     else:
         assert settings.source is not None
@@ -53,8 +54,17 @@ def build_huggingface(
         config = _read_config(folder, settings.arguments)
     _check_kind(config)
     stored = folder is not None and settings.weights != "fresh" and _stored(folder, settings, looked=not on_meta)
+    if stored and not on_meta:
+        assert folder is not None
+        there = weights_digest(folder)
+        if base not in ("", there):
+            raise ConfigurationError(
+                f"{settings.source} holds other weights ({there}) than those that the adapters in the checkpoint were "
+                f"trained beside ({base}). Put that model there. Nothing was started."
+            )
+        base = there
     size = settings.vocab_size
-    if definition is None and size is not None and size != config.vocab_size:
+    if folder is not None and size is not None and size != config.vocab_size:
         if stored:
             raise ConfigurationError(
                 f"model.vocab_size={size} does not fit the weights in {folder}, which have {config.vocab_size}. Leave "
@@ -70,16 +80,38 @@ def build_huggingface(
                 wrapped = auto.from_config(config, dtype=torch.float32)
         elif stored:
             assert folder is not None
-            wrapped = _load(folder, config)
+            wrapped = _load(folder, config, _quantised(settings))
         else:
             wrapped = auto.from_config(config, dtype=torch.float32)
-    model = HuggingFaceModel(wrapped.float(), z_loss=settings.z_loss)
+    if settings.quantization is None or on_meta:
+        wrapped = wrapped.float()
+    model = HuggingFaceModel(wrapped, z_loss=settings.z_loss)
+    model.base = base
     if not on_meta:
         with _in_words(f"{type(config).__name__}, in a first forward pass"):
             model.probe()
     if folder is not None and (not on_meta or settings.weights == "fresh" or stored):
         model.weights = "stored" if stored else "fresh"
     return model
+
+
+def stored_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = None) -> str:
+    """A digest of the weights that a model of ``transformers`` begins from; "" where it begins from fresh ones.
+
+    Args:
+        settings: with ``source``.
+        definition: as for `build_huggingface`, which says what the digest was where the weights are not looked at.
+
+    Raises:
+        ConfigurationError, CheckpointError: there is no such folder, or its weights can't be read.
+    """
+    assert settings.source is not None
+    if definition is not None and not settings.lora_rank:
+        return str(definition.get("base", ""))
+    if settings.weights == "fresh":
+        return ""
+    folder = _find_folder(parse_source(settings.source).place, with_weights=True)
+    return weights_digest(folder) if _stored(folder, settings, looked=True) else ""
 
 
 def _find_folder(place: str, *, with_weights: bool) -> Path:
@@ -173,15 +205,38 @@ def _stored(folder: Path, settings: ModelSettings, *, looked: bool) -> bool:
             f"{folder} has its weights as {pickles[0]}, a pickle, which could run any code and is not read. Convert "
             "them to safetensors, or use --model.weights fresh. Nothing was started."
         )
-    if settings.weights == "stored":
+    if settings.weights == "stored" or settings.lora_rank:
         raise ConfigurationError(
-            f"model.weights='stored' needs weights, and {folder} has no model.safetensors. Use --model.weights fresh "
-            "for new ones. Nothing was started."
+            f"{folder} has no model.safetensors, and stored weights are needed. Use --model.weights fresh "
+            "without LoRA for new ones. Nothing was started."
         )
     return False
 
 
-def _load(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
+def _quantised(settings: ModelSettings) -> dict[str, Any]:
+    """What loads the weights quantised, if that is asked for.
+
+    Raises:
+        ConfigurationError: bitsandbytes is not installed, or does not serve this machine.
+    """
+    if settings.quantization is None:
+        return {}
+    try:
+        import bitsandbytes  # noqa: F401  # transformers imports it later, and says less
+        from transformers import BitsAndBytesConfig
+    except Exception as error:  # of its native library, too
+        raise ConfigurationError(
+            f"model.quantization={settings.quantization!r} needs bitsandbytes, which can't be imported ({error}): pip "
+            "install bitsandbytes, or use --model.base-dtype bfloat16. Nothing was started."
+        ) from error
+    made: Any = BitsAndBytesConfig
+    dtype = getattr(torch, settings.base_dtype)
+    if settings.quantization == "int8":
+        return {"quantization_config": made(load_in_8bit=True)}
+    return {"quantization_config": made(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)}
+
+
+def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) -> PreTrainedModel:
     """The weights of ``folder``, all of them and none left over but those that this kind of model has no use for."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -198,6 +253,7 @@ def _load(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            **quantised,
         )
     finally:
         if bars:

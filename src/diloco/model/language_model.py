@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.algorithm.layers import group_layers
 from diloco.errors import ConfigurationError
+from diloco.model.loss import ENDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "TokensSeen", "document_numbers"]
+__all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "TokensSeen", "document_numbers", "documents_of"]
 
 
 class LossParts(NamedTuple):
@@ -88,6 +90,8 @@ class LanguageModel(nn.Module, abc.ABC):
         num_layers: blocks, as fragments are made of.
         loss_chunks: how `loss` is computed, for a model that can do it in chunks; set by who trains it.
         whole_graphs: whether torch.compile traces its blocks without a break.
+        source_has: names of the state that no checkpoint holds, because the model's source does: frozen weights beside
+            adapters.
         loss_calls_model: whether `loss` goes through ``self(tokens)``, and so through the hooks that are on it.
     """
 
@@ -97,6 +101,7 @@ class LanguageModel(nn.Module, abc.ABC):
     loss_chunks: LossChunks = LossChunks()
     whole_graphs: bool = True
     loss_calls_model: bool = True
+    source_has: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def forward(self, tokens: Tensor, cache: Any = None, documents: Tensor | None = None) -> Tensor:
@@ -121,7 +126,8 @@ class LanguageModel(nn.Module, abc.ABC):
 
         Args:
             tokens: ``(batch, sequence)`` int64.
-            targets: ``(batch, sequence)`` int64, the token that follows each of ``tokens``.
+            targets: ``(batch, sequence)`` int64, the token that follows each of ``tokens``; negative: it is not
+                counted. The means are over those that are, and 0 where none is.
             documents: as in `forward`.
         """
 
@@ -159,6 +165,22 @@ class LanguageModel(nn.Module, abc.ABC):
         """The numbered blocks among the trainable parameters, which is what fragments are made of."""
         return len(group_layers({name: p.numel() for name, p in trainable_parameters(self).items()})[1])
 
+    def saved_state(self) -> dict[str, Tensor]:
+        """The state dict without what the model's source has; not copied."""
+        return {name: value for name, value in self.state_dict().items() if name not in self.source_has}
+
+    def load_saved_state(self, values: Mapping[str, Tensor]) -> None:
+        """Take over what `saved_state` gave.
+
+        Raises:
+            RuntimeError: it is of another model.
+        """
+        self.load_state_dict({name: v for name, v in self.state_dict().items() if name in self.source_has} | {**values})
+
+    def num_trained(self) -> int:
+        """Trainable parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
     def num_parameters(self) -> int:
         """Trainable and frozen parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.parameters())
@@ -177,3 +199,16 @@ def document_numbers(tokens: Tensor, end: int) -> Tensor:
     """
     ends = (tokens == end).long()
     return ends.cumsum(1) - ends
+
+
+def documents_of(tokens: Tensor, targets: Tensor, end: int | None) -> Tensor | None:
+    """`document_numbers` of ``tokens``, ``(batch, sequence)`` int64.
+
+    Args:
+        tokens: packed documents.
+        targets: the token that follows each of them.
+        end: the token that ends a document; `ENDS`: the targets say where one ends; None: they are not told apart.
+    """
+    if end is None:
+        return None
+    return document_numbers(targets if end == ENDS else tokens, end)

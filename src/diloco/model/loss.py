@@ -17,7 +17,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["cross_entropy_with_z_loss", "losses_and_gradient", "product_dtype", "projected_cross_entropy"]
+__all__ = [
+    "ENDS",
+    "NOT_COUNTED",
+    "cross_entropy_with_z_loss",
+    "losses_and_gradient",
+    "product_dtype",
+    "projected_cross_entropy",
+]
+
+NOT_COUNTED = -100
+"""A target that is not counted, as every negative one."""
+
+ENDS = -101
+"""The same, where moreover a document ends with the input token: what follows is another."""
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
@@ -38,7 +51,8 @@ def cross_entropy_with_z_loss(logits: Tensor, targets: Tensor, z_loss: float) ->
     """Means over tokens of ``log(Z) - logits[target] + z_loss * log(Z)^2`` and of its first two terms alone.
 
     ``log(Z)`` is the log-sum-exp of a token's logits; the z-loss keeps it near 0 (PaLM, 2204.02311, section 5).
-    Gradient: ``(softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)) / tokens``.
+    Gradient: ``(softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)) / tokens``. Tokens with a negative target are
+    not counted; where none counts, both are 0.
 
     Args:
         logits: ``(tokens, vocab)`` float32.
@@ -56,21 +70,31 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         log_partition = logits.logsumexp(1)
-        cross_entropy = (log_partition - logits.gather(1, targets.unsqueeze(1)).squeeze(1)).mean()
-        ctx.save_for_backward(logits, log_partition, targets)
+        counted, count = _counted(targets, logits.dtype)
+        targets = targets.clamp(min=0)
+        # 1, and changes no bit, where all are counted; the host is not asked whether they are
+        share = counted * (len(targets) / count)
+        cross_entropy = ((log_partition - logits.gather(1, targets.unsqueeze(1)).squeeze(1)) * share).mean()
+        ctx.save_for_backward(logits, log_partition, targets, share)
         ctx.z_loss = z_loss
         ctx.mark_non_differentiable(cross_entropy)
-        return cross_entropy + z_loss * log_partition.square().mean(), cross_entropy
+        return cross_entropy + z_loss * (log_partition.square() * share).mean(), cross_entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        logits, log_partition, targets = ctx.saved_tensors
-        scale = upstream / targets.numel()
+        logits, log_partition, targets, share = ctx.saved_tensors
+        scale = upstream / targets.numel() * share
         gradient = (logits - log_partition.unsqueeze(1)).exp_()
         gradient.mul_((scale * (1 + 2 * ctx.z_loss * log_partition)).unsqueeze(1))
-        gradient.scatter_add_(1, targets.unsqueeze(1), -scale.expand(targets.numel(), 1))
+        gradient.scatter_add_(1, targets.unsqueeze(1), -scale.unsqueeze(1))
         return gradient, None, None
+
+
+def _counted(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``(tokens,)``, 1 for each target that is counted and else 0; and their number, at least 1, ``()``."""
+    counted = (targets >= 0).to(dtype)
+    return counted, counted.sum().clamp(min=1)
 
 
 FLOAT16_CHUNK_TOKENS = 1024
@@ -88,7 +112,7 @@ def projected_cross_entropy(
     Args:
         hidden: ``(tokens, width)``.
         weight: ``(vocab, width)`` float32, whole: what a rank holds of a sharded one would not do.
-        targets: ``(tokens,)`` int64.
+        targets: ``(tokens,)`` int64; negative ones are not counted.
         z_loss: weight of the squared log-partition.
         chunk_tokens: at most so many go through at once; the chunks are as even as possible.
         compiled: compile what lies between the products with torch.compile.
@@ -123,21 +147,25 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         narrow, matrix = hidden.to(dtype), weight.to(dtype)
         sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         for_hidden = torch.empty_like(narrow) if differentiate else None
-        for_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
+        # a frozen projection, as beside adapters, needs no gradient of its size
+        trained = differentiate and ctx.needs_input_grad[1]
+        for_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         start = 0
         with torch.autocast(hidden.device.type, enabled=False):
             for rows, wanted in zip(narrow.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
                 losses, gradient = kernel(rows @ matrix.T, wanted, z_loss)
                 sums += losses
-                if for_hidden is not None and for_weight is not None:
+                if for_hidden is not None:
                     torch.mm(gradient, matrix, out=for_hidden[start : start + len(rows)])
+                if for_weight is not None:
                     _add_product(for_weight, gradient.T, rows)
                 start += len(rows)
                 del gradient  # the next chunk takes its place
-        if for_hidden is not None and for_weight is not None:
+        _, count = _counted(targets, sums.dtype)
+        if for_hidden is not None:
             ctx.save_for_backward(for_hidden, for_weight)
-        ctx.dtype, ctx.tokens, ctx.differentiated = hidden.dtype, len(targets), False
-        loss, cross_entropy = (sums / len(targets)).unbind()
+        ctx.dtype, ctx.tokens, ctx.differentiated = hidden.dtype, count, False
+        loss, cross_entropy = (sums / count).unbind()
         cross_entropy = cross_entropy.clone()
         ctx.mark_non_differentiable(cross_entropy)
         return loss.clone(), cross_entropy
@@ -158,20 +186,21 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
 def losses_and_gradient(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """Of a chunk: the sums of loss and cross-entropy, ``(2,)`` float32, and the gradient of the first one's summands.
 
-    ``softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)``, not divided by the number of tokens, since it is in
-    the dtype of ``logits``, which it may overwrite.
+    ``softmax(logits) * (1 + 2 z_loss log(Z)) - onehot(target)``, 0 for a negative target; not divided by the number of
+    tokens, since it is in the dtype of ``logits``, which it may overwrite.
     """
     values, targets = logits.float(), targets.unsqueeze(1)
+    counted, targets = (targets >= 0).float(), targets.clamp(min=0)
     log_partition = values.logsumexp(1, keepdim=True)
-    cross_entropy = (log_partition - values.gather(1, targets)).sum()
-    sums = torch.stack((cross_entropy + z_loss * log_partition.square().sum(), cross_entropy))
-    factor = 1 + 2 * z_loss * log_partition
+    cross_entropy = ((log_partition - values.gather(1, targets)) * counted).sum()
+    sums = torch.stack((cross_entropy + z_loss * (log_partition.square() * counted).sum(), cross_entropy))
+    factor = (1 + 2 * z_loss * log_partition) * counted
     if torch.compiler.is_compiling():  # one kernel from logits to gradient
         wanted = torch.arange(values.shape[1], device=values.device) == targets
-        gradient = (values - log_partition).exp() * factor - wanted.float()
+        gradient = (values - log_partition).exp() * factor - wanted.float() * counted
     else:
         gradient = values.sub_(log_partition).exp_().mul_(factor)
-        gradient.scatter_add_(1, targets, gradient.new_full((1, 1), -1.0).expand(targets.shape))
+        gradient.scatter_add_(1, targets, -counted)
     return sums, gradient.to(logits.dtype)
 
 

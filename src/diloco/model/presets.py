@@ -94,7 +94,7 @@ def preset_names() -> tuple[str, ...]:
     """The names to list, without aliases, smallest first within each family.
 
     >>> preset_names()[:3]
-    ('tiny', '2m', '14m')
+    ('tiny', 'tiny-muon', '2m')
     """
     return tuple(_PRESETS)
 
@@ -165,16 +165,21 @@ def _streaming(size: str, *, nominal: str, layers: int, width: int, heads: int, 
     )
 
 
-_ALL = (
-    Preset(
-        name="tiny",
+def _tiny(name: str, source: str) -> Preset:
+    return Preset(
+        name=name,
         model=ModelSettings(ffn_width=352),
         sequence_length=128,
         vocab_size=257,  # of bytes
         nominal="0.9M",
-        source="this project, for the quick start",
+        source=source,
         note="counts with the byte vocabulary; the tokeniser decides",
-    ),
+    )
+
+
+_ALL = (
+    _tiny("tiny", "this project, for the quick start"),
+    _tiny("tiny-muon", "this project: the quick start with Muon inside"),
     _open_diloco("2m", layers=2, width=64, ffn_width=256, heads=2, vocab_size=1024),
     _open_diloco("14m", layers=6, width=128, ffn_width=512, heads=4),
     _open_diloco("60m", layers=3, width=1024, ffn_width=2688, heads=16),

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from diloco.errors import ConfigurationError
+from diloco.plugins import is_own, split
 
 __all__ = ["ModelSettings", "Source", "native_keys", "native_only_error", "parse_source"]
-
-_FUNCTION = re.compile(r"(?P<place>.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<function>[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,16 @@ def parse_source(text: str) -> Source:
     kind, _, place = text.partition(":")
     if kind == "hf" and place.strip():
         return Source("hf", place.strip())
-    if kind != "hf" and (found := _FUNCTION.fullmatch(text)):
-        return Source("module", found["place"], found["function"])
+    if kind != "hf" and is_own(text):
+        return Source("module", *split(text))
     raise ConfigurationError(
         f"model.source={text!r} is neither hf:PATH_OR_NAME (a causal language model of transformers) nor "
         "module:function (your own). A native model is named by --preset NAME. Nothing was started."
     )
 
+
+LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_dtype", "quantization")
+"""What only adapters have a use for, the rank first."""
 
 NATIVE_ONLY = (
     *("layers", "width", "ffn_width", "heads", "kv_heads", "ffn"),
@@ -83,6 +85,18 @@ class ModelSettings:
     there are any."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """hf: changes to the model's configuration; module:function: further arguments, as a table."""
+    lora_rank: Annotated[int, arg(aliases=["--lora.rank"])] = 0
+    """hf: train adapters of this rank beside frozen weights (LoRA, 2106.09685), and nothing else. 0: all weights."""
+    lora_alpha: Annotated[float | None, arg(aliases=["--lora.alpha"])] = None
+    """LoRA: adapters count alpha / rank times. Default: twice the rank."""
+    lora_dropout: Annotated[float, arg(aliases=["--lora.dropout"])] = 0.0
+    """LoRA: fraction of an adapter's inputs that is left out in training."""
+    lora_targets: Annotated[tuple[str, ...], arg(aliases=["--lora.targets"])] = ("all-linear",)
+    """LoRA: names of the modules with an adapter, such as q_proj v_proj; all-linear: all but the output projection."""
+    base_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """LoRA: type of the frozen weights."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """LoRA: frozen weights in four or eight bits (QLoRA), by bitsandbytes. Default: as `base_dtype`."""
     layers: int = 4
     width: int = 128
     """Model width (d_model)."""
@@ -118,6 +132,7 @@ class ModelSettings:
                 raise ConfigurationError(
                     f"model.{name} must be positive, not {getattr(self, name)}. Nothing was started."
                 )
+        self._check_lora()
         if not self.z_loss >= 0:
             raise ConfigurationError(f"model.z_loss must not be negative, and is {self.z_loss}. Nothing was started.")
         if self.width % self.heads or (self.width // self.heads) % 2:
@@ -138,9 +153,39 @@ class ModelSettings:
         >>> ModelSettings(source="hf:gpt2").described()["weights"], len(ModelSettings(source="hf:gpt2").described())
         ('auto', 5)
         """
-        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        skipped = native_keys(self.source)
-        return {name: value for name, value in values.items() if name not in skipped}
+        skipped = {*native_keys(self.source), *(() if self.lora_rank else LORA_ONLY)}
+        names = [entry.name for entry in dataclasses.fields(self) if entry.name not in skipped]
+        values = {name: getattr(self, name) for name in names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def _check_lora(self) -> None:
+        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))  # a list, in the JSON of a checkpoint
+        if self.lora_rank < 0 or not 0 <= self.lora_dropout < 1 or not (self.lora_alpha is None or self.lora_alpha > 0):
+            raise ConfigurationError(
+                f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha} and model.lora_dropout="
+                f"{self.lora_dropout} were given. The rank must be 0 or more, alpha positive, and dropout 0 or more "
+                "and less than 1. Nothing was started."
+            )
+        if not self.lora_targets:
+            raise ConfigurationError("model.lora_targets must name a module, or be all-linear. Nothing was started.")
+        defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
+        if not self.lora_rank:
+            for name in LORA_ONLY[1:]:
+                if getattr(self, name) != defaults[name]:
+                    raise ConfigurationError(
+                        f"model.{name}={getattr(self, name)!r} is of LoRA: set model.lora_rank (--lora.rank), such as "
+                        "16, too. Nothing was started."
+                    )
+        elif self.source is None or parse_source(self.source).kind != "hf":
+            raise ConfigurationError(
+                f"model.lora_rank={self.lora_rank} needs a model of transformers: --model hf:FOLDER. Nothing was "
+                "started."
+            )
+        elif self.weights == "fresh":
+            raise ConfigurationError(
+                f"model.lora_rank={self.lora_rank} adapts weights that are there, and model.weights='fresh' was given. "
+                "Leave out one of them. Nothing was started."
+            )
 
     def _check_source(self) -> None:
         if self.source is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from diloco.data.batches import heldout_batches
-from diloco.data.packed import Tokens
+from diloco.data.packed import PackedTokens, TokenArray
 from diloco.data.tokenizer import Tokenizer
 from diloco.devices import to_device
 from diloco.errors import ConfigurationError, DataError
-from diloco.model.language_model import LanguageModel, document_numbers
+from diloco.model.language_model import LanguageModel, documents_of
+from diloco.model.loss import ENDS, NOT_COUNTED
 
 __all__ = [
     "Evaluation",
@@ -60,12 +61,13 @@ class Evaluation:
 def evaluate(
     model: LanguageModel,
     tokenizer: Tokenizer,
-    tokens: Tokens,
+    tokens: PackedTokens | TokenArray,
     *,
     sequence_length: int,
     batch_size: int,
     sequences: int = 0,
     document_masks: bool = False,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
     """Evaluate ``model`` on held-out ``tokens``; its mode is put back afterwards.
 
@@ -77,10 +79,13 @@ def evaluate(
         batch_size: sequences per forward pass; fewer where their logits would take more than `LOGITS_BYTES`.
         sequences: how many, always the same ones, spread evenly; 0: all.
         document_masks: whether no token is to see those of other documents in its sequence.
+        progress: told the tokens predicted so far, after each batch.
     """
     batch_size = _fitting(batch_size, sequence_length, model)
     batches = heldout_batches(tokens, sequence_length, batch_size, sequences)
-    return _evaluate_batches(model, tokenizer, batches, document_masks)
+    end = tokenizer.eos_id if document_masks else None
+    end = ENDS if getattr(tokens, "marks_ends", False) else end
+    return _evaluate_batches(model, tokenizer, batches, end, progress)
 
 
 def sliding_windows(num_targets: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -124,11 +129,13 @@ def evaluate_windows(
     stride: int,
     batch_size: int,
     document_masks: bool = False,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> Evaluation:
     """Evaluate ``model`` on every token of every stream but its first, which is only seen; see `sliding_windows`.
 
     Args:
-        model, tokenizer, batch_size, document_masks: as those of `evaluate`, with windows in place of sequences.
+        model, tokenizer, batch_size, document_masks, progress: as those of `evaluate`, with windows in place of
+            sequences.
         streams: each ``(n,)`` integers; nothing is seen across them.
         sequence_length: tokens that the model sees at most.
         stride: tokens from the end of a window to the end of the next, 1 to ``sequence_length``.
@@ -150,16 +157,17 @@ def evaluate_windows(
     windows.sort(key=lambda pair: pair[1][0] - pair[1][1])  # batches of like lengths, the longest first
     starts = range(0, len(windows), batch_size)
     batches = (_padded(windows[start : start + batch_size]) for start in starts)
-    return _evaluate_batches(model, tokenizer, batches, document_masks)
-
-
-_NOT_COUNTED = -100
+    return _evaluate_batches(model, tokenizer, batches, tokenizer.eos_id if document_masks else None, progress)
 
 
 def _evaluate_batches(
-    model: LanguageModel, tokenizer: Tokenizer, batches: Iterable[tuple[Tensor, Tensor]], document_masks: bool
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    end: int | None,
+    progress: Callable[[int], None],
 ) -> Evaluation:
-    """Of all targets but `_NOT_COUNTED`; the model's mode is put back afterwards."""
+    """Of all targets that are not negative; ``end`` as of `documents_of`. The model's mode is put back afterwards."""
     device = next(model.parameters()).device
     was_training = model.training
     nats, count, num_bytes = 0.0, 0, 0
@@ -168,18 +176,21 @@ def _evaluate_batches(
         with torch.no_grad():
             for inputs, targets in batches:
                 shown = to_device(inputs, device)
-                documents = document_numbers(shown, tokenizer.eos_id) if document_masks else None
-                logits = model(shown, documents=documents).float()
-                wanted = to_device(targets, device).flatten()
+                wanted = to_device(targets, device)
+                logits = model(shown, documents=documents_of(shown, wanted, end)).float()
+                wanted = torch.where(wanted < 0, NOT_COUNTED, wanted).flatten()
                 loss = nn.functional.cross_entropy(
-                    logits.flatten(0, 1), wanted, ignore_index=_NOT_COUNTED, reduction="sum"
+                    logits.flatten(0, 1), wanted, ignore_index=NOT_COUNTED, reduction="sum"
                 )
-                counted = targets[targets != _NOT_COUNTED]
+                counted = targets[targets >= 0]
                 nats += float(loss)
                 count += counted.numel()
                 num_bytes += tokenizer.num_bytes(counted)
+                progress(count)
     finally:
         model.train(was_training)
+    if not count:
+        raise DataError("There is no token to predict in the text. Nothing was evaluated.")
     return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count, num_bytes)
 
 
@@ -192,7 +203,7 @@ def _padded(windows: Sequence[tuple[np.ndarray, tuple[int, int, int]]]) -> tuple
     """Inputs and targets, ``(batch, longest)`` int64; padding is behind, where a causal model does not see it."""
     longest = max(end - begin for _, (begin, end, _) in windows)
     inputs = torch.zeros(len(windows), longest, dtype=torch.int64)
-    targets = torch.full((len(windows), longest), _NOT_COUNTED)
+    targets = torch.full((len(windows), longest), NOT_COUNTED)
     for row, (tokens, (begin, end, first)) in enumerate(windows):
         piece = torch.from_numpy(tokens[begin : end + 1].astype(np.int64))
         inputs[row, : end - begin] = piece[:-1]

@@ -24,7 +24,7 @@ from diloco.trained.load import ORIGIN_FILE, Trained
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DTYPES", "Dtype", "export_huggingface", "export_safetensors"]
+__all__ = ["DTYPES", "Dtype", "export_adapter", "export_huggingface", "export_safetensors"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,13 +77,17 @@ def export_huggingface(
     made = trained.model.to_huggingface()
     made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs know no dtype
     _check_finite(made, dtype)
-    _describe(made, trained.tokenizer, longest if native else None)
+    tokenizer = trained.tokenizer
+    _describe(made, tokenizer, longest if native else None)
+    if trained.has_template:
+        tokenizer = chat = trained.chat_tokenizer()
+        made.generation_config.eos_token_id = sorted({chat.eos_id, chat.answer_end})
     is_empty = folder.is_dir() and not any(folder.iterdir())  # perhaps a mounted disk, or where somebody works
     partial = hidden_name(folder / folder.name if is_empty else folder, "partial")
     with _written(partial, folder), _without_progress():
         partial.mkdir(parents=True)
         made.save_pretrained(partial, max_shard_size=max_shard_size)
-        trained.tokenizer.save(partial)
+        tokenizer.save(partial)
         _complete_tokenizer_config(partial / "tokenizer_config.json", longest)
         _write_json(partial / ORIGIN_FILE, _origin(trained, dtype))
         for path in partial.iterdir():
@@ -115,6 +119,21 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
         write_file(partial, tensor_chunks(dict(trained.model.named_parameters())))
         os.replace(partial, file)
         sync_folder(file.parent)
+
+
+def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -> None:
+    """Write a folder that ``peft`` loads, with the tokeniser of the run.
+
+    Raises:
+        ConfigurationError: ``folder`` holds something else than an adapter, or one, and ``overwrite`` is not given.
+    """
+    from diloco.model.adapters import CONFIG_FILE, save_adapter
+
+    _check_place(folder, overwrite, is_export=(folder / CONFIG_FILE).is_file())
+    model: Any = trained.model
+    values = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    save_adapter(folder, model, values)
+    trained.chat_tokenizer().save(folder)
 
 
 def _check_place(place: Path, overwrite: bool, *, is_export: bool) -> None:

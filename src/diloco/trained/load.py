@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco.algorithm.fragments import trainable_parameters
 from diloco.checkpoint.reading import Checkpoint, list_checkpoints, open_checkpoint
 from diloco.checkpoint.shards import SavedValues
+from diloco.data.chat_tokenizer import ChatTokenizer, has_template
 from diloco.data.tokenizer import Tokenizer
 from diloco.data.tokenizer_choice import load_tokenizer
 from diloco.devices import choose_device
@@ -72,6 +73,19 @@ class Trained:
     def run(self) -> Path:
         """The run folder, of a checkpoint of a run."""
         return self.path.absolute().parent.parent
+
+    @property
+    def has_template(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return has_template(self.path if self.step is None else self.run)
+
+    def chat_tokenizer(self) -> ChatTokenizer:
+        """Its tokenizer with the chat template.
+
+        Raises:
+            ConfigurationError, DataError: as `ChatTokenizer`.
+        """
+        return ChatTokenizer(str(self.path if self.step is None else self.run))
 
     def length(self, asked: int | None, name: str) -> int:
         """Tokens to show the model: as many as were ``asked`` for as ``name``, else as it was trained with.
@@ -138,7 +152,7 @@ def _local(checkpoint: Checkpoint, replica: int, model: LanguageModel) -> Mappin
     if beside.is_dir():
         checkpoint = open_checkpoint(beside)
     if f"{part}-shard-0" in checkpoint.parts:
-        state = dict(model.state_dict())
+        state = model.saved_state()
         SavedValues(checkpoint, part).load_into({f"model/{name}": value for name, value in state.items()})
         return state
     if part not in checkpoint.parts:
@@ -240,4 +254,4 @@ def rest_of_state(model: LanguageModel) -> dict[str, Tensor]:
     DTensors where the model is sharded; not copied.
     """
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in trained}
+    return {name: tensor for name, tensor in model.saved_state().items() if name not in trained}

@@ -1,0 +1,77 @@
+"""``diloco finetune``: `diloco train` with what suits a model that is there already, and conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.cli.train import run_line
+from diloco.config.configuration import Configuration, compose
+from diloco.config.finetune import EPOCHS, finetune_line, take_value, take_word, with_steps
+from diloco.config.flags import CommandLine, parse_flags
+from diloco.config.keys import flatten
+from diloco.config.presets import DEFAULT_PRESET, preset_values
+from diloco.errors import ConfigurationError
+
+__all__ = ["parse_arguments", "run"]
+
+DESCRIPTION = """Adapt a model of transformers to conversations, with DiLoCo between replicas.
+
+Trained are adapters (LoRA, --lora.rank), which are all that travels, or with
+--full all weights. --epochs N (default 3) says how often all conversations are
+learned from, unless --steps is given. All other flags are those of train.
+
+Examples:
+  diloco finetune llama --data chat.jsonl              this machine alone
+  diloco finetune llama --data chat.jsonl --run mine   others join: it prints how
+  diloco finetune llama --data chat.jsonl --full       all weights
+  diloco finetune --resume runs/mine                   go on with a stopped run
+
+Leaves an adapter for peft in the run's folder. `diloco generate RUN --chat`
+talks to it; `diloco export RUN PLACE --merge` writes a whole model."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Fine-tune; returns 130 when a signal stopped the run and its state was saved."""
+    typed, full, epochs = parse_arguments(arguments)
+    line = finetune_line(typed, full=full)
+    notes: tuple[str, ...] = ()
+    if "checkpoint.resume" not in line.values:
+        if epochs is not None and "train.steps" in typed.values:
+            raise ConfigurationError(
+                f"--epochs {epochs} and --steps {typed.values['train.steps']} were both given; use one. Nothing "
+                "was started."
+            )
+        epoch_count = _number(epochs)
+        asked = compose(line)
+        swarm = asked.transport.name == "hivemind"
+        replicas = asked.swarm.start_replicas if swarm else asked.transport.replicas
+        rows = 0
+        if "train.steps" not in typed.values:
+            from diloco.data.chat import build_chat_corpus
+
+            rows = len(build_chat_corpus(asked.data, asked.train.sequence_length).train) // asked.train.sequence_length
+        line, words = with_steps(line, rows, epoch_count, replicas)
+        notes = (words,) if words else ()
+    elif full or epochs is not None:
+        raise ConfigurationError("--full and --epochs do not go with --resume. Nothing was started.")
+    return run_line(line, ["finetune", *arguments], notes=notes)
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[CommandLine, bool, str | None]:
+    """What was typed after `diloco finetune`: as for `diloco train`, whether --full, and the value of --epochs."""
+    rest, full = take_word(arguments, "--full")
+    rest, epochs = take_value(rest, "--epochs")
+    shown = flatten(Configuration()) | preset_values(DEFAULT_PRESET)
+    return parse_flags(Configuration, "finetune", DESCRIPTION, rest, shown=shown), full, epochs
+
+
+def _number(epochs: str | None) -> float:
+    if epochs is None:
+        return EPOCHS
+    try:
+        number = float(epochs)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise ConfigurationError(f"--epochs {epochs} must be a positive number. Nothing was started.")
+    return number

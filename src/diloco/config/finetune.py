@@ -1,0 +1,173 @@
+"""What `diloco finetune` sets where nothing else is said: a layer between the presets and what is asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from diloco.config.flags import CommandLine
+from diloco.config.keys import Values
+from diloco.errors import ConfigurationError
+from diloco.model.settings import parse_source
+
+__all__ = ["EPOCHS", "finetune_line", "outer_values", "take_value", "take_word", "with_steps"]
+
+EPOCHS = 3.0
+"""How often all conversations are learned from, where nothing else is said."""
+
+SHORT_RUN_ROUNDS = 50
+"""With fewer rounds the outer optimizer has no momentum."""
+
+_LONGEST = 1024
+_ROUNDS, _LONGEST_WINDOW = 10, 20
+_STEPS = 10  # until the data says how many
+
+
+def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
+    """What `diloco train` would have been told.
+
+    Args:
+        line: as typed; its file is the folder of the model.
+        full: whether all weights are trained.
+
+    Raises:
+        ConfigurationError: no model, or no data, or both --full and a rank.
+    """
+    given = line.values
+    if "checkpoint.resume" in given:
+        if line.file is not None:
+            raise ConfigurationError(
+                f"{line.file} was given together with --resume {given['checkpoint.resume']}, whose model goes on. "
+                "Leave it out. Nothing was started."
+            )
+        return line
+    source = given.get("model.source") if line.file is None else f"hf:{line.file}"
+    if source is None or "data.paths" not in given:
+        missing = "a model" if source is None else "conversations"
+        raise ConfigurationError(
+            f"diloco finetune needs {missing}: diloco finetune FOLDER --data chat.jsonl, where FOLDER is a model of "
+            "transformers. Nothing was started."
+        )
+    if line.file is not None and line.file.suffix == ".toml":
+        raise ConfigurationError(
+            f"{line.file} holds the settings of a run, and diloco finetune takes the folder of a model: use diloco "
+            f"train {line.file}. Nothing was started."
+        )
+    if full and "model.lora_rank" in given:
+        raise ConfigurationError(
+            f"--full trains all weights, and --lora.rank {given['model.lora_rank']} adapters beside them. Use one of "
+            "them. Nothing was started."
+        )
+    swarm = given.get("transport.name", "hivemind") == "hivemind" and bool({"swarm.run", "swarm.join"} & given.keys())
+    values: Values = {
+        "model.source": source,
+        "model.lora_rank": 0 if full else 16,
+        "data.format": "chat",
+        "train.steps": _STEPS,
+        "train.sequence_length": _sequence_length(source),
+        "train.data_parallel_steps": 0,
+        "train.batch_size": 8,
+        "inner.learning_rate": 2e-5 if full else 2e-4,
+        "inner.arguments": {"betas": (0.9, 0.999), "weight_decay": 0.0},
+        "fragments.strategy": "balanced",
+        "fragments.num_fragments": 1,
+        "transport.replicas": 1,
+        "evaluation.sample_tokens": 0,
+    }
+    if swarm or given.get("transport.name") == "hivemind":
+        values |= {"transport.name": "hivemind", "swarm.run": f"finetune-{parse_source(source).label}"}
+    return CommandLine(file=None, print_config=line.print_config, values=values | given)
+
+
+def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tuple[CommandLine, str]:
+    """The line with its lengths: steps, windows, warm-up, and the outer optimizer that fits their number.
+
+    Args:
+        line: of `finetune_line`.
+        rows: sequences of the training data.
+        epochs: how often they are learned from, where no number of steps is given.
+        replicas: that train together.
+
+    Returns:
+        The line, and how the outer optimizer was chosen, in words; empty where it was given.
+    """
+    given, derived = line.values, Values()
+    sequences = int(given["train.batch_size"]) * replicas
+    steps = int(given["train.steps"])
+    asked = steps != _STEPS
+    if not asked:
+        steps = max(1, math.ceil(epochs * rows / sequences))
+    window = int(given.get("schedule.inner_steps", min(_LONGEST_WINDOW, max(1, steps // _ROUNDS))))
+    if not asked:  # whole windows: the last round is after the last step
+        steps = math.ceil(steps / window) * window
+    derived = {
+        "train.steps": steps,
+        "schedule.inner_steps": window,
+        "inner.warmup_steps": min(100, steps // 20),
+    }
+    chosen, words = outer_values(steps // window)
+    if any(name.startswith("outer.") for name in given):
+        chosen, words = {}, ""
+    values = derived | chosen | given | {"train.steps": steps}
+    return CommandLine(file=None, print_config=line.print_config, values=values), words
+
+
+def outer_values(rounds: int) -> tuple[Values, str]:
+    """The outer optimizer for a run of so many rounds, and why, in words.
+
+    Nesterov momentum mu makes the outer step `1 / (1 - mu)` times as long, which takes about that many rounds to build
+    up and as many to die away: in a short run it overshoots. Without momentum and with a learning rate of 1 the global
+    parameters become the mean of the local ones.
+
+    >>> outer_values(12)[0]["outer.name"], outer_values(500)[0]["outer.momentum"]
+    ('sgd', 0.6)
+    """
+    if rounds < SHORT_RUN_ROUNDS:
+        return (
+            {"outer.name": "sgd", "outer.learning_rate": 1.0},
+            f"{rounds} rounds are few: the outer optimizer has no momentum and a learning rate of 1, so that replicas "
+            "go on from the mean of what they hold.",
+        )
+    return (
+        {"outer.name": "nesterov", "outer.learning_rate": 0.7, "outer.momentum": 0.6},
+        f"{rounds} rounds: the outer optimizer has Nesterov momentum 0.6 and a learning rate of 0.7.",
+    )
+
+
+def _sequence_length(source: str) -> int:
+    """As many tokens as the model reads, and no more than is usual for conversations."""
+    parsed = parse_source(source)
+    with suppress(OSError, ValueError, TypeError):
+        config = json.loads((Path(parsed.place).expanduser() / "config.json").read_text("utf-8"))
+        return min(_LONGEST, int(config.get("max_position_embeddings") or config.get("n_positions") or _LONGEST))
+    return _LONGEST
+
+
+def take_word(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
+    """``arguments`` without a switch, and whether it was there."""
+    return [word for word in arguments if word != flag], flag in arguments
+
+
+def take_value(arguments: Sequence[str], flag: str) -> tuple[list[str], str | None]:
+    """``arguments`` without a flag and its value, and the value.
+
+    Raises:
+        ConfigurationError: no value follows it.
+
+    >>> take_value(["a", "--epochs", "2", "b"], "--epochs"), take_value(["--epochs=2"], "--epochs")
+    ((['a', 'b'], '2'), ([], '2'))
+    """
+    rest = list(arguments)
+    for place, word in enumerate(rest):
+        name, equals, value = word.partition("=")
+        if name != flag:
+            continue
+        if equals:
+            return [*rest[:place], *rest[place + 1 :]], value
+        if place + 1 == len(rest):
+            raise ConfigurationError(f"{flag} needs a value. Nothing was started.")
+        return [*rest[:place], *rest[place + 2 :]], rest[place + 1]
+    return rest, None

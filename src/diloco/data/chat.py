@@ -1,0 +1,273 @@
+"""Conversations from records, and the corpus that they make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from diloco.data.chat_tokenizer import ChatTokenizer, Message
+from diloco.data.corpus import Corpus
+from diloco.data.heldout import is_heldout
+from diloco.data.rows import Example, PackedRows, fitting
+from diloco.data.settings import DataSettings
+from diloco.data.text import checked_text, read_records
+from diloco.errors import ConfigurationError, DataError
+
+__all__ = ["ChatCorpus", "Question", "build_chat_corpus", "chat_tokenizer", "heldout_rows", "read_questions"]
+
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}
+"""What ShareGPT calls the roles."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is said before an answer, and the answer.
+
+    Attributes:
+        messages: before it.
+        answer: its text.
+        more: further arguments of the template, such as ``tools``.
+    """
+
+    messages: tuple[Message, ...]
+    answer: str
+    more: Mapping[str, Any]
+
+    def prompt(self, tokenizer: ChatTokenizer) -> list[int]:
+        """The tokens that a model is asked with."""
+        if tokenizer.template is None and len(self.messages) == 1:
+            return tokenizer.plain_prompt(str(self.messages[0]["content"]))
+        return tokenizer.prompt(self.messages, **self.more)
+
+
+@dataclass(frozen=True, eq=False)
+class ChatCorpus(Corpus):
+    """Conversations in rows of one length.
+
+    Attributes:
+        told: what was cut, left out or not counted, in words; empty where nothing was.
+    """
+
+    told: tuple[str, ...] = ()
+
+    def description(self) -> str:
+        rows = self.train
+        assert isinstance(rows, PackedRows)
+        counts = (
+            f"{self.train_documents:,} conversations in {(len(rows) - 1) // rows.length:,} rows of {rows.length} "
+            f"tokens, {rows.efficiency:.0%} full; {rows.counted_tokens:,} tokens count"
+        )
+        return "; ".join([counts, *self.told, f"held out: {self.heldout_documents:,} conversations"])
+
+
+def chat_tokenizer(settings: DataSettings) -> ChatTokenizer:
+    """The tokenizer that ``settings`` name, with its template.
+
+    Raises:
+        ConfigurationError: it is none of a model; DataError: as `ChatTokenizer`.
+    """
+    if settings.tokenizer in ("bytes", "bpe"):
+        raise ConfigurationError(
+            f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give the folder of one as "
+            "--model, or data.tokenizer. Nothing was started."
+        )
+    return ChatTokenizer(settings.tokenizer, settings.chat_template)
+
+
+def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpus:
+    """Read, split and tokenise the conversations that ``settings`` name, in rows of ``sequence_length`` tokens.
+
+    Raises:
+        DataError: they cannot be read, or do not suffice for both splits.
+        ConfigurationError: the tokenizer is none of a model.
+    """
+    tokenizer = chat_tokenizer(settings)
+    records = [(place, record, json.dumps(record, sort_keys=True)) for place, record in read_records(settings.paths)]
+    if settings.max_documents is not None:
+        records = sorted(records, key=lambda each: xxhash.xxh3_64_intdigest(each[2].encode()))[: settings.max_documents]
+    split: dict[bool, list[Example]] = {False: [], True: []}
+    num_bytes = {False: 0, True: 0}
+    told = _Told()
+    for place, record, text in records:
+        heldout = is_heldout(text, settings.heldout_fraction)
+        if (example := _example(tokenizer, place, record, told)) is not None:
+            split[heldout].append(example)
+            num_bytes[heldout] += tokenizer.num_bytes(example.tokens)
+    packed, documents = {}, {}
+    for heldout, examples in split.items():
+        kept, cut, unfit = fitting(examples, sequence_length)
+        told.cut += cut
+        told.unanswered += unfit
+        documents[heldout] = len(kept)
+        if not kept:
+            raise DataError(
+                f"Of {len(records)} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves none to "
+                f"{'evaluate' if heldout else 'train'} on{_in_words(told)}. Give more, or another fraction. The corpus "
+                "was not built."
+            )
+        packed[heldout] = PackedRows(
+            kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype
+        )
+    fingerprint = f"{tokenizer.to_json()} {packed[False].digest} {packed[True].digest}"
+    return ChatCorpus(
+        train=packed[False],
+        heldout=packed[True],
+        tokenizer=tokenizer,
+        train_documents=documents[False],
+        heldout_documents=documents[True],
+        train_bytes=num_bytes[False],
+        heldout_bytes=num_bytes[True],
+        fingerprint=xxhash.xxh3_128_hexdigest(fingerprint.encode()),
+        told=told.words(sequence_length),
+    )
+
+
+def heldout_rows(
+    settings: DataSettings, tokenizer: ChatTokenizer, sequence_length: int, paths: Sequence[Path] = ()
+) -> PackedRows:
+    """What `build_chat_corpus` holds out, or all of ``paths``.
+
+    Raises:
+        DataError: they can't be read, or there is nothing to evaluate on.
+    """
+    read = (
+        example
+        for place, record in read_records(paths or settings.paths)
+        if (paths or is_heldout(json.dumps(record, sort_keys=True), settings.heldout_fraction))
+        and (example := _example(tokenizer, place, record, _Told())) is not None
+    )
+    kept, _, _ = fitting(read, sequence_length)
+    return PackedRows(kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype)
+
+
+def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
+    """The last answer of every conversation, with what was said before it; records of plain text have none.
+
+    Raises:
+        DataError: they can't be read.
+    """
+    for place, record in read_records(paths):
+        said = _messages(place, record)
+        if said is None or said[-1]["role"] != "assistant":
+            raise DataError(
+                f"{place} has no answer to compare with. Give records with messages that end with the assistant's, or "
+                "with prompt and completion. Nothing was evaluated."
+            )
+        yield Question(tuple(said[:-1]), str(said[-1].get("content") or ""), _more(record))
+
+
+@dataclass
+class _Told:
+    """What is worth telling of the conversations that were read."""
+
+    cut: int = 0
+    unanswered: int = 0
+    special: int = 0
+    last_only: int = 0
+
+    def words(self, length: int) -> tuple[str, ...]:
+        counts = (
+            (self.cut, f"longer than {length} tokens and cut at their end"),
+            (self.unanswered, "left out, as no answer is in them, or none before the cut"),
+            (self.special, "left out, as their text holds a special token of the tokenizer"),
+            (self.last_only, "of whose answers only the last counts, as the template changes earlier ones"),
+        )
+        return tuple(f"{count:,} {what}" for count, what in counts if count)
+
+
+def _in_words(told: _Told) -> str:
+    left_out = told.unanswered + told.special
+    return f" ({left_out} are left out: no answer is in them, or a special token of the tokenizer)" if left_out else ""
+
+
+def _example(tokenizer: ChatTokenizer, place: str, record: Mapping[str, Any], told: _Told) -> Example | None:
+    """A record as tokens; None where there is nothing to learn from it, which is counted in ``told``."""
+    said = _messages(place, record)
+    if said is None:
+        text = checked_text(record["text"], place, "text")
+        if tokenizer.holds_special(text):
+            told.special += 1
+            return None
+        return tokenizer.completion("", text)
+    if any(tokenizer.holds_special(text) for text in _texts(said)):
+        told.special += 1
+        return None
+    while said and said[-1]["role"] != "assistant":
+        said.pop()
+    if not said:
+        told.unanswered += 1
+        return None
+    if tokenizer.template is None and "messages" not in record:
+        *before, answer = said
+        return tokenizer.completion("".join(_texts(before)), str(answer["content"]))
+    try:
+        example, all_count = tokenizer.conversation(said, **_more(record))
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    told.last_only += not all_count
+    return example
+
+
+def _more(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tools": record["tools"]} if record.get("tools") else {}
+
+
+def _messages(place: str, record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """What a record says, message by message; None for one of plain text.
+
+    Raises:
+        DataError: it holds nothing of the kind, or something malformed.
+    """
+    if record.get("messages") is not None:
+        return _checked_messages(place, "messages", record["messages"])
+    if record.get("conversations") is not None:  # as ShareGPT has them
+        turns = record["conversations"]
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise DataError(f"{place}: conversations must be a list of objects. It was not read.")
+        renamed = [
+            {"role": _SHARE_GPT.get(turn.get("from"), turn.get("from")), "content": turn.get("value")} for turn in turns
+        ]
+        return _checked_messages(place, "conversations", renamed)
+    if record.get("prompt") is not None and record.get("completion") is not None:
+        prompt, completion = record["prompt"], record["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            prompt, completion = [_message("user", prompt)], [_message("assistant", completion)]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return _checked_messages(place, "prompt and completion", [*prompt, *completion])
+        raise DataError(f"{place}: prompt and completion must both be text, or both messages. It was not read.")
+    if "text" in record:
+        return None
+    raise DataError(
+        f"{place} has the fields {', '.join(map(repr, sorted(record)))}. A conversation has 'messages', 'prompt' and "
+        "'completion', or 'text'. It was not read."
+    )
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _checked_messages(place: str, name: str, messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise DataError(
+            f"{place}: {name} must be a list of messages, each with a role and a content that are text, not "
+            f"{repr(messages)[:80]}. It was not read."
+        )
+    for message in messages:
+        checked_text(message.get("content") or "", place, "content")
+    return [dict(message) for message in messages]
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return isinstance(message.get("content"), str) or bool(message.get("tool_calls"))
+
+
+def _texts(messages: Iterable[Message]) -> list[str]:
+    return [str(message.get("content") or "") for message in messages]

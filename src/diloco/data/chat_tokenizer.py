@@ -1,0 +1,192 @@
+"""A tokenizer with the chat template of its model: conversations as text, as tokens, and which of them are answers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco.data.rows import Example
+from diloco.data.settings import HUB_PREFIX
+from diloco.data.tokenizer import Tokenizer
+from diloco.errors import ConfigurationError, DataError
+
+__all__ = ["ChatTokenizer", "Message", "has_template"]
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``, and whatever else the template takes."""
+
+_TEMPLATE_FILE = "chat_template.jinja"
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
+
+
+class ChatTokenizer(Tokenizer):
+    """The tokenizer of a folder of ``transformers``, with what its library knows beside the vocabulary.
+
+    Args:
+        place: the folder, or ``hf:NAME``.
+        template: a Jinja file in place of the folder's own template.
+
+    Attributes:
+        template: the template; None: there is none, and only prompts, completions and plain text can be read.
+        answer_end: the token that ends an answer.
+
+    Raises:
+        ConfigurationError: ``transformers`` is not installed, or there is no such template.
+        DataError: as `Tokenizer`; and where the template can't be used.
+    """
+
+    def __init__(self, place: str, template: Path | None = None) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigurationError(
+                f"Conversations need transformers, which can't be imported ({error}): pip install 'diloco[finetune]'. "
+                "Nothing was started."
+            ) from error
+        try:
+            library: Any = AutoTokenizer.from_pretrained(place.removeprefix(HUB_PREFIX))
+            content = library.backend_tokenizer.to_str()
+        except Exception as error:  # of many kinds
+            reason = " ".join(str(error).split())
+            raise DataError(f"The tokenizer of {place} can't be read: {reason} No tokenizer was made.") from error
+        if library.eos_token is None:
+            raise DataError(f"{place} has no token to end a document with. No tokenizer was made.")
+        super().__init__(content, eos=str(library.eos_token), source=place)
+        if template is not None:
+            try:
+                library.chat_template = template.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(
+                    f"data.chat_template={template} can't be read: {error}. Nothing was started."
+                ) from error
+        self._library = library
+        self._place = place
+        self.template: str | None = library.chat_template
+        added = library.added_tokens_decoder.values()
+        special = {*library.all_special_tokens, *(str(token) for token in added if token.special)}
+        self._special = re.compile("|".join(re.escape(each) for each in sorted(special, key=len, reverse=True)))
+        self._special_ids = set(library.convert_tokens_to_ids(sorted(special)))
+        first = library("").input_ids  # what the tokenizer puts before a text
+        self._first = [index for index in first if index != self.eos_id]
+        self.answer_end = self._find_answer_end() if self.template else self.eos_id
+
+    def save(self, folder: Path) -> None:
+        """As `Tokenizer.save`, with the template and all that the library keeps."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._library.save_pretrained(folder)
+
+    def holds_special(self, text: str) -> bool:
+        """Whether a text has one of the special tokens written out, which would end its own part of a conversation."""
+        return self._special.search(text) is not None
+
+    def prompt(self, messages: Sequence[Message], **more: Any) -> list[int]:
+        """The tokens after which the answer to ``messages`` comes.
+
+        Raises:
+            DataError: there is no template, or it refuses the messages.
+        """
+        return [int(token) for token in self._tokens(self._render(messages, answer_next=True, **more))[0]]
+
+    def plain_prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt without a template."""
+        return [*self._first, *map(int, self._tokens(text)[0])]
+
+    def completion(self, prompt: str, text: str) -> Example:
+        """A prompt and what follows it, of which that and the end count; without a template."""
+        tokens, spans = self._tokens(prompt + text)
+        counted = spans[:, 1] > len(prompt)
+        tokens = np.array([*self._first, *tokens, self.eos_id], dtype=self.dtype)
+        counted = np.array([*([False] * len(self._first)), *counted, True])
+        counted[0] = False
+        return Example(tokens, counted)
+
+    def conversation(self, messages: Sequence[Message], **more: Any) -> tuple[Example, bool]:
+        """A conversation, of which the answers count, each with the tokens that end it.
+
+        Which tokens are answers is asked of the template: from where a prompt for an answer ends, to where the
+        conversation up to this answer ends. A template that marks them itself (``{% generation %}``) is believed.
+
+        Args:
+            messages: in order.
+            more: further arguments of the template, such as ``tools``.
+
+        Returns:
+            The example, and whether all answers count: some templates render earlier ones otherwise once another
+            follows (without their reasoning), and then only the last one counts.
+
+        Raises:
+            DataError: the template refuses it, or renders an answer otherwise than what follows the prompt for it.
+        """
+        whole = self._render(messages, **more)
+        tokens, spans = self._tokens(whole)
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if _MARKS_ANSWERS.search(self.template or ""):
+            marked = self._library.apply_chat_template(
+                [dict(message) for message in messages], return_assistant_tokens_mask=True, return_dict=True, **more
+            )
+            return self._example(np.array(marked["input_ids"]), np.array(marked["assistant_masks"], dtype=bool)), True
+        counted = np.zeros(len(tokens), dtype=np.bool_)
+        all_count = True
+        for number in answers:
+            before = self._render(messages[:number], answer_next=True, **more)
+            after = whole if number == len(messages) - 1 else self._render(messages[: number + 1], **more)
+            if after.startswith(before) and whole.startswith(after):
+                counted |= (spans[:, 1] > len(before)) & (spans[:, 0] < len(after))
+            elif number == answers[-1]:
+                raise DataError(
+                    f"The chat template of {self._place} does not render an answer after the prompt for it, so what is "
+                    f"to be learned can't be told; it begins with {whole[:60]!r}. Give a template with "
+                    "{% generation %} (data.chat_template). It was not read."
+                )
+            else:
+                all_count = False
+        return self._example(tokens, counted), all_count
+
+    def _example(self, tokens: NDArray[Any], counted: NDArray[np.bool_]) -> Example:
+        counted[:1] = False
+        return Example(tokens.astype(self.dtype), counted)
+
+    def _tokens(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """``(n,)`` tokens, special ones as such, and the characters that each stands for, ``(n, 2)``."""
+        encoded = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.array(encoded["input_ids"], dtype=self.dtype), spans
+
+    def _render(self, messages: Sequence[Message], *, answer_next: bool = False, **more: Any) -> str:
+        if self.template is None:
+            raise DataError(
+                f"{self._place} has no chat template, which messages need. Give one (--data.chat-template FILE.jinja), "
+                "the folder of a model that was made for chat, or records with prompt and completion. It was not read."
+            )
+        given = [copy.deepcopy(dict(message)) for message in messages]
+        try:
+            rendered: str = self._library.apply_chat_template(
+                given, tokenize=False, add_generation_prompt=answer_next, **more
+            )
+        except Exception as error:  # of Jinja, and whatever a template raises
+            raise DataError(
+                f"The chat template of {self._place} refused a conversation of the roles "
+                f"{', '.join(str(message['role']) for message in messages)}: {error} It was not read."
+            ) from error
+        return rendered
+
+    def _find_answer_end(self) -> int:
+        """The first special token behind an answer."""
+        said = "answer"
+        rendered = self._render([{"role": "user", "content": "question"}, {"role": "assistant", "content": said}])
+        rest = rendered[rendered.rindex(said) + len(said) :]
+        return next((int(index) for index in self._tokens(rest)[0] if index in self._special_ids), self.eos_id)
+
+
+def has_template(folder: Path) -> bool:
+    """Whether there is a chat template beside the tokenizer in ``folder``."""
+    if (folder / _TEMPLATE_FILE).is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and '"chat_template"' in config.read_text("utf-8", errors="replace")

@@ -1,0 +1,154 @@
+"""Examples whole in rows of one length: what was said, which of it is to be learned, and where one example ends.
+
+A row is a sequence that a model is trained on, so no example is cut at its end, as packed text is. A sampler sees
+nothing but packed tokens whose windows are the rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from diloco.data.packed import PackedTokens
+from diloco.errors import DataError
+from diloco.model.loss import ENDS, NOT_COUNTED
+
+__all__ = ["Example", "PackedRows", "fitting", "pack_rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A conversation or document as tokens.
+
+    Attributes:
+        tokens: ``(n,)`` integers.
+        counted: ``(n,)`` bool: whether the loss counts a token; never the first, which nothing predicts.
+    """
+
+    tokens: NDArray[Any]
+    counted: NDArray[np.bool_]
+
+
+def fitting(examples: Iterable[Example], length: int) -> tuple[list[Example], int, int]:
+    """The examples that can be learned from in rows of ``length`` tokens, longer ones without their end.
+
+    Returns:
+        The examples; how many of them were cut; and how many are left out, as nothing that counts is left.
+    """
+    kept: list[Example] = []
+    cut = left_out = 0
+    for example in examples:
+        short = Example(example.tokens[:length], example.counted[:length])
+        if not short.counted.any():
+            left_out += 1
+            continue
+        cut += len(short.tokens) < len(example.tokens)
+        kept.append(short)
+    return kept, cut, left_out
+
+
+def pack_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Which things of these sizes go into each row of ``length``: best fit, the largest first.
+
+    >>> pack_rows([3, 2, 6, 4, 1], length=6)
+    [[2], [3, 1], [0, 4]]
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # what is free in a row, and its number; ascending
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        place = bisect_left(room, (sizes[number], -1))
+        if place == len(room):
+            rows.append([])
+            free, row = length, len(rows) - 1
+        else:
+            free, row = room.pop(place)
+        rows[row].append(number)
+        if free > sizes[number]:
+            insort(room, (free - sizes[number], row))
+    return rows
+
+
+class PackedRows(PackedTokens):
+    """Rows of examples, as packed tokens whose windows of ``length`` are the rows.
+
+    Args:
+        examples: each of at most ``length`` tokens.
+        length: tokens of a row (L).
+        together: whether a row holds as many examples as it has room for, which must not see each other; else one.
+        padding: the token of what is left of a row. Nothing learns from it.
+        dtype: of the tokens.
+
+    Attributes:
+        efficiency: fraction of the tokens that are no padding.
+        counted_tokens: that the loss counts.
+
+    Raises:
+        DataError: there are no examples.
+
+    >>> yes = np.array([False, True])
+    >>> rows = PackedRows([Example(np.array([5, 6]), yes), Example(np.array([7, 8]), yes)], 4, padding=0)
+    >>> targets = rows[1:5].astype(np.int64)
+    >>> rows.mark(1, targets)
+    >>> rows[0:4].tolist(), targets.tolist()
+    ([5, 6, 7, 8], [6, -101, 8, -101])
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        length: int,
+        *,
+        padding: int,
+        together: bool = True,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        if not examples:
+            raise DataError("There is no example to learn from. Nothing was drawn.")
+        sizes = [len(example.tokens) for example in examples]
+        rows = pack_rows(sizes, length) if together else [[number] for number in range(len(sizes))]
+        tokens = np.full(len(rows) * length + 1, padding, dtype=dtype or np.dtype(np.uint32))
+        self._counted = np.zeros(len(tokens), dtype=np.bool_)
+        self._last = np.zeros(len(tokens), dtype=np.bool_)
+        for row, numbers in enumerate(rows):
+            place = row * length
+            for number in numbers:
+                end = place + sizes[number]
+                tokens[place:end] = examples[number].tokens
+                self._counted[place + 1 : end] = examples[number].counted[1:]
+                self._last[end - 1] = True
+                place = end
+        super().__init__([tokens])
+        self.length = length
+        self.marks_ends = together
+        self.efficiency = sum(sizes) / (len(tokens) - 1)
+        self.counted_tokens = int(self._counted.sum())
+
+    @property
+    def digest(self) -> str:
+        """Of the tokens, which of them count, and the length of the rows."""
+        marks = np.packbits(self._counted), np.packbits(self._last)
+        told = xxhash.xxh3_64(f"{super().digest} {self.length} {self.marks_ends}".encode())
+        for each in marks:
+            told.update(each.data)
+        return told.hexdigest()
+
+    def mark(self, begin: int, targets: NDArray[np.int64]) -> None:
+        end = begin + len(targets)
+        targets[~self._counted[begin:end]] = NOT_COUNTED
+        targets[self._last[begin - 1 : end - 1]] = ENDS
+
+    def check(self, sequence_length: int, batch_size: int, num_replicas: int) -> None:
+        """Raise `DataError` where there is less than one batch for each replica."""
+        rows, needed = (len(self) - 1) // self.length, num_replicas * batch_size
+        if rows < needed:
+            raise DataError(
+                f"The examples make {rows} rows of {self.length} tokens; one batch of {batch_size} for each of "
+                f"{num_replicas} replicas needs {needed}. Use more examples, fewer replicas, smaller batches "
+                "(--train.batch-size), shorter rows (--train.sequence-length) or --data.no-packing. Nothing was drawn."
+            )

@@ -1,0 +1,151 @@
+"""Adapters of low rank beside frozen weights (LoRA, 2106.09685), by ``peft``: put in, saved for it, merged."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from diloco.errors import ConfigurationError
+from diloco.model.huggingface import HuggingFaceModel
+from diloco.model.settings import ModelSettings, parse_source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from peft import LoraConfig
+
+__all__ = ["ADAPTER_FOLDER", "CONFIG_FILE", "add_adapters", "merge_adapters", "save_adapter"]
+
+ADAPTER_FOLDER = "adapter"
+"""Where a run leaves its adapter."""
+
+CONFIG_FILE = "adapter_config.json"
+"""In every folder with an adapter."""
+
+_NAME = "default"
+"""What peft calls the only adapter of a model; files have no such part in their names."""
+
+
+def lora_config(settings: ModelSettings) -> LoraConfig:
+    """What ``peft`` is to make, of settings with a rank.
+
+    Raises:
+        ConfigurationError: ``peft`` is not installed.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigurationError(
+            f"LoRA needs peft, which can't be imported ({error}): pip install 'diloco[finetune]'. Nothing was started."
+        ) from error
+    targets: str | list[str] = list(settings.lora_targets)
+    alpha = 2 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
+    return LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=settings.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def add_adapters(model: HuggingFaceModel, settings: ModelSettings) -> None:
+    """Freeze ``model`` and put adapters beside the modules that ``settings`` name: they are all that is trained.
+
+    What the model gives stays the same, since one factor of each adapter begins as zero. The others are drawn from the
+    global generator. Adapters are float32 whatever the frozen weights are, which get ``settings.base_dtype``.
+
+    Raises:
+        ConfigurationError: ``peft`` is not installed, or refuses the targets.
+    """
+    from peft import inject_adapter_in_model
+
+    wrapped: Any = model.wrapped
+    head = wrapped.get_output_embeddings()
+    with _in_words(settings, wrapped):
+        inject_adapter_in_model(lora_config(settings), wrapped)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+        elif settings.quantization is None:  # afterwards, or the adapters would be drawn in another type
+            parameter.data = parameter.data.to(getattr(torch, settings.base_dtype))
+    model.projects = model.projects and wrapped.get_output_embeddings() is head
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.adapters = settings
+    model.source_has = frozenset(model.state_dict().keys() - trained)
+
+
+def merge_adapters(wrapped: nn.Module) -> None:
+    """Add every adapter to the weights beside it, in place, and take it out.
+
+    Raises:
+        ConfigurationError: the weights are quantised, and would be rounded once more.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(wrapped.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            base = module.get_base_layer()
+            if type(base).__module__.startswith("bitsandbytes"):
+                raise ConfigurationError(
+                    f"{name} is a {type(base).__name__}, which can't take an adapter in without rounding once more. "
+                    "Merge into weights that are not quantised. Nothing was merged."
+                )
+            module.merge()
+            parent, _, leaf = name.rpartition(".")
+            setattr(wrapped.get_submodule(parent), leaf, base)
+    vars(wrapped).pop("peft_config", None)
+    wrapped.requires_grad_(True)
+
+
+def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Tensor]) -> None:
+    """Write a folder that ``peft.PeftModel.from_pretrained`` reads.
+
+    Args:
+        folder: made if missing; what is in it is written over.
+        model: with adapters.
+        values: name of a parameter that is trained -> its value.
+    """
+    settings = model.adapters
+    assert settings is not None
+    assert settings.source is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    config = lora_config(settings)
+    config.base_model_name_or_path = parse_source(settings.source).place
+    config.inference_mode = True
+    made: Any = vars(model.wrapped)["peft_config"]
+    config.fan_in_fan_out = made[_NAME].fan_in_fan_out
+    tensors = {_file_name(name): value.detach().float().cpu().contiguous() for name, value in values.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+
+
+def _file_name(name: str) -> str:
+    """What peft calls a parameter in its files.
+
+    >>> _file_name("wrapped.model.layers.0.mlp.up_proj.lora_A.default.weight")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    return f"base_model.model.{name.removeprefix('wrapped.').replace(f'.{_NAME}.', '.')}"
+
+
+@contextmanager
+def _in_words(settings: ModelSettings, wrapped: nn.Module) -> Iterator[None]:
+    """Whatever peft refuses, as a configuration error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sees for itself that it must be
+            yield
+    except (ValueError, TypeError, ImportError) as error:
+        linear = sorted({n.rpartition(".")[2] for n, m in wrapped.named_modules() if isinstance(m, nn.Linear)})
+        raise ConfigurationError(
+            f"peft refused model.lora_targets={list(settings.lora_targets)}: {' '.join(str(error).split())[:300]} This "
+            f"model has {', '.join(linear)}. Nothing was started."
+        ) from error

@@ -1,0 +1,93 @@
+"""From `diloco finetune` to answers: what is learned is given back by every command that reads the run."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.cli import main
+from diloco.trained.load import load_trained
+from tests.finetuning import asked, write_base, write_records
+
+ANSWERS = {"red?": "rot", "blue?": "blau"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a base model, a run on it that knows two words, and questions."""
+    folder = tmp_path_factory.mktemp("finetune")
+    base = write_base(folder / "base", hidden_size=32, intermediate_size=48, initializer_range=0.5)
+    known = [asked(question, answer) for question, answer in ANSWERS.items()]
+    data = write_records(folder / "data.jsonl", [{**each, "copy": copy} for copy in range(30) for each in known])
+    write_records(folder / "known.jsonl", known)
+    write_records(folder / "mixed.jsonl", [*known, asked("red?", "vert"), asked("blue?", "bleu")])
+    words = f"""finetune {base} --data {data} --out {folder / "run"} --replicas 2 --lora.rank 8 --steps 40
+        --inner-steps 5 --inner.learning-rate 1e-2 --train.batch-size 2 --train.sequence-length 96
+        --monitor.console quiet --evaluation.every-steps 0 --checkpoint.every-steps 0 --train.device cpu"""
+    assert main(words.split()) == 0
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_questions_are_answered_and_counted(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads(told(capsys, "evaluate", place / "run", "--questions", place / "mixed.jsonl", "--json"))
+    assert (record["questions"], record["right"], record["accuracy"]) == (4, 2, 0.5)
+    known = json.loads(told(capsys, "evaluate", place / "run", "--questions", place / "known.jsonl", "--json"))
+    assert known["accuracy"] == 1.0
+    assert known["heldout_loss"] < 0.2 < record["heldout_loss"]
+    assert "right answers   0 of 2" in told(capsys, "evaluate", place / "base", "--questions", place / "known.jsonl")
+    heldout = json.loads(told(capsys, "evaluate", place / "run", "--json"))
+    assert heldout["heldout_loss"] == json.loads((place / "run" / "summary.json").read_text())["heldout_loss"]
+
+
+def test_a_conversation_line_by_line(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert told(capsys, "generate", place / "run", "--chat", "--prompt", "red?", "--temperature", "0") == "rot\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("blue?\n"))
+    assert told(capsys, "generate", place / "run", "--chat", "--temperature", "0") == "blau\n"
+
+
+def test_the_merged_model_and_the_adapter_are_for_others(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, "export", place / "run", place / "merged", "--merge")
+    record = json.loads(told(capsys, "evaluate", place / "merged", "--questions", place / "known.jsonl", "--json"))
+    assert record["accuracy"] == 1.0
+    generation = json.loads((place / "merged" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [256, 258]  # the end of a document, and of an answer
+    with torch.no_grad():
+        tokens = torch.arange(20).unsqueeze(0) + 60
+        one, other = (load_trained(place / name).model(tokens) for name in ("run", "merged"))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    told(capsys, "export", place / "run", place / "exported", "--to", "adapter")
+    left = place / "run" / "adapter" / "adapter_model.safetensors"
+    assert (place / "exported" / "adapter_model.safetensors").read_bytes() == left.read_bytes()
+    assert (place / "exported" / "chat_template.jinja").is_file()
+
+
+REFUSED = (
+    ("export RUN x", "Use --merge for a whole model, or --to adapter"),
+    ("export RUN x.safetensors --to safetensors --merge", "--merge needs --to hf"),
+    ("export RUN RUN --to adapter", "is not an exported model"),
+    ("export BASE x --merge", "has no adapters, so --merge"),
+    ("evaluate RUN --by-document", "which stand alone"),
+    ("evaluate RUN --questions q --data d", "--questions cannot be combined"),
+    ("generate RUN --chat --json", "--chat cannot be combined"),
+    ("generate RUN --system x", "--system needs --chat"),
+)
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED, ids=lambda each: each[:40])
+def test_what_can_not_be_is_refused(place: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
+    named = {"RUN": str(place / "run"), "BASE": str(place / "base")}
+    assert main([named.get(word, word) for word in words.split()]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

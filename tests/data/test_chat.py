@@ -1,0 +1,232 @@
+"""Conversations as tokens: the template of the tokenizer, what counts, what is cut and left out."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.data.chat import build_chat_corpus, heldout_rows, read_questions
+from diloco.data.chat_tokenizer import ChatTokenizer
+from diloco.data.heldout import is_heldout
+from diloco.data.rows import Example
+from diloco.data.settings import DataSettings
+from diloco.errors import ConfigurationError, DataError, DiLoCoError
+from tests.finetuning import SPECIAL, asked, write_records, write_sums, write_tokenizer
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}|{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def chatml(folder: Path) -> ChatTokenizer:
+    return ChatTokenizer(str(folder))
+
+
+def with_template(place: Path, template: str | None) -> ChatTokenizer:
+    return ChatTokenizer(str(write_tokenizer(place, template=template)))
+
+
+def spelled(tokens: Any) -> str:
+    """Tokens as text, special ones by their names; 256 and on are `SPECIAL`."""
+    return b"".join(bytes([t]) if t < 256 else SPECIAL[t - 256].encode() for t in tokens).decode()
+
+
+def counted(example: Example) -> str:
+    """The text that counts."""
+    return spelled(example.tokens[example.counted].tolist())
+
+
+def settings_of(folder: Path, data: Path, **changes: Any) -> DataSettings:
+    return DataSettings(format="chat", paths=(data,), tokenizer=str(folder), **({"heldout_fraction": 0.3} | changes))
+
+
+def test_answers_count_with_what_ends_them_and_nothing_else_does(chatml: ChatTokenizer) -> None:
+    said = [
+        {"role": "system", "content": "Be brief."},
+        *asked("2+2?", "4")["messages"],
+        *asked("Grüße?", "東京 🙂")["messages"],
+    ]
+    example, all_count = chatml.conversation(said)
+    assert all_count
+    assert counted(example) == "4<|im_end|>\n東京 🙂<|im_end|>\n"
+    assert spelled(example.tokens).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?")
+    assert chatml.answer_end == 258
+
+
+texts = st.text(alphabet="ab \n?é🙂", max_size=6)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+def test_a_model_is_asked_with_the_tokens_that_it_learned_an_answer_after(
+    chatml: ChatTokenizer, turns: list[tuple[str, str]]
+) -> None:
+    said = [message for question, answer in turns for message in asked(question, answer)["messages"]]
+    example, _ = chatml.conversation(said)
+    prompt = chatml.prompt(said[:-1])
+    assert example.tokens[: len(prompt)].tolist() == prompt
+    assert bool(example.counted[len(prompt) :].all())
+    answers = "".join(f"{answer}<|im_end|>\n" for _, answer in turns)
+    assert counted(example) == answers
+
+
+def test_a_template_that_marks_its_answers_is_believed(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, MARKED)
+    example, _ = tokenizer.conversation([*asked("a", "b")["messages"], *asked("c", "d")["messages"]])
+    assert (spelled(example.tokens), counted(example)) == ("a|b<|im_end|>c|d<|im_end|>", "b<|im_end|>d<|im_end|>")
+
+
+def test_where_a_template_changes_earlier_answers_only_the_last_counts(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, THINKING)
+    example, all_count = tokenizer.conversation([*asked("a", "b")["messages"], *asked("c", "d")["messages"]])
+    assert (all_count, counted(example)) == (False, "<think>d<|im_end|>")
+
+
+def test_a_template_that_hides_its_answers_is_refused(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{{ messages | length }}answer{% if add_generation_prompt %}?{% endif %}")
+    with pytest.raises(DataError, match="does not render an answer after the prompt"):
+        tokenizer.conversation(asked("a", "b")["messages"])
+
+
+RECORDS = (
+    (asked("1", "2"), "2<|im_end|>\n"),
+    ({"prompt": "1", "completion": "2"}, "2<|im_end|>\n"),
+    ({"prompt": asked("1", "2")["messages"][:1], "completion": asked("1", "2")["messages"][1:]}, "2<|im_end|>\n"),
+    ({"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]}, "2<|im_end|>\n"),
+    ({"messages": [*asked("1", "2")["messages"], {"role": "user", "content": "3"}]}, "2<|im_end|>\n"),
+    ({"text": "plain"}, "lain<|endoftext|>"),  # nothing predicts the first token
+)
+
+
+@pytest.mark.parametrize(("record", "learned"), RECORDS, ids=lambda each: str(each)[:20])
+def test_every_way_to_write_a_conversation(folder: Path, tmp_path: Path, record: dict[str, Any], learned: str) -> None:
+    corpus = corpus_of(folder, tmp_path, [record])
+    tokens = corpus.train[0 : len(corpus.train)].astype("int64")
+    corpus.train.mark(1, targets := tokens[1:].copy())
+    assert spelled(targets[targets >= 0].tolist()) == learned
+
+
+def corpus_of(folder: Path, place: Path, records: list[dict[str, Any]], length: int = 64) -> Any:
+    """Of these records to train on, and another that is held out; a field that nobody reads decides the split."""
+
+    def drawn(record: dict[str, Any], *, heldout: bool) -> dict[str, Any]:
+        numbered = ({**record, "number": number} for number in count())
+        return next(each for each in numbered if is_heldout(json.dumps(each, sort_keys=True), 0.3) is heldout)
+
+    written = [*(drawn(record, heldout=False) for record in records), drawn(asked("x", "y"), heldout=True)]
+    return build_chat_corpus(settings_of(folder, write_records(place / "data.jsonl", written)), length)
+
+
+def test_without_a_template_a_prompt_and_its_completion_are_plain_text(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path / "plain", None)
+    example = tokenizer.completion("2+2=", "4")
+    assert (spelled(example.tokens), counted(example)) == ("2+2=4<|endoftext|>", "4<|endoftext|>")
+    assert example.tokens[:4].tolist() == tokenizer.plain_prompt("2+2=")
+    with pytest.raises(DataError, match="has no chat template, which messages need"):
+        tokenizer.prompt(asked("a", "b")["messages"])
+
+
+def test_another_template_may_be_given(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "other.jinja"
+    file.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}[{% endif %}")
+    tokenizer = ChatTokenizer(str(folder), file)
+    assert tokenizer.decode(tokenizer.prompt(asked("a", "b")["messages"])) == "[a][b]["
+    tokenizer.save(tmp_path / "saved")
+    assert ChatTokenizer(str(tmp_path / "saved")).template == file.read_text()
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        ChatTokenizer(str(folder), tmp_path / "missing.jinja")
+
+
+def test_what_is_cut_and_left_out_is_told(folder: Path, tmp_path: Path) -> None:
+    records = [
+        asked("short", "1"),
+        asked("long", "1" * 40),
+        asked("q" * 70, "too late"),
+        asked(f"{SPECIAL[2]} in a question", "1"),
+        {"messages": [{"role": "user", "content": "nobody answers"}]},
+    ]
+    told = corpus_of(folder, tmp_path, records).description()
+    assert "2 conversations in" in told
+    assert "1 longer than 64 tokens and cut at their end" in told
+    assert "2 left out, as no answer is in them, or none before the cut" in told
+    assert "1 left out, as their text holds a special token" in told
+
+
+MALFORMED = (
+    ({"question": "a"}, "has the fields 'question'. A conversation has 'messages'"),
+    ({"messages": []}, "must be a list of messages"),
+    ({"messages": [{"role": "user"}]}, "must be a list of messages"),
+    ({"messages": [{"role": "user", "content": 3}]}, "must be a list of messages"),
+    ({"messages": "hello"}, "must be a list of messages"),
+    ({"prompt": "a", "completion": []}, "must both be text"),
+    ({"conversations": ["a"]}, "must be a list of objects"),
+    ({"text": 3}, "holds int, not text"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+)
+
+
+@pytest.mark.parametrize(("record", "said"), MALFORMED, ids=lambda each: str(each)[:30])
+def test_what_is_no_conversation_is_refused_by_its_line(
+    folder: Path, tmp_path: Path, record: dict[str, Any], said: str
+) -> None:
+    data = write_records(tmp_path / "data.jsonl", [asked("1", "2"), record])
+    with pytest.raises(DataError, match=f"data.jsonl:2.*{said}"):
+        build_chat_corpus(settings_of(folder, data), 64)
+
+
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"streaming": True}, "data.streaming does not go with data.format='chat'"),
+    ({"sources": {"a": {"data": "b"}}, "paths": ()}, "data.sources does not go"),
+    ({"paths": ()}, "needs conversations"),
+    ({"paths": (Path("hf:imdb"),)}, "Dataset.to_json"),
+    ({"format": "text", "chat_template": Path("x")}, "needs data.format='chat'"),
+)
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=lambda each: str(each)[:30])
+def test_settings_that_do_not_fit_conversations(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        DataSettings(**({"format": "chat", "paths": (Path("a.jsonl"),)} | changes))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_tokenizer_of_no_model_has_no_template(tmp_path: Path, tokenizer: str) -> None:
+    with pytest.raises(DiLoCoError, match="needs the tokenizer of a model"):
+        build_chat_corpus(settings_of(Path(tokenizer), write_sums(tmp_path / "data.jsonl")), 64)
+
+
+def test_the_same_conversations_are_held_out_afterwards(folder: Path, tmp_path: Path) -> None:
+    settings = settings_of(folder, write_sums(tmp_path / "sums.jsonl"))
+    corpus = build_chat_corpus(settings, 48)
+    assert isinstance(corpus.tokenizer, ChatTokenizer)
+    assert heldout_rows(settings, corpus.tokenizer, 48).digest == corpus.heldout.digest
+    assert build_chat_corpus(settings, 48).fingerprint == corpus.fingerprint
+    assert build_chat_corpus(settings, 40).fingerprint != corpus.fingerprint
+    everything = heldout_rows(settings, corpus.tokenizer, 48, settings.paths)
+    assert everything.counted_tokens > corpus.heldout.counted_tokens
+
+
+def test_questions_are_the_last_answers_with_what_comes_before(chatml: ChatTokenizer, tmp_path: Path) -> None:
+    data = write_records(tmp_path / "q.jsonl", [asked("2+2?", "4"), {"prompt": "a", "completion": "b"}])
+    questions = list(read_questions([data]))
+    assert [each.answer for each in questions] == ["4", "b"]
+    assert questions[0].prompt(chatml) == chatml.prompt(asked("2+2?", "4")["messages"][:1])
+    with pytest.raises(DataError, match=r"q.jsonl:1 has no answer"):
+        list(read_questions([write_records(tmp_path / "q.jsonl", [{"text": "a"}])]))

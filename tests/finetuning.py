@@ -1,0 +1,66 @@
+"""A base model small enough for tests, with a tokenizer that has a chat template, and conversations."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.huggingface import config_of
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def write_base(
+    place: Path, *, seed: int = 0, template: str | None = TEMPLATE, name: str = "Llama", **changes: Any
+) -> Path:
+    """A folder of transformers: weights, and a tokenizer of bytes with the special tokens of ChatML."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    write_tokenizer(place, template=template)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config_of(name, max_position_embeddings=256, **changes)).save_pretrained(place)
+    return place
+
+
+def write_tokenizer(place: Path, *, template: str | None = TEMPLATE) -> Path:
+    """The tokenizer alone."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from diloco.data.tokenizer import byte_letters
+
+    vocabulary = {letter: number for number, letter in enumerate([*byte_letters(), *SPECIAL])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    library = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0])
+    library.chat_template = template
+    library.save_pretrained(place)
+    return place
+
+
+def asked(question: str, answer: str) -> dict[str, Any]:
+    """A record of one question and its answer."""
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write_records(place: Path, records: list[dict[str, Any]]) -> Path:
+    """A .jsonl of them."""
+    place.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return place
+
+
+def write_sums(place: Path, *, number: int = 60, seed: int = 0) -> Path:
+    """Conversations that ask for sums."""
+    rng = random.Random(seed)
+    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(number)]
+    return write_records(place, [asked(f"{one}+{other}?", str(one + other)) for one, other in pairs])

@@ -1,0 +1,183 @@
+"""LoRA by peft: what is trained, what peft reads, and documents that don't see each other beside adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.errors import ConfigurationError
+from diloco.model.adapters import save_adapter
+from diloco.model.build import base_digest, build_language_model
+from diloco.model.huggingface import HuggingFaceModel
+from diloco.model.language_model import LossChunks, document_numbers
+from diloco.model.settings import ModelSettings
+from tests.finetuning import write_base
+
+TOKENS = torch.arange(24).reshape(2, 12) % 11 + 40
+KINDS = ("Llama", "Qwen3", "GPT-2")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"n_positions": 48} if request.param == "GPT-2" else {}
+    return write_base(tmp_path_factory.mktemp("base"), name=request.param, **changes)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def adapted(base: Path, seed: int = 0, **changes: Any) -> HuggingFaceModel:
+    """With adapters that do something."""
+    settings = ModelSettings(source=f"hf:{base}", **({"lora_rank": 4} | changes))
+    model = build_language_model(settings, seed=seed)
+    assert isinstance(model, HuggingFaceModel)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
+    return model.eval()
+
+
+def trained(model: HuggingFaceModel) -> dict[str, torch.Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft, about transformers
+@torch.no_grad()
+def test_peft_gives_the_logits_that_we_evaluate_merged_and_unmerged(base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = adapted(base)
+    save_adapter(tmp_path, model, trained(model))
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    untouched = plain(TOKENS).logits
+    theirs = PeftModel.from_pretrained(plain, tmp_path).eval()
+    logits = model(TOKENS)
+    assert torch.equal(logits, theirs(TOKENS).logits)
+    assert float((logits - untouched).abs().max()) > 1e-2
+    merged = model.to_huggingface()
+    torch.testing.assert_close(merged(TOKENS).logits, logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged(TOKENS).logits, theirs.merge_and_unload()(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(again(TOKENS).logits, merged(TOKENS).logits)
+
+
+@torch.no_grad()
+def test_adapters_change_nothing_before_they_are_trained_and_are_all_that_is(llama: Path) -> None:
+    plain = build_language_model(ModelSettings(source=f"hf:{llama}"), seed=0).eval()
+    model = build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=2), seed=0).eval()
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert all("lora_" in name for name in names)
+    assert model.num_trained() == sum(
+        2 * (i + o) * 3 for i, o in ((16, 16), (16, 8), (16, 8), (16, 16), *[(16, 24)] * 3)
+    )
+    assert set(model.saved_state()) == set(names)
+
+
+def test_the_same_seed_draws_the_same_adapters_whatever_the_frozen_weights_are(llama: Path) -> None:
+    def drawn(seed: int, **changes: Any) -> list[torch.Tensor]:
+        model = build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=2, **changes), seed=seed)
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    one, half = drawn(0), drawn(0, base_dtype="bfloat16")
+    assert {each.dtype for each in half} == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(one, half, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one, drawn(1), strict=True))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_conversations_in_a_row_do_not_see_each_other(llama: Path, attention: str) -> None:
+    model = adapted(llama)
+    model.wrapped.set_attn_implementation(attention)
+    model.probe()
+    row = TOKENS.reshape(1, -1)[:, :20]
+    documents = document_numbers((torch.arange(20) == 7).long().unsqueeze(0), 1)
+    together = model(row, documents=documents)
+    for begin, end in ((0, 8), (8, 20)):
+        torch.testing.assert_close(together[:, begin:end], model(row[:, begin:end]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_in_chunks_is_the_same_beside_a_frozen_projection(llama: Path) -> None:
+    targets = TOKENS.clone()
+    targets[0, :7] = -100
+    losses, gradients = [], []
+    for chunks in (LossChunks(), LossChunks(tokens=5)):
+        model = adapted(llama)
+        model.loss_chunks = chunks
+        assert model.projects
+        parts = model.loss(TOKENS, targets)
+        parts.loss.backward()
+        losses.append(parts.cross_entropy)
+        gradients.append([parameter.grad for parameter in trained(model).values()])
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_a_projection_with_an_adapter_is_not_taken_for_a_plain_one(tmp_path: Path) -> None:
+    base = write_base(tmp_path, tie_word_embeddings=False)
+    model = adapted(base, lora_targets=("lm_head", "q_proj"))
+    assert not model.projects
+    model.loss_chunks = LossChunks(tokens=5)
+    expected = torch.nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
+    torch.testing.assert_close(model.loss(TOKENS, TOKENS).cross_entropy, expected)
+
+
+def test_the_digest_is_of_the_weights_and_not_of_their_files(llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings = ModelSettings(source=f"hf:{llama}", lora_rank=2)
+    digest = base_digest(settings)
+    assert len(digest) == 32
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path / "sharded", max_shard_size="4KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert base_digest(dataclasses.replace(settings, source=f"hf:{tmp_path / 'sharded'}")) == digest
+    other = write_base(tmp_path / "other", seed=1)
+    assert base_digest(dataclasses.replace(settings, source=f"hf:{other}")) != digest
+    assert base_digest(ModelSettings()) == base_digest(ModelSettings(source=f"hf:{llama}", weights="fresh")) == ""
+
+
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"source": None}, "needs a model of transformers"),
+    ({"source": "nets.py:build"}, "needs a model of transformers"),
+    ({"weights": "fresh"}, "adapts weights that are there"),
+    ({"lora_rank": -1}, "The rank must be 0 or more"),
+    ({"lora_dropout": 1.0}, "dropout 0 or more and less than 1"),
+    ({"lora_rank": 0, "lora_targets": ("q_proj",)}, "model.lora_targets=.* is of LoRA: set model.lora_rank"),
+    ({"lora_targets": ()}, "must name a module"),
+)
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=lambda each: str(each)[:40])
+def test_settings_that_make_no_adapters_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        ModelSettings(**({"source": "hf:base", "lora_rank": 4} | changes))
+
+
+def test_targets_that_are_not_there_are_refused_with_those_that_are(llama: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"qproj.* This model has .*gate_proj.*q_proj"):
+        build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=2, lora_targets=("qproj",)), seed=0)
+
+
+def test_adapters_need_weights_to_stand_beside(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    with pytest.raises(ConfigurationError, match=r"no model\.safetensors"):
+        build_language_model(ModelSettings(source=f"hf:{tmp_path}", lora_rank=2), seed=0)
+
+
+def test_quantised_weights_need_bitsandbytes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigurationError, match=r"pip install bitsandbytes, or use --model\.base-dtype bfloat16"):
+        build_language_model(ModelSettings(source=f"hf:{llama}", lora_rank=2, quantization="nf4"), seed=0)

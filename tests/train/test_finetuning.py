@@ -1,0 +1,230 @@
+"""`diloco finetune` in one process: what counts, what a checkpoint holds, the same bits after a stop, other bases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.algorithm.codec import make_codec
+from diloco.algorithm.outer_optimizer import Sgd
+from diloco.algorithm.schedule import SyncSchedule
+from diloco.checkpoint.reading import open_checkpoint
+from diloco.cli import main
+from diloco.cli.plan_finetune import finetune_memory
+from diloco.config.finetune import finetune_line, with_steps
+from diloco.config.run_plan import RunPlan, plan_run
+from diloco.data.chat import build_chat_corpus
+from diloco.errors import ConfigurationError
+from diloco.model.build import build_language_model
+from diloco.model.settings import ModelSettings
+from diloco.outer.diloco import DiLoCo
+from diloco.train.components import outline
+from diloco.train.inner import InnerLoop
+from diloco.train.parallel import ParallelModel
+from diloco.train.reports import handshake_facts
+from diloco.trained.load import load_trained
+from diloco.transport.in_process import InProcessTransport
+from tests.command_lines import command_line
+from tests.finetuning import asked, write_base, write_records, write_sums
+from tests.train.source_runs import BASE, trained
+
+SMALL = BASE | {
+    "train__sequence_length": 48,
+    "fragments__num_fragments": 2,
+    "data__heldout_fraction": 0.2,
+    "inner__learning_rate": 1e-2,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sums(tmp_path_factory.mktemp("data") / "sums.jsonl")
+
+
+def plan_of(base: Path, sums: Path, *, full: bool = False, **values: Any) -> RunPlan:
+    line = command_line(base, **(SMALL | {"data__paths": (sums,), "evaluation__sample_tokens": 0} | values))
+    return plan_run(with_steps(finetune_line(line, full=full), 0, 1.0, 2)[0])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_run_that_was_interrupted_ends_with_the_same_bits(base: Path, sums: Path, tmp_path: Path, full: bool) -> None:
+    whole = trained(tmp_path / "whole", plan_of(base, sums, full=full, schedule__overlap_steps=2))
+    # at step 7 fragment 1 is in flight
+    trained(tmp_path / "cut", plan_of(base, sums, full=full, schedule__overlap_steps=2, train__stop_after=7))
+    resumed = plan_run(command_line(checkpoint__resume=tmp_path / "cut"))
+    summary = trained(tmp_path / "cut", resumed)
+    assert summary["global_params_digest"] == whole["global_params_digest"]
+    assert summary["heldout_loss"] == whole["heldout_loss"]
+    assert whole["heldout_loss"] < 5.5  # ln(272) = 5.6 is where it begins
+
+
+def test_a_checkpoint_holds_what_is_trained_and_nothing_of_the_base(base: Path, sums: Path, tmp_path: Path) -> None:
+    summary = trained(tmp_path, plan_of(base, sums))
+    checkpoint = open_checkpoint(tmp_path)
+    names = set(checkpoint.load("global"))
+    assert names
+    assert all("lora_" in name for name in names)
+    assert set(checkpoint.load("replica-0")["model"]) == names
+    assert "rest" not in checkpoint.parts
+    sizes = [fragment["numel"] for fragment in checkpoint.about["fragments"]]
+    assert max(sizes) - min(sizes) < 0.1 * sum(sizes)  # balanced
+    # what data-parallel training would send is adapters, too
+    assert summary["data_parallel_bytes_per_replica"] < summary["parameters"] * 12 * 8
+    model = load_trained(tmp_path).model
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == names
+
+
+def test_peft_loads_what_a_run_leaves(base: Path, sums: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    trained(tmp_path, plan_of(base, sums))
+    values = open_checkpoint(tmp_path).load("global")
+    left = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(left) == len(values)
+    for name, value in values.items():
+        peft_name = f"base_model.model.{name.removeprefix('wrapped.').replace('.default.', '.')}"
+        assert torch.equal(left[peft_name], value)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (16, 32, str(base))
+
+
+def test_adapters_of_another_base_are_refused(base: Path, sums: Path, tmp_path: Path) -> None:
+    """A checkpoint names the weights that it needs, and replicas compare them before they begin."""
+    place = write_base(tmp_path / "base")
+    trained(tmp_path / "run", plan_of(place, sums))
+    write_base(place, seed=1)
+    with pytest.raises(ConfigurationError, match=r"holds other weights .* Put that model there"):
+        load_trained(tmp_path / "run")
+    settings = plan_of(base, sums).configuration
+    model = outline(settings, 259)
+    facts = [handshake_facts(settings, model, "the same data", digest) for digest in ("one", "other")]
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"base model"}
+
+
+def test_a_replica_weighs_as_many_tokens_as_counted(base: Path, tmp_path: Path) -> None:
+    """Of two replicas one has the longer answers; what their contributions will weigh is in a checkpoint."""
+    records = [asked(f"q{number}", "7" * (3 if number < 20 else 15)) for number in range(40)]
+    data = write_records(tmp_path / "data.jsonl", records)
+    plan = plan_of(base, data, data__packing=False, data__sharding="contiguous", train__stop_after=3)
+    trained(tmp_path / "run", plan)
+    checkpoint = open_checkpoint(tmp_path / "run")
+    corpus = build_chat_corpus(plan.configuration.data, 48)
+    counted = []
+    for replica in range(2):
+        batches = corpus.batches(
+            sequence_length=48, batch_size=2, replica=replica, num_replicas=2, seed=0, sharding="contiguous"
+        )
+        counted.append(sum(int((batches.next_batch()[1] >= 0).sum()) for _ in range(3)))
+        since = checkpoint.load(f"replica-{replica}")["diloco"]["trained_steps"]["since"]
+        assert since[0] == pytest.approx(counted[-1] / (2 * 48))
+    assert max(counted) > 3 * min(counted)
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_all_tokens_that_count_weigh_the_same_in_a_batch(base: Path, accumulation: int) -> None:
+    tokens = torch.randint(60, 90, (4, 12), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1)
+    targets[0, :11] = targets[1, :3] = targets[3] = -100  # the last row has none
+
+    def gradients(pieces: int) -> list[torch.Tensor]:
+        model = build_language_model(ModelSettings(source=f"hf:{base}"), seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = InnerLoop(
+            ParallelModel(model),
+            optimizer,
+            learning_rate=lambda step: 0.1,
+            accumulation=pieces,  # type: ignore[arg-type]
+        )
+        loop.accumulate_gradients(tokens, targets)
+        assert loop.counted == pytest.approx(22 / 48)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    for whole, pieced in zip(gradients(1), gradients(accumulation), strict=True):
+        torch.testing.assert_close(pieced, whole, rtol=1e-4, atol=1e-7)
+
+
+def test_replicas_of_any_precision_hold_the_same_global_bits(base: Path) -> None:
+    """The mean and the outer step are float32 for all, whatever a replica computes with and holds itself."""
+    transport = InProcessTransport(3)
+    replicas = []
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        model = build_language_model(ModelSettings(source=f"hf:{base}"), seed=0)
+        for parameter in model.parameters():  # to what every one of the types holds exactly
+            parameter.data = parameter.data.mul(256).round().div(256)
+        model.to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        endpoint = transport.endpoint(number)
+        replicas.append((model, optimizer, endpoint))
+    schedule = SyncSchedule(inner_steps=2)
+    loops = [DiLoCo(m, o, transport=e, schedule=schedule, codec="fp4") for m, o, e in replicas]
+    tokens = torch.arange(24).reshape(3, 8) + 60
+    for _ in range(4):
+        for number, (model, optimizer, _) in enumerate(replicas):
+            model.loss(tokens[number : number + 1, :-1], tokens[number : number + 1, 1:]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for loop in loops:
+            loop.begin()
+        for loop in loops:
+            loop.finish()
+    assert len({loop.digest() for loop in loops}) == 1
+    assert loops[0].rounds_committed == 2
+
+
+REFUSED: tuple[tuple[list[str], str], ...] = (
+    ([], "diloco finetune needs a model"),
+    (["llama"], "diloco finetune needs conversations"),
+    (["run.toml", "--data", "a.jsonl"], "use diloco train run.toml"),
+    (["llama", "--data", "a.jsonl", "--full", "--lora.rank", "8"], "--full trains all weights"),
+    (["llama", "--resume", "runs/a"], "whose model goes on"),
+    (["--resume", "runs/a", "--full"], "do not go with --resume"),
+    (["llama", "--data", "a.jsonl", "--epochs", "0"], "--epochs 0 must be a positive number"),
+    (["llama", "--data", "a.jsonl", "--epochs"], "--epochs needs a value"),
+    (["llama", "--data", "a.jsonl", "--epochs", "1", "--steps", "5"], "both given"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED, ids=lambda each: " ".join(each)[:40])
+def test_what_can_not_be_meant_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_sums(tmp_path / "a.jsonl")
+    assert main(["finetune", *arguments]) == 2
+    assert said in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(0, "float32"), (4, "float32"), (4, "bfloat16")])
+def test_the_memory_that_is_planned_is_what_a_replica_holds(base: Path, rank: int, dtype: str) -> None:
+    planned = finetune_memory(base, rank, dtype)
+    lora: dict[str, Any] = {"lora_rank": rank, "base_dtype": dtype} if rank else {}
+    model = build_language_model(ModelSettings(source=f"hf:{base}", **lora), seed=0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    loop = DiLoCo(model, optimizer, outer_optimizer=Sgd(learning_rate=1.0), schedule=SyncSchedule(inner_steps=2))
+    tokens = torch.arange(16).reshape(2, 8) + 60
+    model.loss(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+    optimizer.step()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held = [*trained, *(parameter.grad for parameter in trained), *loop.outer_loop.named_global_params().values()]
+    held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    assert sum(value.numel() * value.element_size() for value in held if value is not None) == planned["trained_bytes"]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    assert sum(value.numel() * value.element_size() for value in frozen) == planned["frozen_bytes"]
+    sent = sum(make_codec("fp4").payload_bytes(fragment.numel) for fragment in loop.fragments)
+    assert sent == planned["payload_bytes"]["fp4"]
+
+
+def test_the_plan_is_a_table(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--finetune", str(base)]) == 0
+    shown = capsys.readouterr().out
+    assert "LoRA 16" in shown
+    assert "all weights" in shown
