@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import arg
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from tyro.conf import FlagCreatePairsOff, arg
 
 from diloco.cli.tables import columns
 from diloco.config.flags import parse_options
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, DiLoCoError
 from diloco.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.library import PeerReport
+    from diloco.transport.hivemind.place import Admission, NodePlace
+    from diloco.transport.hivemind.visitor import PeerReport
 
-__all__ = ["about_digests", "absence", "run"]
+__all__ = ["about_digests", "run"]
 
 DESCRIPTION = """List the peers of a run: their step, speed, bandwidth, digest and state, as they say themselves.
 
 Examples:
-  diloco peers --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp..."""
+  diloco peers --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
+  diloco peers --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp... --watch"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,41 +49,100 @@ class PeersOptions:
     """The run's secret, if it has one."""
     json: bool = False
     """Print what they say as JSON."""
+    watch: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Ask again and again, and keep the table up to date; `diloco watch` shows more, on a page."""
+    every_s: float = 2.0
+    """With --watch: the pause between two questions."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Ask every peer; returns 0 if at least one answers, 1 if none does."""
-    from diloco.train.fleet.connecting import read_secret
-    from diloco.transport.hivemind.library import list_peers
-    from diloco.transport.hivemind.place import Admission, NodePlace
-
+    """Ask every peer; returns 0 if at least one answers, 1 if none does; with --watch 0 once it is interrupted."""
     options = parse_options(PeersOptions, "peers", DESCRIPTION, arguments)
     if not options.join:
         raise ConfigurationError("--join needs the address of a peer, any of them. Nothing was done.")
-    admission = Admission(options.run, read_secret(options.secret_file))
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        place = NodePlace(join=options.join, listen=(), map_ports=False)
-        found = asyncio.run(list_peers(Path(folder) / "identity.key", place, admission))
+    if options.watch and options.json:
+        raise ConfigurationError("--watch shows a table, and --json prints one answer. Choose one. Nothing was done.")
+    if not options.every_s > 0:
+        raise ConfigurationError("--every-s must be positive. Nothing was done.")
+    if options.watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_keep_asking(options))
+        return 0
+    found = asyncio.run(_ask(options))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
-        rows = [_row(each, absence(each, found)) for each in found]
-        print(
-            columns(["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest"], rows)
-        )
+        print(_table(found))
+    for words in _about(found, options.run):
+        print(f"diloco: {words}", file=sys.stderr)
+    return 0 if any(each.status for each in found) else 1
+
+
+async def _ask(options: PeersOptions) -> Sequence[PeerReport]:
+    from diloco.transport.hivemind import visitor
+
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        place, admission = _place(options)
+        return await visitor.list_peers(Path(folder) / "identity.key", place, admission)
+
+
+async def _keep_asking(options: PeersOptions) -> None:
+    """Show the table and replace it, again and again; where the output is no terminal, one below the other."""
+    from diloco.transport.hivemind import visitor
+
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        place, admission = _place(options)
+        async with visitor.visiting(Path(folder) / "identity.key", place, admission) as asking:
+            with Live(console=console, auto_refresh=False) as live:
+                while True:
+                    try:
+                        shown = _picture(await asking.ask(), options.run)
+                    except (DiLoCoError, OSError) as error:
+                        shown = f"The peers could not be asked, and are asked again: {error}"
+                    if console.is_terminal:
+                        live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
+                    else:
+                        print(shown + "\n", flush=True)
+                    await asyncio.sleep(options.every_s)
+
+
+def _place(options: PeersOptions) -> tuple[NodePlace, Admission]:
+    from diloco.transport.hivemind.place import Admission, NodePlace
+    from diloco.transport.secret import read_secret
+
+    admission = Admission(options.run, read_secret(options.secret_file, "--secret-file"))
+    return NodePlace(join=options.join, listen=(), map_ports=False), admission
+
+
+def _picture(found: Sequence[PeerReport], run: str) -> str:
+    """The table, what is to be said about it, and when."""
+    when = f"run {run!r} at {time.strftime('%H:%M:%S')}; Ctrl-C ends"
+    return "\n".join([when, "", _table(found), *(f"\n{words}" for words in _about(found, run))])
+
+
+def _table(found: Sequence[PeerReport]) -> str:
+    from diloco.transport.hivemind.visitor import absence
+
+    rows = [row(each, absence(each, found)) for each in found]
+    return columns(["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest"], rows)
+
+
+def _about(found: Sequence[PeerReport], run: str) -> Iterator[str]:
+    """Why some do not answer, why digests differ, or why there is nobody."""
+    from diloco.transport.hivemind.visitor import absence
+
     for each in found:
         if each.problem:
             words = _WORDS[absence(each, found)].format(number=each.number, problem=each.problem.partition("\n")[0])
-            print(f"diloco: {each.peer_id}: {words}", file=sys.stderr)
+            yield f"{each.peer_id}: {words}"
     if words := about_digests(found):
-        print(f"diloco: {words}", file=sys.stderr)
+        yield words
     if not found:
-        print(
-            f"diloco: no peer of run {options.run!r} has been seen within the last half hour. Is that the name that "
-            "its replicas were given as --run?",
-            file=sys.stderr,
+        yield (
+            f"no peer of run {run!r} has been seen within the last half hour. Is that the name that its replicas were "
+            "given as --run?"
         )
-    return 0 if any(each.status for each in found) else 1
 
 
 _WORDS = {
@@ -86,18 +152,10 @@ _WORDS = {
 }
 
 
-def absence(peer: PeerReport, found: Sequence[PeerReport]) -> str:
-    """Why a peer does not answer: "finished"; "gone", if it is a member for none of those that do; or "no answer"."""
-    views = [each.status["members"] for each in found if each.status.get("members")]
-    if peer.finished:
-        return "finished"
-    return "gone" if views and not any(peer.number in members for members in views) else "no answer"
-
-
 def about_digests(found: Sequence[PeerReport]) -> str:
     """Why the peers' digests differ; "" if they don't.
 
-    >>> from diloco.transport.hivemind.library import PeerReport
+    >>> from diloco.transport.hivemind.visitor import PeerReport
     >>> about_digests([PeerReport(name, 0, {"step": 8, "digest": "aa"}) for name in ("Qm1", "Qm2")])
     ''
     """
@@ -119,12 +177,18 @@ def about_digests(found: Sequence[PeerReport]) -> str:
     return ""
 
 
-def _row(peer: PeerReport, absent: str) -> list[str]:
+def row(peer: PeerReport, absent: str) -> list[str]:
+    """The cells of a peer in the table.
+
+    Args:
+        peer: what it says, with a status of which nothing is what it should not be.
+        absent: why it does not answer.
+    """
     peer_id, number, status = peer.peer_id, peer.number, dict(peer.status)
     if not status:
         return [peer_id, str(number), absent, *["-"] * 7]
     speed, pace, rate = status.get("tokens_per_s"), status.get("pace"), status.get("link_bits_per_s")
-    moved = int(status.get("sent_bytes", 0)) + int(status.get("received_bytes", 0))
+    moved = int(status.get("sent_bytes") or 0) + int(status.get("received_bytes") or 0)
     return [
         peer_id,
         str(status.get("replica", number)),

@@ -6,6 +6,8 @@ from diloco import events
 
 __all__ = ["Curves", "Point"]
 
+_MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
+
 Point = tuple[int, dict[str, float]]
 """A step and the values at it, by the name of the curve, with its unit."""
 
@@ -18,7 +20,8 @@ class Curves:
     ``time/model_flops_utilization(%)`` where the device's peak is known; and ``transport/wait(s)``, one replica's mean
     wait for a committed round. As they are: ``transport/sent(bytes)`` by one replica so far,
     ``time/compute_utilization(%)``, ``optimizer/learning_rate`` and ``optimizer/gradient_norm``. At each evaluation:
-    ``loss/heldout(nats)``.
+    ``loss/heldout(nats)``. Of the last round of each fragment, where rounds are measured: ``fragment 0/mean_norm``,
+    ``/mean_cosine``, ``/momentum_cosine``, ``/gain`` and ``/spread``.
 
     Args:
         every_steps: steps between two points, at least 1.
@@ -33,6 +36,7 @@ class Curves:
         self._tokens: list[int] = []  # seen at the last point, and at the steps since then
         self._tokens_per_step = 0
         self._wait_s: list[float] = []
+        self._measures: dict[str, float] = {}
 
     def take(self, event: events.Event) -> Point | None:
         """Take in ``event``; returns the point that it completes, if any."""
@@ -50,6 +54,9 @@ class Curves:
                     return self.rest()
             case events.RoundCommitted():
                 self._wait_s.append(event.wait_s)
+                measured = {name: getattr(event, name) for name in _MEASURES}
+                named = {f"fragment {event.fragment}/{name}": value for name, value in measured.items()}
+                self._measures |= {name: value for name, value in named.items() if value is not None}
             case events.Evaluated():
                 return event.step, {"loss/heldout(nats)": event.heldout_loss}
             case events.RunFinished():
@@ -76,7 +83,8 @@ class Curves:
             useful_s = sum(fraction * step_s for fraction, step_s in self._utilizations)
             spent_s = sum(step_s for _, step_s in self._utilizations)
             values["time/model_flops_utilization(%)"] = 100 * useful_s / spent_s
-        self._losses, self._step_s, self._wait_s, self._utilizations = [], [], [], []
+        values |= self._measures
+        self._losses, self._step_s, self._wait_s, self._utilizations, self._measures = [], [], [], [], {}
         self._tokens = self._tokens[-1:]
         return last.step, values
 

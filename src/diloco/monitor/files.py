@@ -8,16 +8,17 @@ machine's clock), and the fields of its event:
 event               fields
 ==================  ===================================================================================================
 RunStarted          total_steps, algorithm, num_replicas, parameters, tokens_per_step, resumed_from, flops_per_token,
-                    peak_flops_per_s, facts
+                    peak_flops_per_s, data_parallel_bytes_per_step, facts
 StepFinished        loss, learning_rate, gradient_norm, tokens, step_s, sent_bytes, received_bytes, compute_utilization,
                     skipped_replicas, trained, pace, model_flops_utilization
 RoundSent           replica, fragment, outer_step, payload_bytes, saturated, digest, weight
 RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, received_bytes, wait_s, clipped,
-                    note
+                    note, mean_norm, mean_cosine, momentum_cosine, gain, spread,
+                    late_s
 RoundVoid           replica, fragment, outer_step, reason
 ViewChanged         replica, view, members, joined, left, reason
 Evaluated           heldout_loss, perplexity, bits_per_byte, heldout_tokens, final
-CheckpointSaved     path, size_bytes, save_s
+CheckpointSaved     path, size_bytes, save_s, free_bytes
 Interrupted         signal
 SampleGenerated     prompt, text, final
 Note                text
@@ -37,10 +38,8 @@ The text is ASCII (other characters as ``\\u`` escapes), so that no half charact
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ class MetricsFile:
     def handle(self, event: events.Event) -> None:
         """Append ``event``."""
         record = events.to_record(event) | {"time_s": round(time.time(), 3)}
-        self._file.write(json.dumps(_json_ready(record), allow_nan=False) + "\n")
+        self._file.write(json.dumps(events.json_ready(record), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -187,13 +186,3 @@ def _cut_half_line(path: Path) -> None:
                 break
         if keep < end:
             file.truncate(keep)
-
-
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(key): _json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_ready(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -1,0 +1,1 @@
+"""How long `diloco watch` takes to show a large run, and what it needs."""

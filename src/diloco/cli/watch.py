@@ -1,0 +1,227 @@
+"""``diloco watch``: a page of runs and of a swarm, live, or as one file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from diloco.config.flags import parse_options
+from diloco.errors import ConfigurationError, DiLoCoError
+from diloco.watch.alerts import Thresholds
+from diloco.watch.folders import FollowedFolder
+from diloco.watch.page_data import page_data
+from diloco.watch.swarms import FollowedSwarm
+
+if TYPE_CHECKING:
+    from diloco.transport.hivemind.visitor import Visitor
+
+__all__ = ["run"]
+
+DESCRIPTION = """A page of runs, live: losses, rounds, peers, and what somebody should look at. It only reads.
+
+Examples:
+  diloco watch runs/streaming-tiny
+  diloco watch runs/a runs/b runs/c                  one over the other
+  diloco watch --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
+  diloco watch runs/streaming-tiny --export page.html"""
+
+_FIRST_PORT = 8500
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """What follows `diloco watch`."""
+
+    folders: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]", help_behavior_hint="")] = ()
+    """Folders of runs, running or finished."""
+    run: Annotated[str | None, arg(help_behavior_hint="")] = None
+    """Name of the run of a swarm, with --join."""
+    join: Annotated[tuple[str, ...], arg(help_behavior_hint="")] = ()
+    """Addresses of any of its peers, as they print them."""
+    secret_file: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    """The secret of that run, if it has one."""
+    export: Annotated[Path | None, arg(help_behavior_hint="")] = None
+    """Write the page to this file, which needs nothing else, and end."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Anything but this machine's own is reached with a token."""
+    port: Annotated[int | None, arg(help_behavior_hint="")] = None
+    """Port to listen at. Default: 8500, or the next one that is free."""
+    every_s: float = 1.0
+    """Pause between two looks at the folders."""
+    ask_every_s: float = 3.0
+    """Pause between two questions to the peers of a swarm."""
+    alert: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self) -> None:
+        if not self.folders and self.run is None and not self.join:
+            raise ConfigurationError("Give the folder of a run, or --run and --join of a swarm. Nothing was started.")
+        if (self.run is None) != (not self.join):
+            missing = "--join, the address of a peer" if self.run else "--run, the name of the run"
+            raise ConfigurationError(
+                f"A swarm is watched with --run and --join, and {missing}, is missing. Nothing was started."
+            )
+        for name in ("every_s", "ask_every_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"--{name.replace('_', '-')} must be positive. Nothing was started.")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve the page until interrupted, or write it; returns 0."""
+    options = parse_options(WatchOptions, "watch", DESCRIPTION, arguments)
+    _need("plotly")
+    folders = [FollowedFolder(folder) for folder in options.folders]
+    swarm = FollowedSwarm(options.run, options.join) if options.run else None
+    if options.export is not None:
+        asyncio.run(_export(options, folders, swarm, options.export))
+        return 0
+    _need("starlette")
+    _need("uvicorn")
+    with _listening(options) as listening, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(options, folders, swarm, listening))
+    return 0
+
+
+def _need(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigurationError(
+            f"`diloco watch` needs {package}, which is not installed: pip install 'diloco[watch]'. Nothing was started."
+        )
+
+
+async def _export(
+    options: WatchOptions, folders: Sequence[FollowedFolder], swarm: FollowedSwarm | None, path: Path
+) -> None:
+    from diloco.watch.page import export_page
+
+    for folder in folders:
+        while folder.read():
+            pass
+    if swarm is not None:
+        async with _visitor(options) as visitor:
+            await _ask(visitor, swarm)
+    watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
+    page = export_page({**page_data(watched, options.alert, time.time()), "made_s": round(time.time())})
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--export {path} can't be written: {error}.") from error
+    print(f"diloco: wrote {path}, which opens in any browser and loads nothing from elsewhere")
+
+
+async def _serve(
+    options: WatchOptions, folders: Sequence[FollowedFolder], swarm: FollowedSwarm | None, listening: socket.socket
+) -> None:
+    import uvicorn
+
+    from diloco.watch.server import LOOPBACK, Board, make_app
+
+    local = options.host in LOOPBACK
+    token = "" if local else secrets.token_urlsafe(16)
+    board = Board()
+    app = make_app(board, hosts=LOOPBACK if local else ("*",), token=token)
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
+
+    def show() -> None:
+        board.show(page_data(watched, options.alert, time.time()))
+
+    async def follow_folders() -> None:
+        while True:
+            more = [await asyncio.to_thread(folder.read) for folder in folders]
+            show()
+            if not any(more):
+                await asyncio.sleep(options.every_s)
+
+    async def follow_swarm(followed: FollowedSwarm) -> None:
+        async with _visitor(options) as visitor:
+            while True:
+                await _ask(visitor, followed)
+                await asyncio.sleep(options.ask_every_s)
+
+    tasks = [asyncio.ensure_future(follow_folders())]
+    if swarm is not None:
+        tasks.append(asyncio.ensure_future(follow_swarm(swarm)))
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve([listening]))
+    _tell_address(options, listening, token)
+    try:
+        done, _ = await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        server.should_exit = True
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(serving, *tasks, return_exceptions=True)
+
+
+def _tell_address(options: WatchOptions, listening: socket.socket, token: str) -> None:
+    host, port = listening.getsockname()[:2]
+    at = f"[{host}]" if ":" in host else host
+    if not token:
+        print(f"diloco: watch at http://{at}:{port}/ (this machine alone can; Ctrl-C ends)", flush=True)
+        return
+    shown = [*(str(folder) for folder in options.folders), *([f"run {options.run!r}"] if options.run else [])]
+    at = socket.gethostname() if host in ("0.0.0.0", "::") else at
+    print(
+        f"diloco: watch at http://{at}:{port}/?token={token}\n"
+        f"diloco: whoever has this address and reaches this machine sees losses, settings, samples of text, peers and "
+        f"paths of {', '.join(shown)}, and can change nothing. The connection is not encrypted. Ctrl-C ends.",
+        flush=True,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _visitor(options: WatchOptions) -> AsyncIterator[Visitor]:
+    from diloco.transport.hivemind.place import Admission, NodePlace
+    from diloco.transport.hivemind.visitor import visiting
+    from diloco.transport.secret import read_secret
+
+    admission = Admission(str(options.run), read_secret(options.secret_file, "--secret-file"))
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        place = NodePlace(join=options.join, listen=(), map_ports=False)
+        async with visiting(Path(folder) / "identity.key", place, admission) as visitor:
+            yield visitor
+
+
+async def _ask(visitor: Visitor, swarm: FollowedSwarm) -> None:
+    from diloco.transport.hivemind.visitor import absence
+
+    try:
+        found = await visitor.ask(swarm.since)
+    except (DiLoCoError, OSError, TimeoutError) as error:  # it is asked again
+        swarm.run.problems = [f"The swarm could not be asked: {error}"]
+        return
+    states = {each.peer_id: absence(each, found) for each in found if not each.status}
+    swarm.take(found, states, time.time())
+
+
+def _listening(options: WatchOptions) -> socket.socket:
+    """A socket at the address asked for, or at the first port from 8500 on that is free."""
+    ports = [options.port] if options.port is not None else [*range(_FIRST_PORT, _FIRST_PORT + 20), 0]
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    for port in ports:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((options.host, port))
+            listening.listen()
+            return listening
+        except (OSError, OverflowError) as error:
+            listening.close()
+            failure = error
+    raise ConfigurationError(
+        f"Nothing can listen at {options.host}:{ports[0]} ({failure}). Choose another --port or --host. Nothing was "
+        "started."
+    )

@@ -1,0 +1,219 @@
+"""The rounds of a run as a grid of fragments and outer steps, and what each replica had to do with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.watch.records import Record, finite, number, numbers, text, whole
+
+__all__ = ["Cell", "Grid", "Part"]
+
+OUTER_STEPS = 64
+"""Columns that are kept: of every fragment, the newest."""
+
+_MOST_FRAGMENTS = 256
+_MOST_REPLICAS = 1_024
+
+
+@dataclass(slots=True)
+class Cell:
+    """One round, as far as replicas have told of it.
+
+    Attributes:
+        step: of its newest record.
+        sent: replicas that handed in a contribution -> digest of the state behind it.
+        merged: replicas that applied the mean.
+        contributors: replicas whose contributions are in the mean.
+        absent: replicas that took part in the run, and whose contributions are not in the mean.
+        void: why it was applied by nobody; "" if it is not void, or was merged by some.
+        note: who was left out, and why.
+        clipped: contributors whose contributions were scaled down.
+        wait_s: the longest that a replica stood still for it.
+        last, last_after_s: the contributor that was heard of last, and how long after the first one; None for nobody.
+    """
+
+    step: int = 0
+    sent: dict[int, str] = field(default_factory=dict)
+    merged: set[int] = field(default_factory=set)
+    contributors: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
+    void: str = ""
+    note: str = ""
+    clipped: tuple[int, ...] = ()
+    wait_s: float | None = None
+    last: int | None = None
+    last_after_s: float | None = None
+
+    @property
+    def state(self) -> str:
+        """ "sent", "merged" or "void"."""
+        return "merged" if self.merged else "void" if self.void else "sent"
+
+    def minority(self) -> tuple[int, ...]:
+        """Replicas whose digests differ from that of most, or from the lowest one's where neither is more frequent."""
+        told = {replica: digest for replica, digest in sorted(self.sent.items()) if digest}
+        if len(set(told.values())) < 2:
+            return ()
+        counted = list(told.values())
+        most = max(counted, key=counted.count)  # the first of those that are alike frequent
+        return tuple(replica for replica, digest in told.items() if digest != most)
+
+    def shown(self) -> dict[str, Any]:
+        """For the page."""
+        sent = sorted(self.sent)
+        return {
+            "state": self.state,
+            "step": self.step,
+            "sent": sent,
+            "merged": sorted(self.merged),
+            "by": list(self.contributors),
+            "absent": list(self.absent),
+            "why": self.void or self.note,
+            "clipped": list(self.clipped),
+            "wait_s": finite(self.wait_s),
+            "last": self.last,
+            "last_after_s": finite(self.last_after_s),
+            "differ": list(self.minority()),
+        }
+
+
+@dataclass(slots=True)
+class Part:
+    """What one replica has had to do with the rounds.
+
+    Attributes:
+        sent, counted: rounds that it contributed to, and whose mean its contribution is in.
+        missed: rounds in a row, the newest included, that were merged without it.
+        weight: of its last contribution.
+        payload_bytes: of its last contribution.
+        wait_s: how long it stood still for its last round that was merged.
+        late_s: how long after the first one it was heard of, in its last round.
+    """
+
+    sent: int = 0
+    counted: int = 0
+    missed: int = 0
+    weight: float | None = None
+    payload_bytes: int | None = None
+    wait_s: float | None = None
+    late_s: float | None = None
+
+
+class Grid:
+    """Takes the records of rounds from all replicas, in any order among replicas.
+
+    Attributes:
+        cells: (fragment, outer step) -> the round; of every fragment the newest `OUTER_STEPS`.
+        parts: replica -> what it has had to do with them.
+        merged, void: rounds so far that somebody merged, and that nobody did.
+        newest: fragment -> the newest outer step that was told of.
+        void_in_a_row: fragment -> its newest rounds that are void, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.cells: dict[tuple[int, int], Cell] = {}
+        self.parts: dict[int, Part] = {}
+        self.merged = self.void = 0
+        self.void_in_a_row: dict[int, int] = {}
+        self.newest: dict[int, int] = {}
+
+    @property
+    def fragments(self) -> tuple[int, ...]:
+        """All that rounds were told of."""
+        return tuple(sorted(self.newest))
+
+    def part(self, replica: int) -> Part:
+        """Of a replica, which may be new."""
+        if replica not in self.parts and len(self.parts) >= _MOST_REPLICAS:
+            return Part()
+        return self.parts.setdefault(replica, Part())
+
+    def take(self, record: Record, expected: Iterable[int]) -> None:
+        """Take in ``RoundSent``, ``RoundCommitted`` or ``RoundVoid``.
+
+        Args:
+            record: of a round; one without its round is left out.
+            expected: replicas that take part in it.
+        """
+        replica, fragment, outer_step = (whole(record, name) for name in ("replica", "fragment", "outer_step"))
+        if replica is None or fragment is None or outer_step is None:
+            return
+        cell = self._cell(fragment, outer_step)
+        if cell is None:
+            return
+        cell.step = max(cell.step, int(record["step"]))
+        match record["event"]:
+            case "RoundSent":
+                self._sent(cell, replica, record)
+            case "RoundCommitted":
+                self._merged(cell, replica, fragment, record, expected)
+            case "RoundVoid" if not cell.merged:
+                if not cell.void:
+                    self.void += 1
+                    self.void_in_a_row[fragment] = self.void_in_a_row.get(fragment, 0) + 1
+                cell.void = text(record, "reason") or "no reason was told"
+            case _:
+                cell.note = cell.note or text(record, "reason")
+
+    def _sent(self, cell: Cell, replica: int, record: Record) -> None:
+        if replica in cell.sent and cell.void:  # a void round is repeated under its number
+            cell.sent, cell.void = {}, ""
+        cell.sent[replica] = text(record, "digest")
+        part = self.part(replica)
+        part.sent += 1
+        part.weight, part.payload_bytes = number(record, "weight"), whole(record, "payload_bytes")
+
+    def _merged(self, cell: Cell, replica: int, fragment: int, record: Record, expected: Iterable[int]) -> None:
+        wait_s = number(record, "wait_s")
+        self.part(replica).wait_s = wait_s
+        if wait_s is not None:
+            cell.wait_s = max(wait_s, cell.wait_s or 0.0)
+        cell.note = text(record, "note") or cell.note
+        cell.clipped = numbers(record, "clipped") or cell.clipped
+        self._late(cell, record)
+        first = not cell.merged
+        cell.merged.add(replica)
+        if not first:
+            return
+        if cell.void:  # some who never heard of the commit have called it void
+            cell.void, cell.note = "", cell.note or cell.void
+            self.void -= 1
+        self.void_in_a_row[fragment] = 0
+        self.merged += 1
+        cell.contributors = numbers(record, "contributors")
+        for each in cell.contributors:
+            part = self.part(each)
+            part.counted, part.missed = part.counted + 1, 0
+        cell.absent = tuple(sorted({*expected} - {*cell.contributors}))
+        for each in cell.absent:
+            self.part(each).missed += 1
+
+    def _late(self, cell: Cell, record: Record) -> None:
+        """Who was heard of when, as the one says that waited longest."""
+        given = record.get("late_s")
+        if not given or not isinstance(given, list | tuple):
+            return
+        late_s = [number({"": each}, "") for each in given]
+        both = zip(numbers(record, "contributors"), late_s, strict=False)
+        told = {replica: by_s for replica, by_s in both if by_s is not None and math.isfinite(by_s)}
+        last = max(told, key=lambda each: told[each], default=None)
+        if last is not None and told[last] >= (cell.last_after_s or 0.0):
+            cell.last, cell.last_after_s = last, told[last]
+            for each, by_s in told.items():
+                self.part(each).late_s = by_s
+
+    def _cell(self, fragment: int, outer_step: int) -> Cell | None:
+        """Of a round, which may be new; None if it is too old to be kept."""
+        if fragment not in self.newest and len(self.newest) >= _MOST_FRAGMENTS:
+            return None
+        newest = self.newest[fragment] = max(outer_step, self.newest.get(fragment, 0))
+        if outer_step <= newest - OUTER_STEPS:
+            return None
+        if (fragment, outer_step) not in self.cells:
+            self.cells[fragment, outer_step] = Cell()
+            for old in [key for key in self.cells if key[0] == fragment and key[1] <= newest - OUTER_STEPS]:
+                del self.cells[old]
+        return self.cells[fragment, outer_step]

@@ -1,0 +1,103 @@
+"""Who takes part in a run, for the table of peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.watch.history import ProcessHistory, RunHistory
+from diloco.watch.records import finite, number, text, whole
+
+__all__ = ["GONE", "Seen", "member_rows"]
+
+GONE = ("gone", "finished")
+"""States in which a peer need not answer."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A peer of a swarm, as it was found when it was last asked.
+
+    Attributes:
+        process: its name in `RunHistory.processes`.
+        replica: its number.
+        peer_id: its identity.
+        state: what it says it does, or "no answer", "gone" or "finished".
+        heard_s: when it last answered, by the clock of this machine; None for never.
+        way: how it is reached: "direct", "relayed", or through whom.
+        round_trip_s: how long it took to answer.
+        status: what it said last; of a stranger, so anything may be in it.
+    """
+
+    process: str
+    replica: int
+    peer_id: str
+    state: str
+    heard_s: float | None = None
+    way: str = ""
+    round_trip_s: float | None = None
+    status: Mapping[str, Any] = field(default_factory=dict)
+
+
+def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str, dict[str, Any]]:
+    """Replica, as text -> what the page shows of it; None and "" where nothing is known.
+
+    Args:
+        run: what the records say.
+        seen: the peers of a swarm; empty for a folder.
+        now_s: seconds since 1970, by the clock that `Seen.heard_s` is by.
+    """
+    rows = {}
+    by_replica = {each.replica: each for each in seen}
+    by_name = {f"replica {replica}": replica for replica in (*run.expected, *by_replica)}
+    processes = {by_name[name]: process for name, process in run.processes.items() if name in by_name}
+    differ = {replica for cell in run.newest_cells() for replica in cell.minority()}
+    agree = {replica for cell in run.newest_cells() for replica, digest in cell.sent.items() if digest} - differ
+    for replica in sorted({*run.expected, *run.grid.parts, *by_replica}):
+        peer, process = by_replica.get(replica), processes.get(replica)
+        part = run.grid.parts.get(replica)
+        status: Mapping[str, Any] = peer.status if peer else {}
+        last = process.last if process else {}
+        rows[str(replica)] = {
+            "replica": replica,
+            "peer": peer.peer_id if peer else "",
+            "state": peer.state if peer else _state(run, replica, process),
+            "step": _first(whole(status, "step"), process.step if process and process.last else None),
+            "heard_s": None if peer is None or peer.heard_s is None else round(max(0.0, now_s - peer.heard_s), 1),
+            "way": peer.way if peer else "",
+            "round_trip_s": finite(peer.round_trip_s if peer else None),
+            "sent_bytes": _first(whole(status, "sent_bytes"), whole(last, "sent_bytes")),
+            "received_bytes": _first(whole(status, "received_bytes"), whole(last, "received_bytes")),
+            "link_bits_per_s": finite(number(status, "link_bits_per_s")),
+            "steps_per_s": finite(1 / process.step_s) if process and process.step_s else None,
+            "pace": finite(number(status, "pace")),
+            "weight": finite(part.weight) if part else None,
+            "wait_s": finite(part.wait_s) if part else None,
+            "late_s": finite(part.late_s) if part else None,
+            "sent_rounds": part.sent if part else None,
+            "counted_rounds": part.counted if part else None,
+            "missed": part.missed if part else None,
+            "codec": text(status, "codec") or _codec(run),
+            "digest": "differs" if replica in differ else "agrees" if replica in agree else "",
+        }
+    return rows
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _state(run: RunHistory, replica: int, process: ProcessHistory | None) -> str:
+    """Of a replica whose process can't be asked."""
+    if replica not in run.expected:
+        return "gone"
+    told = process or run.first
+    if told.interrupted:
+        return "interrupted"
+    return "finished" if told.over else "here"
+
+
+def _codec(run: RunHistory) -> str:
+    facts = run.first.started.get("facts")
+    return text(facts, "codec") if isinstance(facts, dict) else ""

@@ -1,0 +1,434 @@
+// The page of `diloco watch`. Whatever comes from a run may come from a stranger: it becomes text, never HTML.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const state = { data: null, run: "0", axis: "step", log: false, exported: false, cell: null };
+const NO_DATA = "No data";
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== undefined && value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+const fill = (node, ...children) => node.replaceChildren(...children);
+
+// Numbers for people, as diloco.units writes them.
+
+function scaled(value, units) {
+  let index = 0;
+  while (Math.abs(value) >= 999.5 && index < units.length - 1) { value /= 1000; index += 1; }
+  return value.toFixed(index && Math.abs(value) < 99.95 ? 1 : 0) + units[index];
+}
+const count = (value) => scaled(value, ["", "K", "M", "B", "T"]);
+const bytes = (value) => scaled(value, [" B", " kB", " MB", " GB", " TB", " PB"]);
+const whole = (value) => value.toLocaleString("en");
+const percent = (value) => `${(100 * value).toFixed(1)} %`;
+const loss = (value) => value.toFixed(4);
+const short = (value) => String(Number(value.toPrecision(3)));
+function duration(seconds) {
+  if (seconds < 0.9995) return `${Math.round(1000 * seconds)} ms`;
+  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+  const all = Math.round(seconds);
+  if (all < 60) return `${all} s`;
+  if (all < 3600) return `${Math.floor(all / 60)} min ${all % 60} s`;
+  if (all < 86400) return `${Math.floor(all / 3600)} h ${Math.floor((all % 3600) / 60)} min`;
+  return `${Math.floor(all / 86400)} d ${Math.floor((all % 86400) / 3600)} h`;
+}
+const known = (value) => value !== null && value !== undefined && value !== "";
+const shown = (value, format = String) => (known(value) ? format(value) : NO_DATA);
+
+// What the server sends.
+
+function merge(target, patch) {  // RFC 7396
+  for (const [key, value] of Object.entries(patch)) {
+    if (key === "__proto__") continue;
+    if (value === null) delete target[key];
+    else if (isMap(value) && isMap(target[key])) merge(target[key], value);
+    else target[key] = value;
+  }
+  return target;
+}
+const isMap = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const rows = (chunks) => Object.keys(chunks).sort((a, b) => a - b).flatMap((key) => chunks[key]);
+
+const current = () => state.data.runs[state.run] || Object.values(state.data.runs)[0];
+
+let waiting = false;
+function changed() {
+  if (waiting) return;
+  waiting = true;
+  setTimeout(() => { waiting = false; if (state.data && state.data.runs) render(); }, 100);
+}
+
+// Curves.
+
+const FIGURES = [
+  { id: "loss", title: "Loss", unit: "nats per token", column: "loss", band: true, heldout: true, log: true },
+  { id: "rate", title: "Learning rate", unit: "", column: "learning_rate" },
+  { id: "norm", title: "Gradient norm", unit: "before clipping", column: "gradient_norm", band: true, log: true },
+  { id: "speed", title: "Throughput", unit: "tokens per second", column: "tokens_per_s" },
+  { id: "mfu", title: "Model FLOPs utilisation", unit: "%", column: "mfu", factor: 100 },
+  { id: "compute", title: "Compute utilisation", unit: "%", column: "compute", factor: 100 },
+  { id: "sent", title: "Sent by one replica", unit: "bytes", column: "sent_bytes" },
+];
+
+const OUTER_FIGURES = [
+  { id: "mean-norm", title: "Norm of the mean pseudo-gradient", unit: "", column: "mean_norm", log: true },
+  { id: "mean-cosine", title: "Cosine with the mean before", unit: "", column: "mean_cosine" },
+  { id: "momentum-cosine", title: "Cosine with the outer momentum", unit: "", column: "momentum_cosine" },
+  { id: "gain", title: "Gain in effect", unit: "lengths of the mean", column: "gain" },
+  { id: "spread", title: "Spread of the contributions", unit: "lengths of the mean", column: "spread", log: true },
+];
+
+// plotly reads some tags and entities in its texts
+const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function curves() {
+  const found = [];
+  const runs = Object.values(state.data.runs);
+  runs.forEach((run, runNumber) => {
+    Object.entries(run.lines).forEach(([process, line], number) => {
+      const name = [runs.length > 1 || !process ? run.name : "", process].filter(Boolean).join(", ");
+      const index = runs.length > 1 ? runNumber : number;
+      found.push({
+        name, line, colour: `--c${index % 8}`, dash: runs.length > 1 && number ? "dot" : "solid",
+        columns: line.columns, table: withGaps(rows(line.chunks)), heldout: rows(line.heldout),
+        outer: { columns: line.outer_columns, table: withGaps(rows(line.outer)), heldout: [] },
+      });
+    });
+  });
+  return found;
+}
+
+function timeScale(all) {
+  if (state.axis !== "time_s") return [1, state.axis === "step" ? "steps" : "tokens"];
+  const longest = Math.max(0, ...all.map((each) => (each.table.length ? each.table[each.table.length - 1][2] : 0)));
+  return longest > 7200 ? [3600, "hours"] : longest > 120 ? [60, "minutes"] : [1, "seconds"];
+}
+
+function withGaps(table) {  // where a replica was away, no line is drawn: a point without values comes between
+  const steps = table.map((row, index) => (index ? row[0] - table[index - 1][0] : 0)).slice(1);
+  const usual = [...steps].sort((a, b) => a - b)[Math.floor(steps.length / 2)];
+  return table.flatMap((row, index) => (index && steps[index - 1] > 10 * usual
+    ? [row.map((value, column) => (column < 3 ? value : null)), row] : [row]));
+}
+
+function traces(figure, all, divisor) {
+  const found = [];
+  const place = { step: 0, tokens: 1, time_s: 2 }[state.axis];
+  const factor = figure.factor || 1;
+  for (const each of all) {
+    const column = each.columns.indexOf(figure.column);
+    const x = each.table.map((row) => row[place] / divisor);
+    const y = each.table.map((row) => (row[column] === null ? null : row[column] * factor));
+    const line = { color: colour(each.colour), width: 1.6, dash: each.dash };
+    if (y.some((value) => value !== null)) {
+      if (figure.band && each.line.stride > 1) {
+        const side = (offset) => ({
+          x, y: each.table.map((row) => row[column + offset]), mode: "lines", line: { width: 0 }, hoverinfo: "skip",
+        });
+        found.push(side(1), { ...side(2), fill: "tonexty", fillcolor: line.color + "2e" });
+      }
+      found.push({ x, y, mode: "lines", name: plain(figure.heldout ? `${each.name} training` : each.name), line });
+    }
+    if (figure.heldout && each.heldout.length) {
+      found.push({
+        x: each.heldout.map((row) => row[place] / divisor), y: each.heldout.map((row) => row[3]),
+        mode: "lines+markers", name: plain(`${each.name} held-out`), line: { ...line, width: 1, dash: "dot" },
+        marker: { size: 5, color: line.color },
+      });
+    }
+  }
+  return found;
+}
+
+function describe(figure, drawn, unit) {
+  const parts = drawn.filter((each) => each.name).slice(0, 8).map((each) => {
+    const values = each.y.map((value, index) => [value, each.x[index]]).filter(([value]) => value !== null);
+    if (!values.length) return "";
+    const [first, from] = values[0], [last, to] = values[values.length - 1];
+    return `${each.name}: ${short(first)} at ${short(from)}, ${short(last)} at ${short(to)} ${unit}`;
+  });
+  return parts.length ? `${figure.title} (${figure.unit || "no unit"}). ${parts.filter(Boolean).join("; ")}.` : `${figure.title}: no data`;
+}
+
+function draw(holder, figures, tracesOf, unit) {
+  for (const figure of figures) {
+    let box = $(`figure-${figure.id}`);
+    if (!box) {
+      const title = make("h3", {}, figure.title + (figure.unit ? ` (${figure.unit})` : ""));
+      box = make("figure", { id: `figure-${figure.id}` }, make("figcaption", {}, title), make("div", { class: "plot", role: "img" }));
+      holder.append(box);
+    }
+    const plot = box.querySelector(".plot"), drawn = tracesOf(figure);
+    plot.setAttribute("aria-label", describe(figure, drawn, unit));
+    if (!drawn.length) {
+      if (window.Plotly && plot.data) window.Plotly.purge(plot);
+      fill(plot, make("p", { class: "none" }, NO_DATA));
+      continue;
+    }
+    if (!window.Plotly) continue;
+    if (!plot.data) fill(plot);
+    const axis = { gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line") };
+    const layout = {
+      margin: { l: 40, r: 10, t: 8, b: 38 }, showlegend: false, hovermode: "x unified", uirevision: state.axis,
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--ink"), size: 12 },
+      hoverlabel: { namelength: 60, bgcolor: colour("--panel"), font: { color: colour("--ink") } },
+      xaxis: { ...axis, title: { text: unit, font: { size: 12 } } },
+      yaxis: { ...axis, automargin: true, type: state.log && figure.log ? "log" : "linear", rangemode: "normal" },
+    };
+    const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+    window.Plotly.react(plot, drawn, layout, config);
+  }
+}
+
+function renderCurves() {
+  const all = curves(), [divisor, unit] = timeScale(all);
+  fill($("legend"), ...all.map((each) => {
+    const mark = make("i");
+    mark.style.borderTopColor = colour(each.colour);
+    mark.style.borderTopStyle = each.dash === "dot" ? "dotted" : "solid";
+    return make("li", {}, mark, each.name);
+  }));
+  const undrawn = Object.values(state.data.runs).reduce((sum, run) => sum + run.undrawn, 0);
+  fill($("undrawn"), undrawn ? `${undrawn} more processes are not drawn; the table of peers has them.` : "");
+  draw($("curves"), FIGURES, (figure) => traces(figure, all, divisor), unit);
+  const outer = all.map((each) => ({ ...each, ...each.outer }));
+  $("outer-section").hidden = !outer.some((each) => each.table.length);
+  if (!$("outer-section").hidden) draw($("outer"), OUTER_FIGURES, (figure) => traces(figure, outer, divisor), unit);
+}
+
+// The rest, of one run.
+
+function renderNow(run) {
+  const head = run.header;
+  fill($("where"), `${run.name}: ${shown(head.algorithm)}, ${shown(head.replicas, (n) => `${n} replica${n === 1 ? "" : "s"}`)}, `
+    + `${shown(head.parameters, (n) => `${count(n)} parameters`)}; ${run.where}`);
+  const behind = run.behind_bytes > 1048576 ? [`Still reading: ${bytes(run.behind_bytes)} of records are left.`] : [];
+  fill($("problems"), ...[...behind, ...run.problems].map((words) => make("p", {}, words)));
+  const done = known(head.step) && head.total_steps ? head.step / head.total_steps : 0;
+  const bar = $("bar");
+  bar.setAttribute("aria-valuemax", head.total_steps || 1);
+  bar.setAttribute("aria-valuenow", head.step || 0);
+  bar.firstElementChild.style.width = `${100 * Math.min(1, done)}%`;
+  const saved = known(head.data_parallel_bytes) && head.sent_bytes > 0 ? head.data_parallel_bytes / head.sent_bytes : null;
+  const tiles = [
+    ["State", head.state, ""],
+    ["Step", shown(head.step, whole), known(head.total_steps) ? `of ${whole(head.total_steps)}` : ""],
+    ["Time left", head.state === "finished" ? "none" : shown(head.left_s, duration), known(head.elapsed_s) ? `${duration(head.elapsed_s)} so far` : ""],
+    ["Tokens", shown(head.tokens, count), known(head.tokens_per_s) ? `${count(head.tokens_per_s)} per second` : ""],
+    ["Loss", shown(head.loss, loss), "training"],
+    ["Held-out loss", shown(head.heldout_loss, loss), known(head.best_heldout_loss) ? `best ${loss(head.best_heldout_loss)}` : ""],
+    ["Compute utilisation", shown(head.compute_utilization, percent), known(head.mfu) ? `MFU ${percent(head.mfu)}` : "MFU: no data"],
+    ["Sent by one replica", shown(head.sent_bytes, bytes), known(saved)
+      ? `data-parallel: ${bytes(head.data_parallel_bytes)}, ${saved >= 1 ? `${short(saved)}x as much` : `${short(1 / saved)}x less`}`
+      : "data-parallel: no data"],
+    ["Rounds", shown(head.merged, (n) => `${whole(n)} merged`), known(head.void) ? `${whole(head.void)} void` : ""],
+  ];
+  fill($("numbers"), ...tiles.map(([name, value, small]) =>
+    make("div", {}, make("dt", {}, name), make("dd", { class: value === NO_DATA ? "none" : null }, value, small ? make("small", {}, small) : null))));
+  document.title = `${head.state === "running" ? "" : `${head.state}: `}${run.name}${known(head.step) ? `, step ${head.step}` : ""} - diloco watch`;
+}
+
+function renderAlerts() {
+  const runs = Object.values(state.data.runs);
+  const found = runs.flatMap((run) => run.alerts.map((alert) => [run, alert]));
+  const items = found.map(([run, alert]) => make("li", { class: alert.level },
+    make("strong", {}, alert.level === "error" ? "Error" : "Warning"), runs.length > 1 ? `${run.name}: ` : "",
+    alert.words, known(alert.step) ? ` (step ${whole(alert.step)})` : ""));
+  const key = JSON.stringify(found.map(([run, alert]) => [run.name, alert]));
+  if ($("alerts").dataset.key === key) return;  // what has not changed is not read out again
+  $("alerts").dataset.key = key;
+  fill($("alerts"), items.length ? make("ul", {}, ...items) : make("p", { class: "quiet" }, "None."));
+}
+
+const COLUMNS = [
+  ["replica", "replica", String],
+  ["state", "state", String],
+  ["step", "step", whole],
+  ["way", "reached", String],
+  ["heard_s", "heard of", (value) => `${duration(value)} ago`],
+  ["round_trip_s", "round trip", duration],
+  ["sent_bytes", "sent", bytes],
+  ["received_bytes", "received", bytes],
+  ["link_bits_per_s", "link", (value) => scaled(value, [" bit/s", " kbit/s", " Mbit/s", " Gbit/s", " Tbit/s"])],
+  ["steps_per_s", "steps/s", short],
+  ["pace", "pace", percent],
+  ["weight", "weight", short],
+  ["late_s", "late by", duration],
+  ["wait_s", "waited", duration],
+  ["counted_rounds", "counted", whole],
+  ["missed", "missed in a row", whole],
+  ["digest", "digest", String],
+  ["codec", "codec", String],
+  ["peer", "peer", String],
+];
+const BAD = { state: ["no answer", "interrupted"], digest: ["differs"] }, SOME = { state: ["gone", "joining", "it is starting"] };
+
+function renderPeers(run) {
+  const peers = Object.values(run.peers).sort((a, b) => a.replica - b.replica);
+  // a column that no peer of a folder can have says nothing; of a swarm it says "No data"
+  const used = COLUMNS.filter(([key]) => run.swarm || peers.some((peer) => known(peer[key])));
+  const head = make("tr", {}, ...used.map(([, title]) => make("th", { scope: "col" }, title)));
+  const body = peers.map((peer) => make("tr", {}, ...used.map(([key, , format], index) => {
+    const value = peer[key], late = key === "missed" && value >= state.data.thresholds.missed_rounds;
+    const kind = !known(value) ? "none" : (BAD[key] || []).includes(value) ? "bad" : late || (SOME[key] || []).includes(value) ? "some" : null;
+    return make(index ? "td" : "th", { class: kind, scope: index ? null : "row" }, shown(value, format));
+  })));
+  fill($("peers"), ...(peers.length ? [make("thead", {}, head), make("tbody", {}, ...body)] : [make("caption", { class: "none" }, NO_DATA)]));
+}
+
+const listed = (replicas) => (replicas.length > 12 ? `${replicas.slice(0, 12).join(", ")} and ${replicas.length - 12} more` : replicas.join(", ") || "nobody");
+
+function roundWords(fragment, outerStep, cell) {
+  if (!cell) return `Fragment ${fragment}, outer step ${outerStep}: ${NO_DATA}.`;
+  return [
+    `Fragment ${fragment}, outer step ${outerStep}, at step ${whole(cell.step)}: ${cell.state}.`,
+    `Sent by ${listed(cell.sent)}.`,
+    cell.state === "merged" ? `In the mean: ${listed(cell.by)}. Applied by ${listed(cell.merged)}.` : "",
+    cell.absent.length ? `Not in the mean: ${listed(cell.absent)}.` : "",
+    cell.clipped.length ? `Scaled down: ${listed(cell.clipped)}.` : "",
+    cell.differ.length ? `Another digest: ${listed(cell.differ)}.` : "",
+    known(cell.last) ? `The last one was replica ${cell.last}, ${duration(cell.last_after_s)} after the first.` : "",
+    known(cell.wait_s) ? `The longest wait: ${duration(cell.wait_s)}.` : "",
+    cell.why ? `Why: ${cell.why}` : "",
+  ].filter(Boolean).join(" ");
+}
+
+function renderGrid(run) {
+  const { fragments, cells } = run.grid;
+  if (!fragments.length) { fill($("grid"), make("caption", { class: "none" }, NO_DATA)); return; }
+  const steps = [...new Set(Object.keys(cells).map((key) => Number(key.split(":")[1])))].sort((a, b) => a - b).slice(-64);
+  const kept = state.cell && cells[state.cell] ? state.cell : `${fragments[0]}:${steps[steps.length - 1]}`;
+  fill($("grid"), ...fragments.map((fragment) => make("tr", {}, make("th", { scope: "row" }, `fragment ${fragment}`), ...steps.map((outerStep) => {
+    const key = `${fragment}:${outerStep}`, cell = cells[key];
+    const kind = !cell ? null : cell.absent.length ? "partial" : cell.state;
+    const words = roundWords(fragment, outerStep, cell);
+    return make("td", { class: kind, "data-key": key, tabindex: key === kept ? "0" : "-1", "aria-label": words });
+  }))));
+}
+
+function pointAt(cell) {
+  if (!cell || !cell.dataset.key) return;
+  state.cell = cell.dataset.key;
+  fill($("round"), cell.getAttribute("aria-label"));
+}
+
+function moveInGrid(event) {
+  const cell = event.target, move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+  if (!move || !cell.dataset.key) return;
+  const row = $("grid").rows[cell.parentNode.rowIndex + move[0]];
+  const next = row && row.cells[cell.cellIndex + move[1]];
+  if (!next || !next.dataset.key) return;
+  event.preventDefault();
+  cell.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+}
+
+function renderViews(run) {
+  if (!run.views.length) { fill($("views"), make("p", { class: "quiet" }, "Nobody has come or gone.")); return; }
+  const last = Math.max(run.header.step || 0, ...run.views.map((view) => view.step)) || 1;
+  const lanes = new Map();
+  const first = run.views[0], before = first.members.filter((m) => !first.joined.includes(m)).concat(first.left);
+  const spans = [{ step: 0, members: before }, ...run.views];
+  spans.forEach((view, index) => {
+    const end = index + 1 < spans.length ? spans[index + 1].step : last;
+    for (const member of view.members) lanes.set(member, [...(lanes.get(member) || []), [view.step, end]]);
+  });
+  const drawn = [...lanes.keys()].sort((a, b) => a - b).map((member) => {
+    const bars = lanes.get(member).map(([from, to]) => {
+      const bar = make("i");
+      bar.style.left = `${(100 * from) / last}%`;
+      bar.style.width = `${(100 * (to - from)) / last}%`;
+      return bar;
+    });
+    const words = `replica ${member}: ${lanes.get(member).map(([from, to]) => `steps ${from} to ${to}`).join(", ")}`;
+    return make("div", { class: "lane", role: "img", "aria-label": words, title: words }, make("span", {}, `replica ${member}`), make("div", {}, ...bars));
+  });
+  const told = [...run.views].reverse().map((view) => make("li", {}, `Step ${whole(view.step)}, view ${shown(view.view)}: ${view.members.length} members`
+    + (view.joined.length ? `; ${listed(view.joined)} joined` : "") + (view.left.length ? `; ${listed(view.left)} left` : "") + `. ${view.reason}`));
+  fill($("views"), ...drawn, make("ol", { class: "views-list", reversed: true, tabindex: "0" }, ...told));
+}
+
+function renderWords(run) {
+  const samples = [...run.samples].reverse().map((sample) => make("article", {},
+    make("h3", {}, `Step ${whole(sample.step)}`), make("pre", {}, make("b", {}, sample.prompt), sample.text)));
+  fill($("samples"), ...(samples.length ? samples : [make("p", { class: "quiet" }, NO_DATA)]));
+  const notes = [...run.notes].reverse().map(([step, words]) => make("li", {}, `Step ${whole(step)}: ${words}`));
+  fill($("notes"), ...(notes.length ? [make("ul", { class: "views-list", tabindex: "0" }, ...notes)] : []));
+  $("facts").parentNode.hidden = !Object.keys(run.facts).length;
+  fill($("facts"), ...Object.entries(run.facts).flatMap(([name, words]) => [make("dt", {}, name), make("dd", {}, words)]));
+}
+
+function renderSettings() {
+  const { settings, runs } = state.data;
+  $("settings-section").hidden = Object.keys(runs).length < 2;
+  const head = make("tr", {}, make("th", { scope: "col" }, "setting"), ...Object.values(runs).map((run) => make("th", { scope: "col" }, run.name)));
+  const body = settings.map(([key, values]) => make("tr", {}, make("th", { scope: "row" }, key), ...values.map((value) => make("td", {}, value || NO_DATA))));
+  fill($("settings"), make("thead", {}, head), make("tbody", {}, ...body));
+}
+
+function renderPicker() {
+  const runs = Object.entries(state.data.runs), select = $("run");
+  $("picker").hidden = runs.length < 2;
+  const key = JSON.stringify(runs.map(([number, run]) => [number, run.name]));
+  if (select.dataset.key === key) return;
+  select.dataset.key = key;
+  fill(select, ...runs.map(([number, run]) => make("option", { value: number, selected: number === state.run }, run.name)));
+}
+
+function render() {
+  const run = current();
+  if (!run) return;
+  renderPicker();
+  renderNow(run);
+  renderAlerts();
+  renderSettings();
+  renderPeers(run);
+  renderGrid(run);
+  renderViews(run);
+  renderWords(run);
+  renderCurves();
+}
+
+function follow() {
+  const source = new EventSource("events");
+  source.addEventListener("all", (event) => { state.data = JSON.parse(event.data); fill($("live"), "live"); changed(); });
+  source.addEventListener("patch", (event) => { merge(state.data, JSON.parse(event.data)); changed(); });
+  source.onerror = () => fill($("live"), "The connection is lost; trying again.");
+}
+
+const darkSystem = window.matchMedia("(prefers-color-scheme: dark)");
+function applyTheme() {
+  document.documentElement.dataset.theme = $("theme").value || (darkSystem.matches ? "dark" : "light");
+  if (state.data && state.data.runs) render();
+}
+
+function start() {
+  darkSystem.addEventListener("change", applyTheme);
+  $("theme").addEventListener("change", applyTheme);
+  $("run").addEventListener("change", (event) => { state.run = event.target.value; state.cell = null; render(); });
+  $("controls").addEventListener("change", (event) => {
+    if (event.target.name === "axis") state.axis = event.target.value;
+    else state.log = event.target.checked;
+    renderCurves();
+  });
+  $("grid").addEventListener("mouseover", (event) => pointAt(event.target));
+  $("grid").addEventListener("focusin", (event) => pointAt(event.target));
+  $("grid").addEventListener("keydown", moveInGrid);
+  document.addEventListener("DOMContentLoaded", changed);  // plotly is there from then on
+  const held = $("data");
+  if (held) {
+    state.data = JSON.parse(held.textContent);
+    fill($("live"), `as of ${new Date(1000 * state.data.made_s).toLocaleString()}`);
+  } else follow();
+  applyTheme();
+}
+
+start();

@@ -1,0 +1,235 @@
+"""What the page shows, as JSON-ready values, and what has changed between two of them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from diloco import __version__
+from diloco.watch.alerts import Thresholds, find_alerts
+from diloco.watch.history import OF_OUTER_STEPS, ProcessHistory, RunHistory
+from diloco.watch.members import Seen, member_rows
+from diloco.watch.records import Record, finite, number, numbers, text, whole
+from diloco.watch.series import Series
+
+__all__ = ["CHUNK_ROWS", "MOST_LINES", "Watched", "difference", "page_data"]
+
+CHUNK_ROWS = 64
+"""Rows of a curve that are sent again when one of them changes."""
+
+MOST_LINES = 8
+"""Processes of a run whose curves are drawn; the table of peers has all."""
+
+_APART = re.compile(r"out$|monitor\.|swarm\.(identity|listen|announce)")
+"""Settings that differ between runs without making them different."""
+
+
+@dataclass
+class Watched:
+    """One run on the page.
+
+    Attributes:
+        name: of the run.
+        where: its folder, or how its swarm is reached.
+        history: what its records say.
+        settings: key -> value, as words.
+        seen: peers of a swarm; empty for a folder.
+        free_bytes: disk space where it is written; None where that is not known.
+        problems: what is wrong with what was read, in words.
+        behind_bytes: what is still to be read.
+    """
+
+    name: str
+    where: str
+    history: RunHistory = field(default_factory=RunHistory)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    seen: Sequence[Seen] = ()
+    free_bytes: int | None = None
+    problems: Sequence[str] = ()
+    behind_bytes: int = 0
+
+
+def page_data(runs: Sequence[Watched], thresholds: Thresholds, now_s: float) -> dict[str, Any]:
+    """Everything on the page.
+
+    Args:
+        runs: in the order to show them.
+        thresholds: of alerts.
+        now_s: seconds since 1970.
+    """
+    return {
+        "version": __version__,
+        "runs": {str(number): _run(run, thresholds, now_s) for number, run in enumerate(runs)},
+        "settings": _settings([run.settings for run in runs]),
+        "thresholds": asdict(thresholds),
+    }
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes ``new`` of ``old``, as a JSON merge patch (RFC 7396): None takes a key away, lists come whole.
+
+    >>> difference({"a": 1, "b": {"c": [1], "d": 2}}, {"b": {"c": [1, 2], "d": 2}})
+    {'a': None, 'b': {'c': [1, 2]}}
+    """
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            if inner := difference(before, value):
+                patch[key] = inner
+        elif before != value or key not in old:
+            patch[key] = value
+    return patch
+
+
+def _run(run: Watched, thresholds: Thresholds, now_s: float) -> dict[str, Any]:
+    history = run.history
+    alerts = find_alerts(history, run.seen, thresholds, now_s, run.free_bytes)
+    lines = {name: history.processes[name] for name in history.names[:MOST_LINES]}
+    evaluated = history.evaluated[:1]
+    facts = history.first.started.get("facts")
+    return {
+        "name": run.name,
+        "where": run.where,
+        "swarm": bool(run.seen),
+        "problems": list(run.problems),
+        "behind_bytes": run.behind_bytes,
+        "header": _header(history, silent=any(alert.kind == "silent" for alert in alerts)),
+        "lines": {name: _line(process) for name, process in lines.items()},
+        "undrawn": max(0, len(history.processes) - MOST_LINES),
+        "peers": member_rows(history, run.seen, now_s),
+        "grid": {
+            "fragments": list(history.grid.fragments),
+            "cells": {f"{p}:{k}": cell.shown() for (p, k), cell in sorted(history.grid.cells.items())},
+        },
+        "views": [_view(record) for record in history.views],
+        "samples": [_sample(record) for each in evaluated for record in each.samples],
+        "notes": [[step, words] for step, words in history.first.notes],
+        "alerts": [asdict(alert) for alert in alerts],
+        "facts": {str(key): str(value) for key, value in facts.items()} if isinstance(facts, dict) else {},
+    }
+
+
+def _header(history: RunHistory, *, silent: bool) -> dict[str, Any]:
+    """Numbers at the top; None where there is none."""
+    process = history.first
+    last, started, summary = process.last, process.started, process.finished
+    rows = process.steps.rows()
+    column = {name: index for index, name in enumerate(process.steps.columns)}
+    recent = rows[-1] if rows else None
+    per_step = number(started, "data_parallel_bytes_per_step")
+    step = max((each.step for each in history.processes.values()), default=0)
+    best = [each.best for each in history.evaluated if each.best is not None]
+    told = [row for each in history.evaluated[:1] for row in each.evaluations.rows()]
+    return {
+        "state": _state(process, silent=silent),
+        "step": step if last or started else None,
+        "total_steps": whole(started, "total_steps"),
+        "algorithm": text(started, "algorithm"),
+        "parameters": whole(started, "parameters"),
+        "replicas": len(history.expected) or None,
+        "tokens": whole(last, "tokens"),
+        "elapsed_s": round(process.elapsed_s, 1) if last else None,
+        "left_s": _left_s(rows, whole(started, "total_steps"), step),
+        "tokens_per_s": _throughput(process)[-1] if rows else None,
+        "compute_utilization": finite(number(last, "compute_utilization")),
+        "mfu": recent[column["mfu"]] if recent else None,
+        "loss": recent[column["loss"]] if recent else None,
+        "heldout_loss": told[-1][3] if told else finite(number(summary, "heldout_loss")),
+        "best_heldout_loss": finite(min(best, default=None)),
+        "sent_bytes": _first(whole(summary, "sent_bytes_per_replica"), whole(last, "sent_bytes")),
+        "data_parallel_bytes": _first(
+            whole(summary, "data_parallel_bytes_per_replica"), None if per_step is None else round(per_step * step)
+        ),
+        "merged": history.grid.merged if history.grid.newest else None,
+        "void": history.grid.void if history.grid.newest else None,
+    }
+
+
+def _state(process: ProcessHistory, *, silent: bool) -> str:
+    if process.interrupted:
+        return "interrupted"
+    if process.over:
+        return "finished"
+    return ("silent" if silent else "running") if process.started or process.last else "not begun"
+
+
+def _left_s(rows: Sequence[Sequence[float | None]], total_steps: int | None, step: int) -> float | None:
+    """Seconds to the end at the pace of the last quarter of the curve, pauses included; None without a pace."""
+    if total_steps is None or step >= total_steps or len(rows) < 2:
+        return None
+    before, last = rows[-max(2, len(rows) // 4)], rows[-1]
+    steps, seconds = (last[0] or 0) - (before[0] or 0), (last[2] or 0) - (before[2] or 0)
+    return round((total_steps - step) * seconds / steps, 1) if steps > 0 and seconds > 0 else None
+
+
+def _throughput(process: ProcessHistory) -> list[float | None]:
+    """Tokens per second of every bucket of the curve."""
+    place = {name: index for index, name in enumerate(process.steps.columns)}
+    rows, found = process.steps.rows(), []
+    per_step = number(process.started, "tokens_per_step")
+    step, tokens = float(rows[0][0] or 0) - 1 if rows else 0.0, None
+    for row in rows:
+        steps, step_s, now = (row[0] or 0) - step, row[place["step_s"]], row[place["tokens"]] or 0.0
+        gained = (now - tokens) if tokens is not None and now >= tokens else (per_step or 0.0) * steps
+        found.append(finite(gained / (steps * step_s)) if steps > 0 and step_s and gained > 0 else None)
+        step, tokens = row[0] or 0, now
+    return found
+
+
+_DRAWN = (
+    *("step", "tokens", "time_s", "loss", "loss_low", "loss_high"),
+    *("gradient_norm", "gradient_norm_low", "gradient_norm_high", "learning_rate", "mfu", "compute", "sent_bytes"),
+)
+
+
+def _line(process: ProcessHistory) -> dict[str, Any]:
+    """The curves of a process, in chunks, so that little is sent when they grow."""
+    drawn = zip(_columns(process.steps, _DRAWN), _throughput(process), strict=True)
+    rows = [[*row, speed] for row, speed in drawn]
+    return {
+        "columns": [*_DRAWN, "tokens_per_s"],
+        "outer_columns": [*_DRAWN[:3], *OF_OUTER_STEPS],
+        "stride": process.steps.stride,
+        "chunks": _chunks(rows),
+        "heldout": _chunks(process.evaluations.rows()),
+        "outer": _chunks(_columns(process.outer, (*_DRAWN[:3], *OF_OUTER_STEPS))),
+    }
+
+
+def _columns(series: Series, names: Sequence[str]) -> list[list[float | None]]:
+    place = [series.columns.index(name) for name in names]
+    return [[row[index] for index in place] for row in series.rows()]
+
+
+def _chunks(rows: Iterable[Sequence[float | None]]) -> dict[str, list[list[float | None]]]:
+    listed = [list(row) for row in rows]
+    return {str(start // CHUNK_ROWS): listed[start : start + CHUNK_ROWS] for start in range(0, len(listed), CHUNK_ROWS)}
+
+
+def _view(record: Record) -> dict[str, Any]:
+    return {
+        "step": record["step"],
+        "view": whole(record, "view"),
+        "members": list(numbers(record, "members")),
+        "joined": list(numbers(record, "joined")),
+        "left": list(numbers(record, "left")),
+        "reason": text(record, "reason"),
+    }
+
+
+def _sample(record: Record) -> dict[str, Any]:
+    return {"step": record["step"], "prompt": text(record, "prompt"), "text": text(record, "text")}
+
+
+def _settings(runs: Sequence[Mapping[str, str]]) -> list[list[str | list[str]]]:
+    """Key and values of the settings in which runs differ; of one run, none."""
+    keys = sorted({key for run in runs for key in run if not _APART.match(key)}) if len(runs) > 1 else []
+    given = [run for run in runs if run]
+    return [[key, [run.get(key, "") for run in runs]] for key in keys if len({run.get(key, "") for run in given}) > 1]
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,123 @@
+"""A browser, where there is one, and `diloco watch` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+LIMIT_S = 300.0
+"""Far more than anything here takes, for machines that are busy."""
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until it is true on the page. (playwright's own waiting needs `eval`, which the page forbids.)"""
+    until_s = time.monotonic() + LIMIT_S
+    while not page.evaluate(expression):
+        assert time.monotonic() < until_s, expression
+        page.wait_for_timeout(50)
+
+
+class Watch:
+    """One `diloco watch` that serves.
+
+    Args:
+        said: file for what it says.
+        arguments: of the command.
+    """
+
+    def __init__(self, said: Path, *arguments: object) -> None:
+        with said.open("wb") as file:
+            command = [sys.executable, "-m", "diloco", "watch", *map(str, arguments)]
+            self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        until_s = time.monotonic() + LIMIT_S
+        while not (found := re.search(r"http://\S+", said.read_text())):
+            assert self._process.poll() is None, said.read_text()
+            assert time.monotonic() < until_s, said.read_text()
+            time.sleep(0.02)
+        self.address = found[0]
+
+    def end(self) -> None:
+        """As Ctrl-C does."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        self._process.wait(LIMIT_S)
+
+
+class Pages:
+    """Opens pages, and remembers what went wrong on them and what they asked of the network."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self._contexts: list[Any] = []
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+
+    def open(self, address: str, *, width: int = 1200, height: int = 900, scheme: str = "light") -> Any:
+        """A page of its own, once it shows numbers and curves."""
+        context = self._browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        context.set_default_timeout(1_000 * LIMIT_S)
+        self._contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: self.complaints.append(f"a dialog: {dialog.message}"))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.goto(address)
+        page.wait_for_selector("#numbers dd")
+        until(page, "document.querySelector('#figure-loss .plot').textContent !== ''")
+        return page
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, by playwright, whose own downloads are not needed."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.skip("playwright is not installed; `make test-browser` installs it and runs this test")
+    named = os.environ.get("DILOCO_BROWSER", "")
+    program = named or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip("no chromium was found; `make test-browser` says how to install one and runs this test")
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Any]:
+    """Starts `diloco watch` with arguments."""
+    running: list[Watch] = []
+
+    def start(*arguments: object) -> Watch:
+        running.append(Watch(tmp_path / f"said-{len(running)}.txt", *arguments))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.end()
+
+
+@pytest.fixture
+def pages(browser: Any, watch: Any) -> Iterator[Pages]:
+    """For one test; whatever a page complained of fails it. They are closed before what they show ends."""
+    opened = Pages(browser)
+    yield opened
+    opened.close()
+    assert opened.complaints == []

@@ -1,0 +1,126 @@
+"""Each alert at its threshold, and nothing below it. The culprit is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from diloco import events
+from diloco.errors import ConfigurationError
+from diloco.events import Event
+from diloco.watch.alerts import Alert, Thresholds, find_alerts
+from diloco.watch.history import RunHistory
+from diloco.watch.members import Seen
+from tests.monitor.made_events import committed, sent, started, step, void
+from tests.watch.stories import NOW_S, history
+
+
+def alerts(
+    run: RunHistory, seen: Sequence[Seen] = (), *, after_s: float = 0.0, free_bytes: int | None = None, **given: float
+) -> list[Alert]:
+    return find_alerts(run, seen, Thresholds(**given), NOW_S + after_s, free_bytes)  # type: ignore[arg-type]
+
+
+def steps(count: int, **given: float) -> list[Event]:
+    return [step(number, **given) for number in range(1, count + 1)]
+
+
+def saved(size_bytes: int, free_bytes: int | None) -> events.CheckpointSaved:
+    return events.CheckpointSaved(step=4, path="there", size_bytes=size_bytes, save_s=0.1, free_bytes=free_bytes)
+
+
+def over() -> events.RunFinished:
+    return events.RunFinished(step=9, summary={"steps": 9})
+
+
+def test_a_run_in_which_all_is_well_has_none() -> None:
+    run = history([started(), *steps(30), sent(0, 0, 0, digest="a"), sent(1, 0, 0, digest="a"), committed(0, 0, 0)])
+    assert alerts(run, free_bytes=10**12) == []
+
+
+def test_silence() -> None:
+    run = history([started(), *steps(3)])
+    assert alerts(run, after_s=60) == []
+    (alert,) = alerts(run, after_s=61)
+    assert (alert.level, alert.kind, alert.who) == ("error", "silent", "the run")
+    assert "since step 3" in alert.words
+
+
+def test_slow_steps_are_no_silence_and_neither_is_an_end() -> None:
+    assert alerts(history([started(), *steps(20, step_s=10.0)]), after_s=99) == []
+    assert alerts(history([started(), *steps(20, step_s=10.0)]), after_s=101) != []
+    assert alerts(history([started(), *steps(3), over()]), after_s=9_999) == []
+
+
+@pytest.mark.parametrize(("state", "expected"), [("no answer", ["silent"]), ("gone", []), ("finished", [])])
+def test_a_peer_that_does_not_answer(state: str, expected: list[str]) -> None:
+    run = history([started(), *steps(3)], process="replica 5")
+    found = alerts(run, [Seen("replica 5", 5, "Qm5", state, NOW_S - 61)])
+    assert [alert.kind for alert in found] == expected
+    assert all(alert.who == "replica 5" for alert in found)
+
+
+@pytest.mark.parametrize(("rounds", "expected"), [(2, []), (3, ["replica 2"])])
+def test_rounds_without_somebody(rounds: int, expected: list[str]) -> None:
+    run = history([started(num_replicas=3), *(committed(0, 0, k) for k in range(rounds))])
+    assert [alert.who for alert in alerts(run)] == expected
+
+
+@pytest.mark.parametrize(("rounds", "expected"), [(2, []), (3, ["fragment 1"])])
+def test_void_rounds(rounds: int, expected: list[str]) -> None:
+    run = history([started(), *(void(0, 1, k, "replica 1 was late") for k in range(rounds))])
+    found = alerts(run)
+    assert [alert.who for alert in found] == expected
+    assert all("replica 1 was late" in alert.words for alert in found)
+
+
+def test_a_digest_that_differs_is_told_for_some_rounds() -> None:
+    run = history([started(num_replicas=3), *(sent(m, 0, 4, digest="b" if m == 1 else "a") for m in range(3))])
+    assert [(alert.level, alert.who) for alert in alerts(run)] == [("error", "replica 1")]
+    history([committed(0, 0, 9, contributors=(0, 1, 2))], into=run)
+    assert alerts(run) == []
+
+
+@pytest.mark.parametrize("given", [{"loss": math.nan}, {"gradient_norm": math.inf}])
+def test_numbers_that_are_none(given: dict[str, float]) -> None:
+    run = history([started(), step(1, **given)])
+    (alert,) = alerts(run)
+    assert (alert.kind, alert.step) == ("not finite", 1)
+    history([step(number) for number in range(2, 203)], into=run)
+    assert alerts(run) == []
+
+
+@pytest.mark.parametrize(("norm", "expected"), [(10.0, []), (10.1, ["gradient norm"])])
+def test_gradient_norms(norm: float, expected: list[str]) -> None:
+    run = history([started(), *steps(20), step(21, gradient_norm=norm)])
+    assert [alert.kind for alert in alerts(run)] == expected
+
+
+@pytest.mark.parametrize(("step_s", "expected"), [(0.75, []), (0.76, ["replica 1"])])
+def test_who_is_slower_than_the_others(step_s: float, expected: list[str]) -> None:
+    run = history([started(), *steps(20)], process="replica 0")
+    history([started(), *steps(20)], process="replica 2", into=run)
+    history([started(), *steps(20, step_s=step_s)], process="replica 1", into=run)
+    assert [alert.who for alert in alerts(run)] == expected
+    assert alerts(run, [Seen("replica 1", 1, "Qm", "gone")]) == []
+
+
+@pytest.mark.parametrize(("free", "expected"), [(300, []), (299, ["warning"]), (99, ["error"])])
+def test_a_disk_that_is_nearly_full(free: int, expected: list[str]) -> None:
+    """As seen from here, or as the run told."""
+    assert [each.level for each in alerts(history([started(), saved(100, None)]), free_bytes=free)] == expected
+    assert [each.level for each in alerts(history([started(), saved(100, free)]))] == expected
+    assert alerts(history([started(), saved(100, free), over()])) == []
+
+
+def test_errors_come_first() -> None:
+    run = history([started(num_replicas=3), *(committed(0, 0, k) for k in range(3)), step(1, math.nan)])
+    assert [alert.level for alert in alerts(run)] == ["error", "warning"]
+
+
+@pytest.mark.parametrize("name", ["silent_s", "missed_rounds", "void_rounds", "slower_factor", "free_checkpoints"])
+def test_thresholds_that_make_no_sense(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"alert\.{name}=0"):
+        Thresholds(**{name: 0})  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""The page over HTTP: what is sent to whom, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from diloco.watch.page import export_page
+from diloco.watch.server import Board, make_app
+
+HOSTILE = "</script><script>alert('here')</script><img src=x onerror=alert(1)>"
+
+
+def client(board: Board | None = None, **given: Any) -> TestClient:
+    return TestClient(make_app(board or Board(), **given), base_url="http://127.0.0.1:8500")
+
+
+def messages(text: str) -> tuple[str, Any]:
+    kind, data = re.fullmatch(r"event: (\w+)\ndata: (.*)\n\n", text).groups()  # type: ignore[union-attr]
+    return kind, json.loads(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "text/html"),
+        ("/watch.js", "text/javascript"),
+        ("/watch.css", "text/css"),
+        ("/plotly.js", "text/javascript"),
+        ("/data.json", "application/json"),
+    ],
+)
+def test_every_part_comes_with_a_policy_that_lets_nothing_else_in(path: str, kind: str) -> None:
+    answer = client().get(path)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith(kind)
+    policy = dict(each.strip().split(" ", 1) for each in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == policy["connect-src"] == "'self'"
+    assert "http" not in answer.headers["content-security-policy"]
+
+
+def test_the_page_names_no_other_site() -> None:
+    page = client().get("/").text + client().get("/watch.js").text + client().get("/watch.css").text
+    assert not re.findall(r"(?:https?:)?//[\w-]+\.\w+", page)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_nothing_can_be_changed(method: str) -> None:
+    assert client().request(method, "/data.json").status_code == 405
+
+
+@pytest.mark.parametrize(("host", "code"), [("127.0.0.1:8500", 200), ("localhost", 200), ("evil.example", 400)])
+def test_it_answers_to_its_own_names_alone(host: str, code: int) -> None:
+    """So that a page elsewhere, whose name resolves to this address, can't read it."""
+    assert client().get("/data.json", headers={"host": host}).status_code == code
+
+
+def test_a_token_is_needed_once() -> None:
+    visitor = client(hosts=("*",), token="right")
+    for path in ("/", "/data.json", "/events", "/?token=wrong", "/data.json?token="):
+        assert visitor.get(path).status_code == 403
+    answer = visitor.get("/?token=right", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert all(word in answer.headers["set-cookie"] for word in ("HttpOnly", "SameSite=strict"))
+    assert visitor.get("/data.json").status_code == 200
+    other = client(hosts=("*",), token="right")
+    other.cookies.set("diloco-watch", "wrong")
+    assert other.get("/data.json").status_code == 403
+
+
+def test_readers_get_everything_and_then_what_changes() -> None:
+    async def read() -> list[tuple[str, Any]]:
+        board = Board()
+        board.show({"runs": {"0": {"step": 1, "name": "a"}}})
+        reader = board.messages()
+        got = [messages(await anext(reader))]
+        board.show({"runs": {"0": {"step": 1, "name": "a"}}})
+        board.show({"runs": {"0": {"step": 2, "name": "a"}}})
+        got.append(messages(await anext(reader)))
+        await reader.aclose()  # type: ignore[attr-defined]
+        return got
+
+    everything = {"runs": {"0": {"step": 1, "name": "a"}}}
+    assert asyncio.run(read()) == [("all", everything), ("patch", {"runs": {"0": {"step": 2}}})]
+
+
+def test_a_reader_that_is_too_slow_gets_everything_again_and_holds_nothing_up() -> None:
+    async def read() -> list[tuple[str, Any]]:
+        board = Board()
+        reader = board.messages()
+        await anext(reader)
+        for step in range(1_000):
+            board.show({"step": step})
+        got = [messages(await anext(reader))]
+        while got[-1][1]["step"] < 999:
+            got.append(messages(await anext(reader)))
+        return got
+
+    got = asyncio.run(read())
+    assert got[0][0] == "all"
+    assert len(got) < 20
+
+
+def test_so_many_readers_and_no_more() -> None:
+    async def fill() -> tuple[Board, list[Any]]:
+        board = Board()
+        readers = [board.messages() for _ in range(40)]
+        for reader in readers:
+            if not board.full:
+                await anext(reader)
+        assert client(board).get("/events").status_code == 503
+        return board, readers
+
+    asyncio.run(fill())
+
+
+def test_an_exported_page_holds_what_strangers_wrote_as_data() -> None:
+    page = export_page({"runs": {"0": {"name": HOSTILE}}})
+    assert HOSTILE not in page
+    assert "<img src=x" not in page
+    (held,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert json.loads(held)["runs"]["0"]["name"] == HOSTILE
+    assert "default-src 'none'; script-src 'sha256-" in page
+    assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?!data:)', page)
