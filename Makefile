@@ -5,11 +5,11 @@ TESTERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup train test check bench docs site clean
+.PHONY: setup train test test-browser check bench docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 $(STAMP): pyproject.toml setup.py constraints.txt src/diloco/algorithm/codec/_kernels.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
@@ -26,6 +26,11 @@ train: $(STAMP) ## train the quick start: 4 replicas of Streaming DiLoCo on the 
 test: $(STAMP) ## run the tests, in two processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile $(ARGS)
 
+test-browser: $(STAMP) ## install a browser if need be, test the page of diloco watch in it, and make the pictures of docs/watch.md
+	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install --yes --no-install-recommends chromium fonts-dejavu-core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[browser]'
+	DILOCO_PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
+
 check: $(STAMP) ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,7 +44,16 @@ docs: $(STAMP) ## run every example in the documentation
 	$(BIN)/python -m pytest README.md docs
 
 site: $(STAMP) ## the documentation as a site, in build/site; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(STAMP) ## build a wheel, and try it in an environment of its own
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build/wheel/*.whl
+	cd build/wheel && venv/bin/diloco train --steps 20 --data-parallel-steps 0 --evaluation.every-steps 0 --out trial
+	cd build/wheel && venv/bin/diloco evaluate trial --sequences 8
+	@ls build/wheel/*.whl
 
 clean: ## remove what setup made
 	rm -rf $(VENV) build src/*.egg-info

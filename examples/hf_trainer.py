@@ -1,4 +1,4 @@
-"""DiLoCo in Hugging Face's Trainer.
+"""DiLoCo in Hugging Face's Trainer, with LoRA adapters, which alone travel. This file is complete.
 
 python examples/hf_trainer.py --steps 200
 torchrun --nproc-per-node 8 examples/hf_trainer.py --replicas 2 --replica 0 --rendezvous HOST:29400 --out runs/example-0
@@ -8,29 +8,75 @@ torchrun --nproc-per-node 8 examples/hf_trainer.py --replicas 2 --replica 1 --re
 from __future__ import annotations
 
 import argparse
+import sysconfig
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import connection, parse, schedule, share
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from diloco import SyncSchedule, connect_replica, replica_share
 from diloco.integrations.transformers import DiLoCoCallback
 from diloco.transport.base import Transport
 
 
-def make_llama(options: argparse.Namespace) -> LlamaForCausalLM:
-    """The same weights on every replica; LlamaForCausalLM.from_pretrained would give them, too."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--text", type=Path, help="a text file to learn; None: part of Python's standard library")
+    parser.add_argument("--out", type=Path, default=Path("runs/example"), help="folder of this replica's results")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per replica and micro-batch")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step of the optimizer")
+    parser.add_argument("--sequence-length", type=int, default=64, help="bytes")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak, from which it falls as a cosine")
+    parser.add_argument("--model", help="folder or name of a causal model to adapt; None: a small new Llama")
+    parser.add_argument("--lora-rank", type=int, default=8, help="rank of the adapters; 0: train all parameters")
+    parser.add_argument("--layers", type=int, default=2, help="of a new Llama")
+    parser.add_argument("--width", type=int, default=64, help="of a new Llama")
+    parser.add_argument("--inner-steps", type=int, default=20, help="steps between two rounds (H)")
+    parser.add_argument("--fragments", type=int, default=1, help="fragments of the model, which travel in turns (P)")
+    parser.add_argument("--overlap-steps", type=int, default=3, help="steps that a round has to arrive (tau)")
+    parser.add_argument("--codec", default="fp4", help="float32, float16, bfloat16, int8 or fp4")
+    parser.add_argument("--replicas", type=int, default=1, help="how many there are (M)")
+    parser.add_argument("--replica", type=int, default=0, help="which one this is, from 0")
+    parser.add_argument("--rendezvous", default="127.0.0.1:29400", help="HOST:PORT of replica 0, for all replicas")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of this replica to go on from")
+    parser.add_argument("--save-steps", type=int, default=100, help="steps between two checkpoints")
+    return parser.parse_args(arguments)
+
+
+def make_model(options: argparse.Namespace) -> nn.Module:
+    """The same weights on every replica: from a checkpoint, or from one seed."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=options.width,
-        intermediate_size=2 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=4,
-        max_position_embeddings=options.sequence_length + 1,
-    )
-    return LlamaForCausalLM(config)
+    if options.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+    else:
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=options.width,
+            intermediate_size=2 * options.width,
+            num_hidden_layers=options.layers,
+            num_attention_heads=4,
+            max_position_embeddings=options.sequence_length + 1,
+        )
+        model = LlamaForCausalLM(config)
+    if options.lora_rank == 0:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=options.lora_rank, target_modules="all-linear"))
+
+
+def share(options: argparse.Namespace) -> Dataset[tuple[Tensor, ...]]:
+    """This replica's part of the text, in random order: no two replicas have a sequence in common."""
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))
+    text = b"".join(path.read_bytes() for path in ([options.text] if options.text else library))
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    windows = tokens.unfold(0, options.sequence_length + 1, options.sequence_length)
+    return replica_share(TensorDataset(windows), replica=options.replica, num_replicas=options.replicas)
 
 
 def collate(samples: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
@@ -60,10 +106,12 @@ def make_arguments(options: argparse.Namespace, **others: Any) -> TrainingArgume
 
 
 def make_trainer(arguments: TrainingArguments, options: argparse.Namespace, transport: Transport | None) -> Trainer:
-    trainer = Trainer(make_llama(options), arguments, collate, share(options))
+    trainer = Trainer(make_model(options), arguments, collate, share(options))
     callback = DiLoCoCallback(
         transport=transport,
-        schedule=schedule(options),
+        schedule=SyncSchedule(
+            inner_steps=options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
+        ),
         codec=options.codec,
         resume_from_checkpoint=options.resume,  # a Trainer does not tell its callbacks
     )
@@ -71,10 +119,23 @@ def make_trainer(arguments: TrainingArguments, options: argparse.Namespace, tran
     return trainer
 
 
+def connect(options: argparse.Namespace) -> AbstractContextManager[Transport | None]:
+    """The way to the other replicas, where there are any."""
+    if options.replicas == 1:
+        return nullcontext()
+    return connect_replica(
+        replica=options.replica, num_replicas=options.replicas, rendezvous=options.rendezvous, ranks="whole"
+    )
+
+
+def main() -> None:
+    options = parse()
+    arguments = make_arguments(options)  # under torchrun, this meets the other processes of the replica
+    with connect(options) as transport:
+        trainer = make_trainer(arguments, options, transport)
+        trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
+        trainer.save_model(str(options.out / "model"))  # the global parameters, or adapters: the same on all replicas
+
+
 if __name__ == "__main__":
-    given = parse(__doc__)
-    ours = make_arguments(given)  # under torchrun, this meets the other processes of the replica
-    with connection(given, ranks="whole") as way_to_the_others:
-        host = make_trainer(ours, given, way_to_the_others)
-        host.train(resume_from_checkpoint=given.resume and str(given.resume))
-        host.save_model(str(given.out / "model"))  # the global parameters: the same on all replicas
+    main()

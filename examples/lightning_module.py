@@ -1,4 +1,4 @@
-"""DiLoCo in Lightning's Trainer.
+"""DiLoCo in Lightning's Trainer. This file is complete.
 
 python examples/lightning_module.py --steps 200
 python examples/lightning_module.py --replicas 2 --replica 0 --rendezvous HOST:29400 --out runs/example-0
@@ -10,18 +10,90 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import math
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny import connection, cosine, make_model, next_byte_loss, parameter_groups, parse, schedule, share
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from diloco import SyncSchedule, connect_replica, replica_share
 from diloco.integrations.lightning import Connect, DiLoCoCallback
 from diloco.transport.base import Transport
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--text", type=Path, help="a text file to learn; None: part of Python's standard library")
+    parser.add_argument("--out", type=Path, default=Path("runs/example"), help="folder of this replica's results")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per replica and micro-batch")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step of the optimizer")
+    parser.add_argument("--sequence-length", type=int, default=64, help="bytes")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak, from which it falls as a cosine")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--inner-steps", type=int, default=20, help="steps between two rounds (H)")
+    parser.add_argument("--fragments", type=int, default=1, help="fragments of the model, which travel in turns (P)")
+    parser.add_argument("--overlap-steps", type=int, default=3, help="steps that a round has to arrive (tau)")
+    parser.add_argument("--codec", default="fp4", help="float32, float16, bfloat16, int8 or fp4")
+    parser.add_argument("--replicas", type=int, default=1, help="how many there are (M)")
+    parser.add_argument("--replica", type=int, default=0, help="which one this is, from 0")
+    parser.add_argument("--rendezvous", default="127.0.0.1:29400", help="HOST:PORT of replica 0, for all replicas")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of this replica to go on from")
+    parser.add_argument("--save-steps", type=int, default=100, help="steps between two checkpoints")
+    return parser.parse_args(arguments)
+
+
+class Decoder(nn.Module):
+    """A causal transformer over bytes."""
+
+    def __init__(self, layers: int, width: int, longest: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.positions = nn.Embedding(longest, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True, bias=False)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        hidden = self.tokens(tokens) + self.positions.weight[:length]
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return self.head(self.norm(hidden))
+
+
+def make_model(options: argparse.Namespace) -> Decoder:
+    torch.manual_seed(0)  # every replica begins with the same weights
+    return Decoder(options.layers, options.width, options.sequence_length)
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """For AdamW: weight decay for matrices, none for norms."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def share(options: argparse.Namespace) -> Dataset[tuple[Tensor, ...]]:
+    """This replica's part of the text, in random order: no two replicas have a sequence in common."""
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))
+    text = b"".join(path.read_bytes() for path in ([options.text] if options.text else library))
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    windows = tokens.unfold(0, options.sequence_length + 1, options.sequence_length)
+    return replica_share(TensorDataset(windows), replica=options.replica, num_replicas=options.replicas)
 
 
 class Resumable(DataLoader[Any]):
@@ -49,13 +121,17 @@ class Bytes(LightningModule):
         self.model = make_model(options)
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
-        loss = next_byte_loss(self.model, batch[0])
+        (windows,) = batch
+        loss = nn.functional.cross_entropy(self.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(parameter_groups(self), lr=self.options.learning_rate, betas=(0.9, 0.95))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step, self.options.steps))
+        steps, learning_rate = self.options.steps, self.options.learning_rate
+        optimizer = torch.optim.AdamW(parameter_groups(self), lr=learning_rate, betas=(0.9, 0.95))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: (1 + math.cos(math.pi * min(step, steps) / steps)) / 2
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def train_dataloader(self) -> Any:
@@ -63,23 +139,36 @@ class Bytes(LightningModule):
 
 
 def make_trainer(options: argparse.Namespace, transport: Transport | Connect | None, **others: Any) -> Trainer:
+    schedule = SyncSchedule(
+        inner_steps=options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
+    )
     chosen = {
         "max_steps": options.steps,  # the same on all replicas
         "accumulate_grad_batches": options.accumulation,
         "gradient_clip_val": 1.0,
         "default_root_dir": options.out,
         "callbacks": [
-            DiLoCoCallback(transport=transport, schedule=schedule(options), codec=options.codec),
+            DiLoCoCallback(transport=transport, schedule=schedule, codec=options.codec),
             ModelCheckpoint(every_n_train_steps=options.save_steps, save_last=True),
         ],
     }
     return Trainer(**(chosen | others))
 
 
-if __name__ == "__main__":
-    given = parse(__doc__)
+def main() -> None:
+    options = parse()
+    connect = functools.partial(
+        connect_replica,
+        replica=options.replica,
+        num_replicas=options.replicas,
+        rendezvous=options.rendezvous,
+        ranks="whole",
+    )
     # connected when training begins: with DDP, Lightning starts the other processes of the replica first
-    connect = functools.partial(connection, given, ranks="whole") if given.replicas > 1 else None
-    host = make_trainer(given, connect)
-    host.fit(Bytes(given), ckpt_path=given.resume)
-    torch.save(host.lightning_module.model.state_dict(), given.out / "model.pt")  # the same on all replicas
+    trainer = make_trainer(options, connect if options.replicas > 1 else None)
+    trainer.fit(Bytes(options), ckpt_path=options.resume)
+    torch.save(trainer.lightning_module.model.state_dict(), options.out / "model.pt")  # the same on all replicas
+
+
+if __name__ == "__main__":
+    main()

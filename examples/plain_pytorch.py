@@ -1,35 +1,121 @@
-"""DiLoCo in a loop of plain PyTorch.
+"""DiLoCo in a loop of plain PyTorch. This file is complete: put your model and your data in place of these.
 
-python examples/plain_pytorch.py --steps 200
-python examples/plain_pytorch.py --replicas 2 --replica 0 --out runs/example-0 &
-python examples/plain_pytorch.py --replicas 2 --replica 1 --out runs/example-1
+One replica:                 python examples/plain_pytorch.py
+Two of them, two processes:  python examples/plain_pytorch.py --replicas 2 --replica 0 --out runs/example-0 &
+                             python examples/plain_pytorch.py --replicas 2 --replica 1 --out runs/example-1
+Two machines: the same, with --rendezvous HOST:29400, where HOST is the machine of replica 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import sysconfig
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
-from tiny import connection, cosine, make_model, next_byte_loss, parameter_groups, parse, schedule, share
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from diloco import DiLoCo
+from diloco import DiLoCo, SyncSchedule, connect_replica, replica_share
 from diloco.transport.base import Transport
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--text", type=Path, help="a text file to learn; None: part of Python's standard library")
+    parser.add_argument("--out", type=Path, default=Path("runs/example"), help="folder of this replica's results")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per replica and micro-batch")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step of the optimizer")
+    parser.add_argument("--sequence-length", type=int, default=64, help="bytes")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak, from which it falls as a cosine")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--inner-steps", type=int, default=20, help="steps between two rounds (H)")
+    parser.add_argument("--fragments", type=int, default=1, help="fragments of the model, which travel in turns (P)")
+    parser.add_argument("--overlap-steps", type=int, default=3, help="steps that a round has to arrive (tau)")
+    parser.add_argument("--codec", default="fp4", help="float32, float16, bfloat16, int8 or fp4")
+    parser.add_argument("--replicas", type=int, default=1, help="how many there are (M)")
+    parser.add_argument("--replica", type=int, default=0, help="which one this is, from 0")
+    parser.add_argument("--rendezvous", default="127.0.0.1:29400", help="HOST:PORT of replica 0, for all replicas")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of this replica to go on from")
+    parser.add_argument("--save-steps", type=int, default=100, help="steps between two checkpoints")
+    return parser.parse_args(arguments)
+
+
+class Decoder(nn.Module):
+    """A causal transformer over bytes."""
+
+    def __init__(self, layers: int, width: int, longest: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.positions = nn.Embedding(longest, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True, bias=False)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        hidden = self.tokens(tokens) + self.positions.weight[:length]
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return self.head(self.norm(hidden))
+
+
+def make_model(options: argparse.Namespace) -> Decoder:
+    torch.manual_seed(0)  # every replica begins with the same weights
+    return Decoder(options.layers, options.width, options.sequence_length)
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """For AdamW: weight decay for matrices, none for norms."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def share(options: argparse.Namespace) -> Dataset[tuple[Tensor, ...]]:
+    """This replica's part of the text, in random order: no two replicas have a sequence in common."""
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))
+    text = b"".join(path.read_bytes() for path in ([options.text] if options.text else library))
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    windows = tokens.unfold(0, options.sequence_length + 1, options.sequence_length)
+    return replica_share(TensorDataset(windows), replica=options.replica, num_replicas=options.replicas)
+
+
+def connect(options: argparse.Namespace) -> AbstractContextManager[Transport | None]:
+    """The way to the other replicas, where there are any."""
+    if options.replicas == 1:
+        return nullcontext()
+    return connect_replica(replica=options.replica, num_replicas=options.replicas, rendezvous=options.rendezvous)
 
 
 def train(options: argparse.Namespace, transport: Transport | None) -> nn.Module:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(options).to(device)
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=options.learning_rate, betas=(0.9, 0.95))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step, options.steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (1 + math.cos(math.pi * min(step, options.steps) / options.steps)) / 2
+    )
     loader = DataLoader(share(options), batch_size=options.batch_size, drop_last=True)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     options.out.mkdir(parents=True, exist_ok=True)
+    schedule = SyncSchedule(
+        inner_steps=options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
+    )
 
     with DiLoCo(
-        model, optimizer, transport=transport, schedule=schedule(options), codec=options.codec, on_event=print
+        model, optimizer, transport=transport, schedule=schedule, codec=options.codec, on_event=print
     ) as diloco:
         first = 0
         if options.resume is not None:
@@ -45,7 +131,9 @@ def train(options: argparse.Namespace, transport: Transport | None) -> nn.Module
         for step in range(first, options.steps):
             for _ in range(options.accumulation):
                 (windows,) = next(batches)
-                (next_byte_loss(model, windows.to(device)) / options.accumulation).backward()
+                windows = windows.to(device)
+                loss = nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+                (loss / options.accumulation).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
@@ -57,12 +145,17 @@ def train(options: argparse.Namespace, transport: Transport | None) -> nn.Module
                 state |= {"scheduler": scheduler.state_dict(), "diloco": diloco.state_dict(), "step": step + 1}
                 torch.save(state, options.out / f"step-{step + 1}.pt")
 
+    print(f"replica {options.replica}: last loss {loss.item():.3f}; all replicas end with {diloco.digest()}")
     with diloco.global_model() as agreed:  # the same on all replicas
         torch.save(agreed.state_dict(), options.out / "model.pt")
     return model
 
 
+def main() -> None:
+    options = parse()
+    with connect(options) as transport:
+        train(options, transport)
+
+
 if __name__ == "__main__":
-    given = parse(__doc__)
-    with connection(given) as way_to_the_others:
-        train(given, way_to_the_others)
+    main()

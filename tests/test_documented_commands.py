@@ -17,7 +17,8 @@ from diloco.config.run_plan import plan_run
 from tests.command_lines import command_line
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("launching", "monitoring", "networks", "swarm", "three-clouds")]
+NAMES = ("launching", "monitoring", "networks", "studies", "swarm", "three-clouds", "watch", "write-your-own")
+PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 COMMAND = re.compile(
     r"(?:[\w-]*\$ )?(?:torchrun .* -m )?(?:\w+=\S+ )*(?:(?:docker run|kubectl exec) .* diloco )?diloco ([a-z].*)"
 )
@@ -46,6 +47,9 @@ def parse(command: str, arguments: list[str]) -> None:
         parse_arguments(arguments)
         return
     module = importlib.import_module(f"diloco.cli.{command}")
+    if command == "finetune":
+        module.parse_arguments(arguments)
+        return
     tyro.cli(getattr(module, f"{command.capitalize()}Options"), args=arguments)
 
 

@@ -11,12 +11,14 @@ import diloco
 
 ORDER = (
     "errors",
+    "plugins",
     "units",
     "cores",
     "waiting",
     "devices",
     "events",
     "algorithm",
+    "testing",
     "membership",
     "protocol",
     "state_tree",
@@ -28,6 +30,7 @@ ORDER = (
     "trained",
     "train",
     "monitor",
+    "watch",
     "simulate",
     "integrations",
     "config",

@@ -9,17 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from diloco.algorithm.average_rules import AverageRule, Rda, SendersMean
+    from diloco.algorithm.averaging import RoundId
     from diloco.algorithm.clipping import Clipping
-    from diloco.algorithm.codec import Codec, make_codec
+    from diloco.algorithm.codec import Codec, codec_names, make_codec, register
     from diloco.algorithm.fragments import Fragment, partition
-    from diloco.algorithm.merge import AlphaMerge, RebaseMerge
+    from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
     from diloco.algorithm.muon import Muon, muon
-    from diloco.algorithm.outer_optimizer import Adam, Nesterov, Sgd
+    from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, OuterState, Sgd
     from diloco.algorithm.schedule import Merge, Send, SyncSchedule
     from diloco.algorithm.value_schedule import ValueSchedule
-    from diloco.errors import DiLoCoError
+    from diloco.errors import CodecError, ConfigurationError, ContractError, DiLoCoError
     from diloco.integrations.host import replica_share
     from diloco.outer.diloco import DiLoCo
+    from diloco.transport.faults import Fault
     from diloco.transport.hivemind.library import connect_peer
     from diloco.transport.in_process import InProcessTransport
     from diloco.transport.links import Link, VirtualNetwork
@@ -30,55 +33,81 @@ __version__ = "0.5.0"
 _HOMES = {
     "Adam": "diloco.algorithm.outer_optimizer",
     "AlphaMerge": "diloco.algorithm.merge",
+    "AverageRule": "diloco.algorithm.average_rules",
     "Clipping": "diloco.algorithm.clipping",
     "Codec": "diloco.algorithm.codec",
+    "CodecError": "diloco.errors",
+    "ConfigurationError": "diloco.errors",
+    "ContractError": "diloco.errors",
     "DiLoCo": "diloco.outer.diloco",
     "DiLoCoError": "diloco.errors",
+    "Fault": "diloco.transport.faults",
     "Fragment": "diloco.algorithm.fragments",
     "InProcessTransport": "diloco.transport.in_process",
     "Link": "diloco.transport.links",
     "Merge": "diloco.algorithm.schedule",
+    "MergeRule": "diloco.algorithm.merge",
     "Muon": "diloco.algorithm.muon",
     "Nesterov": "diloco.algorithm.outer_optimizer",
+    "OuterOptimizer": "diloco.algorithm.outer_optimizer",
+    "OuterState": "diloco.algorithm.outer_optimizer",
+    "Rda": "diloco.algorithm.average_rules",
     "RebaseMerge": "diloco.algorithm.merge",
+    "RoundId": "diloco.algorithm.averaging",
     "Send": "diloco.algorithm.schedule",
+    "SendersMean": "diloco.algorithm.average_rules",
     "Sgd": "diloco.algorithm.outer_optimizer",
     "SyncSchedule": "diloco.algorithm.schedule",
     "ValueSchedule": "diloco.algorithm.value_schedule",
     "VirtualNetwork": "diloco.transport.links",
+    "codec_names": "diloco.algorithm.codec",
     "connect_peer": "diloco.transport.hivemind.library",
     "connect_replica": "diloco.transport.torch_distributed.library",
     "make_codec": "diloco.algorithm.codec",
     "muon": "diloco.algorithm.muon",
     "partition": "diloco.algorithm.fragments",
+    "register": "diloco.algorithm.codec",
     "replica_share": "diloco.integrations.host",
 }
 
 __all__ = [
     "Adam",
     "AlphaMerge",
+    "AverageRule",
     "Clipping",
     "Codec",
+    "CodecError",
+    "ConfigurationError",
+    "ContractError",
     "DiLoCo",
     "DiLoCoError",
+    "Fault",
     "Fragment",
     "InProcessTransport",
     "Link",
     "Merge",
+    "MergeRule",
     "Muon",
     "Nesterov",
+    "OuterOptimizer",
+    "OuterState",
+    "Rda",
     "RebaseMerge",
+    "RoundId",
     "Send",
+    "SendersMean",
     "Sgd",
     "SyncSchedule",
     "ValueSchedule",
     "VirtualNetwork",
     "__version__",
+    "codec_names",
     "connect_peer",
     "connect_replica",
     "make_codec",
     "muon",
     "partition",
+    "register",
     "replica_share",
 ]
 

@@ -42,25 +42,31 @@ def check_device(key: str, device: str) -> None:
     """Refuse what is no name of a device; ``key`` is the setting or flag that it was given as.
 
     Raises:
-        ConfigurationError: for anything but auto, cpu, cuda and cuda:N.
+        ConfigurationError: for anything but auto, cpu, mps, cuda and cuda:N.
     """
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
         raise ConfigurationError(
-            f"{key}={device!r} is no device. Use auto, cpu, cuda, or cuda:N such as cuda:0. Nothing was started."
+            f"{key}={device!r} is no device. Use auto, cpu, mps, cuda, or cuda:N such as cuda:0. Nothing was started."
         )
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that ``name`` means; auto: cuda where there is one.
+    """The device that ``name`` means; auto: cuda where there is one, else mps (Apple's) where there is one, else cpu.
 
     Raises:
         ConfigurationError: if this machine does not have it; the CPU never takes its place.
     """
     import torch
 
+    apple = torch.backends.mps.is_available()
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if apple else "cpu")
     device = torch.device(name)
+    if device.type == "mps" and not apple:
+        raise ConfigurationError(
+            "The device 'mps' is not available: torch sees no GPU of Apple's. Use cpu or auto instead. Nothing was "
+            "started."
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(
             f"The device {name!r} is not available: torch sees {torch.cuda.device_count()} CUDA devices. Use cpu or "

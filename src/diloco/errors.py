@@ -4,7 +4,8 @@
 
     DiLoCoError
     ├── ConfigurationError            a setting or an argument that cannot work; nothing was started (exit code 2)
-    │   └── FragmentError             the fragments do not cover the trainable parameters exactly once
+    │   ├── FragmentError             the fragments do not cover the trainable parameters exactly once
+    │   └── ContractError             a plugin does not keep the contract of what it stands for
     ├── CodecError                    a payload that cannot be decoded, or values a codec cannot take
     ├── NonFiniteError                NaN or infinity where numbers were due; nothing was sent
     ├── TransportError                carries the round, and the replicas concerned where known
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "CodecError",
     "ConfigurationError",
+    "ContractError",
     "DataError",
     "DiLoCoError",
     "DivergedError",
@@ -57,6 +59,10 @@ class ConfigurationError(DiLoCoError, ValueError):
 
 class FragmentError(ConfigurationError):
     """The fragments do not hold every trainable parameter exactly once; the message names the parameters."""
+
+
+class ContractError(ConfigurationError):
+    """A codec, optimizer or merge rule, from outside or our own, does not keep the contract of its kind."""
 
 
 class CodecError(DiLoCoError, ValueError):

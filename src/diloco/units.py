@@ -1,4 +1,4 @@
-"""Numbers for people, written and read.
+"""Numbers for people, written and read; and texts of others, so that people can look at them.
 
 Scales are decimal (1 MB = 1000 kB = 1,000,000 bytes), with one decimal below 100 and none above, so that a value that
 grows does not make a column jump.
@@ -24,7 +24,22 @@ __all__ = [
     "parse_rate_bits_per_s",
     "parse_share",
     "perplexity",
+    "visible",
 ]
+
+
+def visible(text: str, most: int = 200) -> str:
+    r"""A text that somebody else wrote, for a terminal or a log: one line, without control characters, cut at ``most``.
+
+    What does not print (escapes, ends of lines, characters that turn the direction of writing) is shown by its code.
+
+    >>> visible("\x1b[31mred\nand a line of its own")
+    '\\x1b[31mred\\nand a line of its own'
+    >>> visible("x" * 60_000, 8)
+    'xxxxx...'
+    """
+    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def perplexity(loss: float) -> float:
@@ -127,9 +142,9 @@ def parse_duration_s(text: str, name: str) -> float:
     (0.08, 5400.0, 2.0)
     >>> parse_duration_s("fast", "--latency")
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: --latency fast was given; a number with us, ms, s, min, h or d, such as 80ms, ...
+    diloco.errors.ConfigurationError: --latency fast was given; give a number with us, ms, s, min, h or d, ...
     """
-    return _parse(text, name, _DURATIONS, "a number with us, ms, s, min, h or d, such as 80ms,")
+    return _parse(text, name, _DURATIONS, "a number with us, ms, s, min, h or d, such as 80ms")
 
 
 def parse_rate_bits_per_s(text: str, name: str) -> float:
@@ -139,9 +154,9 @@ def parse_rate_bits_per_s(text: str, name: str) -> float:
     (500000000.0, 1000000000.0)
     >>> parse_rate_bits_per_s("500MB", "--bandwidth")
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: --bandwidth 500MB was given; a number with kbit, Mbit, Gbit or Tbit, ...
+    diloco.errors.ConfigurationError: --bandwidth 500MB was given; give a number with kbit, Mbit, Gbit or Tbit, ...
     """
-    return _parse(text, name, _RATES, "a number with kbit, Mbit, Gbit or Tbit, such as 500Mbit,")
+    return _parse(text, name, _RATES, "a number with kbit, Mbit, Gbit or Tbit, such as 500Mbit")
 
 
 def parse_count(text: str, name: str) -> int:
@@ -150,7 +165,7 @@ def parse_count(text: str, name: str) -> int:
     >>> parse_count("1e9", "--parameters"), parse_count("1.1B", "--parameters"), parse_count("24", "--layers")
     (1000000000, 1100000000, 24)
     """
-    return round(_parse(text, name, _COUNTS, "a number, with K, M, B or T if need be,"))
+    return round(_parse(text, name, _COUNTS, "a number, with K, M, B or T if need be"))
 
 
 def parse_share(text: str, name: str) -> float:
@@ -159,13 +174,13 @@ def parse_share(text: str, name: str) -> float:
     >>> parse_share("95%", "--target-utilization"), parse_share("99.5", "--target-utilization")
     (0.95, 0.995)
     """
-    return round(_parse(text, name, {"": 1.0, "%": 1.0}, "per cent, such as 95%,") / 100, 12)
+    return round(_parse(text, name, {"": 1.0, "%": 1.0}, "per cent, such as 95%") / 100, 12)
 
 
 def _parse(text: str, name: str, units: Mapping[str, float], works: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", text.lower())
     if match is None or match[2] not in units:
-        raise ConfigurationError(f"{name} {text} was given; {works} would work. Nothing was done.")
+        raise ConfigurationError(f"{name} {text} was given; give {works}. Nothing was done.")
     return float(match[1]) * units[match[2]]
 
 

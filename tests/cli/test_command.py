@@ -51,7 +51,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["generate", "a", "--seed", str(2**63)], f"--seed {2**63} must be at most {2**63 - 2}"),
         (["export", "a", "b", "--max-shard-size", "5XB"], "--max-shard-size 5XB must be a number of KB, MB, GB"),
         (["generate", "a", "--top-p", "2.0"], "top_p=2.0 was given; it must be a number above 0 and up to 1"),
-        (["generate", "a", "--device", "gpu"], "--device='gpu' is no device. Use auto, cpu, cuda"),
+        (["generate", "a", "--device", "gpu"], "--device='gpu' is no device. Use auto, cpu, mps, cuda"),
         (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "cannot be given together with --prompt-file y"),
         (["evaluate", "a", "--sequences", "-1"], "--sequences -1 must be 0 or more"),
         (["evaluate", "a", "--stride", "0"], "--stride 0 must be 1 or more"),

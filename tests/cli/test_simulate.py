@@ -122,6 +122,35 @@ def test_with_clipping_every_payload_goes_to_everybody(capsys: pytest.CaptureFix
     assert plain < clipped / 2
 
 
+def test_with_encoded_means_traffic_does_not_grow_with_the_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    """1.024e6 values in fp4, 64 replicas: 2 x 63/64 payloads and means of half a byte and a scale each."""
+    arguments = "simulate --parameters 1.024e6 --layers 4 --codec fp4 --bandwidth 1Gbit --method diloco"
+    means = f"{arguments} --mean-codec fp4"
+    sent = read(f"{means} --replicas 64", capsys)["sent_bytes_per_replica"]
+    assert sent == pytest.approx(2 * 63 / 64 * 1.024e6 * (0.5 + 1 / 256), rel=0.01)
+    assert sent < read(f"{arguments} --replicas 64", capsys)["sent_bytes_per_replica"] / 4
+    assert "encoded as fp4" in said(f"{means} --replicas 64", capsys)
+    gradients = [
+        f"{each} --replicas 4".replace("--method diloco", "--method data-parallel") for each in (arguments, means)
+    ]
+    assert read(gradients[0], capsys) == read(gradients[1], capsys), "gradients travel as before"
+
+
+def test_a_plan_reckons_with_encoded_means_and_writes_them_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    plan = "plan --preset tiny --replicas 16 --bandwidth 20Mbit --step-time 0.1s --target-utilization 80%"
+    plain, means = (read(f"{plan} {more}", capsys) for more in ("", f"--mean-codec fp4 --config {file}"))
+    assert means["choice"]["sent_bytes_per_replica"] != plain["choice"]["sent_bytes_per_replica"]
+    parts = [[part["what"] for part in each["choice"]["loss_cost_parts"]] for each in (plain, means)]
+    assert ["means in fp4" in each for each in parts] == [False, True]
+    two = read(f"{plan.replace('--replicas 16', '--replicas 2')} --mean-codec int8", capsys)["choice"]
+    sent = two["codec"] == "float32"  # between two replicas, means are sent only where they are the smaller part
+    assert any("means in" in part["what"] for part in two["loss_cost_parts"]) == sent
+    assert 'mean_codec = "fp4"' in file.read_text()
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png", "html"])
 def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
@@ -142,14 +171,14 @@ def test_pictures(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (f"simulate {BY_NUMBERS} --method streming", "there is no method 'streming'"),
         (f"simulate {BY_NUMBERS} --targets 0", "per cents above 0"),
         (f"simulate {BY_NUMBERS} --targets 101", "per cents above 0"),
-        (f"simulate {BY_NUMBERS} --bandwidth 500", "such as 500Mbit, would work"),
+        (f"simulate {BY_NUMBERS} --bandwidth 500", "such as 500Mbit. Nothing was done"),
         (f"simulate {BY_NUMBERS} --bandwidth 1Gbit 2Gbit 3Gbit", "3 values for 2 replicas"),
         (f"simulate {BY_NUMBERS} --replicas 0", "at least 1"),
         (f"simulate {BY_NUMBERS} --timeline x.svg", "--method streaming-overlap --bandwidth 500Mbit"),
         (f"simulate {BY_NUMBERS} --plot x.pdf", ".svg"),
         (f"simulate {BY_NUMBERS} --plot no/such/folder/x.svg", "folder"),
         (f"simulate {BY_NUMBERS} --codec fp5", "there is no codec 'fp5'"),
-        (f"simulate {BY_NUMBERS} --overlap-steps 100", "Use 0 to 99"),
+        (f"simulate {BY_NUMBERS} --overlap-steps 101", "Use 0 to 100"),
         (f"simulate {BY_NUMBERS} --overlap-steps 5 --method streaming", "streaming overlaps nothing"),
         (f"simulate {BY_NUMBERS} --fragments 25 --method streaming", "choose 1 to 24"),
         ("simulate --parameters 1e9 --layers 24 --step-time 0s", "above 0"),
@@ -241,18 +270,23 @@ def test_a_plan_that_reaches_nothing_ends_with_1(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("link", "algorithm"),
-    [("--bandwidth 20Mbit --latency 80ms", "streaming"), ("--bandwidth 100Gbit", "data-parallel")],
+    ("link", "algorithm", "codec"),
+    [
+        ("--bandwidth 20Mbit --latency 80ms", "streaming", "fp4"),
+        ("--bandwidth 200Kbit --latency 80ms", "streaming", "topk2"),
+        ("--bandwidth 100Gbit", "data-parallel", "float32"),
+    ],
 )
 def test_the_file_of_a_plan_is_a_run(
-    link: str, algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    link: str, algorithm: str, codec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "out.toml"
     record = read(f"plan --preset tiny {link} --step-time 0.2s --steps 500 --config {file}", capsys)
     configuration = load_configuration([str(file)])
     settings = resolve(configuration, num_layers=configuration.model.layers)
     assert (settings.algorithm, settings.train.steps) == (algorithm, 500) == (record["choice"]["algorithm"], 500)
-    assert settings.codec.name == record["choice"]["codec"]
+    assert settings.codec.name == record["choice"]["codec"] == codec
+    assert settings.codec.error_feedback == (codec == "topk2"), "a coarse codec needs it"
     assert settings.transport.step_time_s == (0.2,)
     if algorithm == "streaming":
         assert settings.schedule.inner_steps == record["choice"]["inner_steps"]

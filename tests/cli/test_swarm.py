@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco.cli import main
-from diloco.transport.hivemind import library
+from diloco.transport.hivemind import visitor
 from tests.commands import Command
 from tests.processes import Processes
 from tests.runs import SMALL, train
@@ -162,14 +163,14 @@ def test_why_a_peer_does_not_answer_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [
-        library.PeerReport("QmHere", 0, {"step": 7}),
-        library.PeerReport("QmAway", 1, problem="no answer within 10 s"),
+        visitor.PeerReport("QmHere", 0, {"step": 7}),
+        visitor.PeerReport("QmAway", 1, problem="no answer within 10 s"),
     ]
 
-    async def look(*_: Any) -> list[library.PeerReport]:
+    async def look(*_: Any) -> list[visitor.PeerReport]:
         return found
 
-    monkeypatch.setattr(library, "list_peers", look)
+    monkeypatch.setattr(visitor, "list_peers", look)
     arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
     assert main(arguments) == 0
     shown = capsys.readouterr()
@@ -180,11 +181,11 @@ def test_why_a_peer_does_not_answer_is_told(
     assert shown.err == "diloco: QmAway: no answer within 10 s\n"
     here = {"step": 7, "members": [0, 2], "digest": "ab"}
     found[:] = [
-        library.PeerReport("QmHere", 0, here),
-        library.PeerReport("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
-        library.PeerReport("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
-        library.PeerReport("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
-        library.PeerReport("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
+        visitor.PeerReport("QmHere", 0, here),
+        visitor.PeerReport("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
+        visitor.PeerReport("QmFrozen", 2, problem="failed to dial QmFrozen\n * dial tcp"),
+        visitor.PeerReport("QmLeft", 3, problem="failed to dial QmLeft\n * dial tcp"),
+        visitor.PeerReport("QmAhead", 4, here | {"step": 9, "digest": "cd"}),
     ]
     assert main(arguments) == 0
     shown = capsys.readouterr()
@@ -196,12 +197,42 @@ def test_why_a_peer_does_not_answer_is_told(
         "diloco: QmLeft: replica 3 takes part no more: it has left, or was lost, and the others went on",
     ]
     assert "the digests differ because the peers were asked at different steps" in shown.err
-    found[-1] = library.PeerReport("QmAhead", 4, here | {"digest": "cd"})
+    found[-1] = visitor.PeerReport("QmAhead", 4, here | {"digest": "cd"})
     main(arguments)
     assert "peers at the same step show different digests" in capsys.readouterr().err
     found.clear()
     assert main(arguments) == 1
     assert "no peer of run 'mine'" in capsys.readouterr().err
+
+
+def test_the_table_of_peers_is_kept_up_to_date_until_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Asked:
+        """Answers, fails once, answers again, and is interrupted."""
+
+        step = 0
+
+        async def ask(self) -> list[visitor.PeerReport]:
+            self.step += 1
+            if self.step == 2:
+                raise OSError("the network is down")
+            if self.step == 4:
+                raise KeyboardInterrupt
+            return [visitor.PeerReport("QmHere", 0, {"step": self.step})]
+
+    @contextlib.asynccontextmanager
+    async def visiting(*_: Any) -> AsyncIterator[Asked]:
+        yield Asked()
+
+    monkeypatch.setattr(visitor, "visiting", visiting)
+    arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere", "--watch"]
+    assert main([*arguments, "--every-s", "0.01"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[3] for line in shown.splitlines() if line.startswith("QmHere")]
+    assert rows == ["1", "3"]
+    assert "could not be asked, and are asked again: the network is down" in shown
+    assert main([*arguments, "--json"]) == main([*arguments, "--every-s", "0"]) == 2
 
 
 def test_a_swarm_that_was_stopped_goes_on_from_its_newest_checkpoint(tmp_path: Path, new_peer: MakePeer) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from diloco import SyncSchedule
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings, ScheduleSettings
 from diloco.data.corpus import Corpus
 from diloco.data.packed import PackedTokens
@@ -30,7 +31,7 @@ from diloco.train.session import Session
 from diloco.train.settings import InnerSettings, RunSettings, TrainSettings
 from diloco.transport.settings import TransportSettings
 
-__all__ = ["STEPS", "assert_equal", "example", "options", "session_of", "trained_by_us"]
+__all__ = ["STEPS", "assert_equal", "example", "options", "schedule_of", "session_of", "trained_by_us"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 50
@@ -45,14 +46,20 @@ def example(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def options(out: Path, more: str = "", replica: int = 0, replicas: int = 1) -> argparse.Namespace:
+def options(
+    out: Path, more: str = "", replica: int = 0, replicas: int = 1, of: str = "plain_pytorch"
+) -> argparse.Namespace:
     """Of an example, small, and of two rounds in 50 steps."""
     small = "--width 16 --layers 1 --batch-size 2 --sequence-length 16"
-    given = f"{TWO_ROUNDS} {small} --text {argparse.__file__} --out {out} {more}"
-    parsed: argparse.Namespace = example("tiny").parse(
-        "", [*given.split(), f"--replica={replica}", f"--replicas={replicas}"]
-    )
+    everything = "--lora-rank 0" if of == "hf_trainer" else ""
+    given = f"{TWO_ROUNDS} {small} {everything} --text {argparse.__file__} --out {out} {more}"
+    parsed: argparse.Namespace = example(of).parse([*given.split(), f"--replica={replica}", f"--replicas={replicas}"])
     return parsed
+
+
+def schedule_of(given: argparse.Namespace) -> SyncSchedule:
+    """That the options of an example name."""
+    return SyncSchedule(inner_steps=given.inner_steps, num_fragments=given.fragments, overlap_steps=given.overlap_steps)
 
 
 class Wrapped(LanguageModel):
@@ -82,7 +89,7 @@ class Batches:
 
     def __init__(self, given: argparse.Namespace) -> None:
         size = given.batch_size * given.accumulation
-        self._windows = DataLoader(example("tiny").share(given), batch_size=size, drop_last=True)
+        self._windows = DataLoader(example("plain_pytorch").share(given), batch_size=size, drop_last=True)
         self._left: Iterator[Any] = iter(())
 
     def next_batch(self) -> tuple[Tensor, Tensor]:

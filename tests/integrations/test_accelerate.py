@@ -36,14 +36,14 @@ def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
     """With two micro-batches a step."""
     given = options(tmp_path, "--accumulation 2")
     model = train(given)
-    (expected,), _ = trained_by_us([given], example("tiny").make_model(given), logits)
+    (expected,), _ = trained_by_us([given], example("plain_pytorch").make_model(given), logits)
     assert_equal(dict(model.named_parameters()), expected)
 
 
 def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
     given = [options(tmp_path / str(m), "", m, 2) for m in (0, 1)]
     models = in_turns(lambda replica, transport: train(given[replica], transport))
-    expected, _ = trained_by_us(given, example("tiny").make_model(given[0]), logits)
+    expected, _ = trained_by_us(given, example("plain_pytorch").make_model(given[0]), logits)
     for model, local in zip(models, expected, strict=True):
         assert_equal(dict(model.named_parameters()), local)
 

@@ -18,7 +18,7 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundSent
 from diloco.integrations.lightning import DiLoCoCallback
 from diloco.transport.base import Transport
-from tests.integrations.reference import assert_equal, example, options, trained_by_us
+from tests.integrations.reference import assert_equal, example, options, schedule_of, trained_by_us
 from tests.integrations.turns import in_turns
 
 pytestmark = [
@@ -50,14 +50,14 @@ def fitted(given: Any, transport: Transport | None = None, **others: Any) -> Tra
 
 
 def callback(given: Any, transport: Transport | None = None, **others: Any) -> DiLoCoCallback:
-    return DiLoCoCallback(transport=transport, schedule=example("tiny").schedule(given), codec=given.codec, **others)
+    return DiLoCoCallback(transport=transport, schedule=schedule_of(given), codec=given.codec, **others)
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
     """With two batches accumulated; the module ends with the global parameters."""
     given = options(tmp_path, "--accumulation 2")
     made = fitted(given)
-    _, shared = trained_by_us([given], example("tiny").make_model(given), logits)
+    _, shared = trained_by_us([given], example("plain_pytorch").make_model(given), logits)
     assert_equal(dict(made.lightning_module.model.named_parameters()), shared)
     assert made.callback_metrics["diloco/rounds"] == 2
 
@@ -70,7 +70,7 @@ def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
         return fitted(given[replica], transport, callbacks=[mine], enable_checkpointing=False)
 
     found = in_turns(train)
-    expected, _ = trained_by_us(given, example("tiny").make_model(given[0]), logits)
+    expected, _ = trained_by_us(given, example("plain_pytorch").make_model(given[0]), logits)
     for made, local in zip(found, expected, strict=True):
         assert_equal(dict(made.lightning_module.model.named_parameters()), local)
 
@@ -95,6 +95,7 @@ def test_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -
         assert torch.equal(resumed.lightning_module.state_dict()[name], values), name
 
 
+@pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_a_checkpoint_without_diloco_is_begun_from_only_if_asked(tmp_path: Path) -> None:
     plain = ModelCheckpoint(tmp_path, "plain", every_n_train_steps=1)
     fitted(options(tmp_path, "--steps 1"), callbacks=[plain])
@@ -149,6 +150,7 @@ def test_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("parameters", ["global", "local"])
+@pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_validated_are_the_parameters_asked_for(parameters: Any) -> None:
     module = Small()
     began = module.layer.weight.item()
@@ -174,6 +176,7 @@ class Manual(Small):
         return batch.sum()
 
 
+@pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
     arguments = QUIET | {"max_steps": 4, "enable_checkpointing": False}
     with pytest.raises(ConfigurationError, match="took 2 steps of the optimizer with one batch"):

@@ -22,7 +22,7 @@ def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
     """With two micro-batches a step."""
     given = options(tmp_path, "--accumulation 2")
     model = example("plain_pytorch").train(given, None)
-    (expected,), shared = trained_by_us([given], example("tiny").make_model(given), logits)
+    (expected,), shared = trained_by_us([given], example("plain_pytorch").make_model(given), logits)
     assert_equal(dict(model.named_parameters()), expected)
     assert_equal(torch.load(tmp_path / "model.pt", weights_only=True), shared)
 
@@ -34,7 +34,7 @@ def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
         return example("plain_pytorch").train(given[replica], transport)
 
     models = in_turns(train)
-    expected, _ = trained_by_us(given, example("tiny").make_model(given[0]), logits)
+    expected, _ = trained_by_us(given, example("plain_pytorch").make_model(given[0]), logits)
     for model, local in zip(models, expected, strict=True):
         assert_equal(dict(model.named_parameters()), local)
     assert not torch.equal(models[0].head.weight, models[1].head.weight)  # they saw other data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundSent
 from diloco.integrations.transformers import DiLoCoCallback
 from diloco.transport.base import Transport
-from tests.integrations.reference import assert_equal, example, options, trained_by_us
+from tests.integrations import reference
+from tests.integrations.reference import assert_equal, example, schedule_of, trained_by_us
 from tests.integrations.turns import in_turns
 
+options = functools.partial(reference.options, of="hf_trainer")
 QUIET: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 25}
 
 
@@ -35,11 +38,11 @@ def trainer(
     """As the example's, with other arguments of the callback."""
     hf = example("hf_trainer")
     arguments = hf.make_arguments(given, **(QUIET | (more or {})))
-    data = example("tiny").share(given)
+    data = example("hf_trainer").share(given)
     few = torch.utils.data.Subset(data, range(8))
-    made = Trainer(hf.make_llama(given), arguments, hf.collate, data, {"some": few, "others": few})
+    made = Trainer(hf.make_model(given), arguments, hf.collate, data, {"some": few, "others": few})
     DiLoCoCallback(
-        **({"transport": transport, "schedule": example("tiny").schedule(given), "codec": given.codec} | callback)
+        **({"transport": transport, "schedule": schedule_of(given), "codec": given.codec} | callback)
     ).add_to(made)
     return made
 
@@ -54,7 +57,7 @@ def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
     hf, given = example("hf_trainer"), options(tmp_path, "--accumulation 2")
     made = hf.make_trainer(hf.make_arguments(given, **QUIET), given, None)
     made.train()
-    _, shared = trained_by_us([given], hf.make_llama(given), logits)
+    _, shared = trained_by_us([given], hf.make_model(given), logits)
     assert_equal(dict(made.model.named_parameters()), shared)
     first, second = (entry for entry in made.state.log_history if "loss" in entry)
     assert (first["diloco/rounds"], second["diloco/rounds"], second["diloco/rounds_void"]) == (1, 2, 0)
@@ -69,7 +72,7 @@ def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
         return dict(made.model.named_parameters())
 
     found = in_turns(train)
-    expected, _ = trained_by_us(given, example("hf_trainer").make_llama(given[0]), logits)
+    expected, _ = trained_by_us(given, example("hf_trainer").make_model(given[0]), logits)
     for mine, theirs in zip(found, expected, strict=True):
         assert_equal(mine, theirs)
 
@@ -97,7 +100,7 @@ def test_evaluated_and_saved_are_the_global_parameters_and_resuming_is_exact(tmp
     straight.add_callback(watching)
     straight.train()
     saved = load_file(tmp_path / "checkpoint-22" / "model.safetensors")
-    initial = example("hf_trainer").make_llama(given).state_dict()
+    initial = example("hf_trainer").make_model(given).state_dict()
     assert len(watching.evaluated) == 2
     for held in (saved, *watching.evaluated):  # nothing was merged by then, so the global ones are the initial ones
         for name, values in initial.items():
@@ -112,6 +115,7 @@ def test_evaluated_and_saved_are_the_global_parameters_and_resuming_is_exact(tmp
         assert not torch.equal(again.local[name], values), name
 
 
+@pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     given = options(tmp_path)
     trainer(given, more={"max_steps": 2, "save_steps": 2}).train()
@@ -130,6 +134,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
         trainer(elsewhere, resume_from_checkpoint=folder).train(str(tmp_path / "other" / "checkpoint-2"))
 
 
+@pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_two_replicas_in_one_folder_are_refused(tmp_path: Path) -> None:
     given = [options(tmp_path, "--inner-steps 9", m, 2) for m in (0, 1)]
 

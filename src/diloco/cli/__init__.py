@@ -16,12 +16,14 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "train": "train a language model with DiLoCo, Streaming DiLoCo, or a baseline",
+    "finetune": "adapt a model of transformers to conversations, alone or with others",
     "tokenize": "text into a folder of tokens that training maps into memory",
     "evaluate": "held-out loss, perplexity and bits per byte of a trained model",
     "generate": "continue a text with a trained model",
     "export": "a trained model for transformers, or as one safetensors file",
     "inspect": "what a checkpoint holds",
     "doctor": "does the way to other replicas work, and what does it carry",
+    "watch": "a page of runs and of a swarm, live or as one file",
     "peers": "who takes part in a run of --transport hivemind, and what each does",
     "dht": "be a peer that others find each other through, and that trains nothing",
     "simulate": "the compute utilisation that a link allows, and the link that one needs",

@@ -44,7 +44,8 @@ class SimulateOptions(SiteOptions):
     """A replica slower than the fastest leaves out inner steps, as with --swarm.dynamic-steps, and keeps nobody
     waiting."""
     clipping: bool = False
-    """Contributions are clipped (outer.max_norm, outer.median_norm_factor), so every payload goes to every replica."""
+    """Every payload goes to every replica, as contributions are clipped (outer.max_norm, outer.median_norm_factor) or
+    averaged in another way than by their mean (outer.average)."""
     half_duplex: bool = False
     """Sending and receiving take turns."""
     jitter: float = 0.0

@@ -108,7 +108,10 @@ def _traffic(options: SimulateOptions, method: Method, workload: Workload) -> Tr
     schedule = method.schedule(
         workload, options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
     )
-    return workload.traffic(schedule, [codec], options.replicas, release=release, clipping=options.clipping)
+    mean_codec = make_codec(options.mean_codec)
+    return workload.traffic(
+        schedule, [codec], options.replicas, release=release, clipping=options.clipping, mean_codec=mean_codec
+    )
 
 
 def _for_method(options: SimulateOptions, method: Method, cluster: Cluster) -> Cluster:
@@ -142,6 +145,7 @@ def _facts(options: SimulateOptions, workload: Workload, cluster: Cluster) -> di
         "run": f"{options.replicas} replicas, H = {options.inner_steps}, steps of {', '.join(options.step_time)}",
         "assumed": assumed[options.assume],
         **_unequal(options, cluster),
+        **({"means": f"encoded as {options.mean_codec}"} if options.mean_codec != "float32" else {}),
         **({"clipping": "every payload goes to everybody, but gradients"} if options.clipping else {}),
     }
 

@@ -23,9 +23,21 @@ INTERRUPTED = 130
 
 def run(arguments: Sequence[str]) -> int:
     """Train; returns 130 when a signal stopped the run and its state was saved."""
+    return run_line(parse_arguments(arguments), ["train", *arguments])
+
+
+def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
+    """Train as a command line says.
+
+    Args:
+        line: as parsed.
+        typed: the command and what followed it, for the processes that it starts and for others who take part.
+        notes: what the user should know beside what follows from the settings, a sentence each.
+    """
     torchrun = read_torchrun(os.environ)
-    line = _for_torchrun(parse_arguments(arguments), torchrun)
+    line = _for_torchrun(line, torchrun)
     plan = plan_run(line)
+    plan = dataclasses.replace(plan, notes=(*notes, *plan.notes))
     if line.print_config:
         for note in plan.notes:
             print(f"diloco: note: {note}", file=sys.stderr)
@@ -42,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
             folder = None  # whoever started this process says how to go on
     else:
         folder = claim_folder(plan)
-        code = _train_in(folder, plan, role, line, arguments)
+        code = _train_in(folder, plan, role, line, typed)
     if code == INTERRUPTED and folder is not None:
         command = command_to_go_on(plan.configuration, folder)
         print(f"diloco: stopped, and the state is saved. To go on: {command}", file=sys.stderr)
@@ -60,15 +72,15 @@ def _for_torchrun(line: CommandLine, torchrun: TorchRun | None) -> CommandLine:
     return dataclasses.replace(line, values=values)
 
 
-def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, arguments: Sequence[str]) -> int:
+def _train_in(folder: Path, plan: RunPlan, role: Role, line: CommandLine, typed: Sequence[str]) -> int:
     """Train in ``folder``, in this process or in those that it starts."""
     from diloco.cli import train_processes
 
     try:
         if role.kind == "launcher":
-            return train_processes.launch_ranks(plan, folder, arguments, has_out="out" in line.values)
+            return train_processes.launch_ranks(plan, folder, typed, has_out="out" in line.values)
         if role.kind == "peer":
-            return train_processes.train_peer(plan, folder)
+            return train_processes.train_peer(plan, folder, typed)
         return train_processes.train_alone(plan, folder)
     finally:
         # What a run that never began has left must not stand in the way of the next attempt.

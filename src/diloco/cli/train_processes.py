@@ -18,7 +18,7 @@ from diloco.cli.run_folder import (
 )
 from diloco.config.configuration import Configuration
 from diloco.config.keys import flatten
-from diloco.config.run_plan import CONFIG_FILE, RunPlan
+from diloco.config.run_plan import CONFIG_FILE, RunPlan, words_for_others
 from diloco.monitor.sinks import About, Sinks, make_sinks
 from diloco.train.roles import Role
 from diloco.train.settings import TrainSettings
@@ -47,8 +47,11 @@ def train_alone(plan: RunPlan, folder: Path) -> int:
     return INTERRUPTED if summary["interrupted"] else DONE
 
 
-def train_peer(plan: RunPlan, folder: Path) -> int:
-    """Take part in the swarm that the settings name, until its run is over or a signal asks this replica to leave."""
+def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
+    """Take part in the swarm that the settings name, until its run is over or a signal asks this replica to leave.
+
+    Those who want to take part are told to type what was typed here, without what is about this peer alone.
+    """
     from diloco.train.fleet.connecting import connect_peer
     from diloco.train.joining import OVER
     from diloco.train.run import run_training
@@ -60,6 +63,7 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
 
     def meet(facts: Mapping[str, str], own: Path) -> SwarmFleet:
         fleet = connect_peer(settings, own, facts)
+        fleet.others_type = " ".join(words_for_others(typed, settings))
         notes.extend(fleet.beginning())
         for line in fleet.invitation():
             print(line, file=sys.stderr, flush=True)
@@ -73,8 +77,8 @@ def train_peer(plan: RunPlan, folder: Path) -> int:
     return DONE if summary["interrupted"] in (None, OVER) else INTERRUPTED
 
 
-def launch_ranks(plan: RunPlan, folder: Path, arguments: Sequence[str], *, has_out: bool) -> int:
-    """Start every rank on this machine with the arguments of this command, and wait for them."""
+def launch_ranks(plan: RunPlan, folder: Path, typed: Sequence[str], *, has_out: bool) -> int:
+    """Start every rank on this machine with what was typed for this command, and wait for them."""
     from diloco.train.launcher import launch
 
     def command(replica: int, position: int, address: Address, inner: Address | None) -> list[str]:
@@ -83,7 +87,7 @@ def launch_ranks(plan: RunPlan, folder: Path, arguments: Sequence[str], *, has_o
             added += ["--transport.inner-store", str(inner)]
         if not has_out and plan.source is None:
             added += ["--out", str(folder)]
-        return ["train", *arguments, *added]
+        return [*typed, *added]
 
     def say(words: str) -> None:
         print(f"diloco: {words}", file=sys.stderr, flush=True)

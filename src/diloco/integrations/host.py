@@ -203,7 +203,7 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
     can't be dealt out evenly, fewer than M samples, is left out.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` is one, too.
+        dataset: with ``__len__`` and ``__getitem__``. The share of a `datasets.Dataset` or of a tensor is one, too.
         replica: m.
         num_replicas: M.
         seed: of the order in which samples are dealt, the same on all replicas; None: the order that they have, every
@@ -214,6 +214,8 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
 
     >>> [list(replica_share(range(7), replica=m, num_replicas=3, seed=None)) for m in range(3)]
     [[0, 3], [1, 4], [2, 5]]
+    >>> replica_share(torch.arange(7) * 10, replica=1, num_replicas=3, seed=None)
+    tensor([10, 40])
     """
     if not 0 <= replica < num_replicas:
         raise ConfigurationError(
@@ -234,4 +236,6 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
     if seed is not None:
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     indices = order[replica : each * num_replicas : num_replicas].tolist()
+    if isinstance(dataset, torch.Tensor):
+        return dataset[indices]
     return dataset.select(indices) if hasattr(dataset, "select") else Subset(dataset, indices)

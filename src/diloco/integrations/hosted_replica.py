@@ -39,6 +39,8 @@ class DiLoCoArguments(TypedDict, total=False):
     global_device: torch.device | str | None
     weight: float
     clipping: Clipping | None
+    mean_codec: Codec | str
+    mean_error_feedback: bool | float
     on_event: Callable[[Event], None] | None
 
 
@@ -146,7 +148,7 @@ class HostedReplica:
     def end(self, instead: Mapping[str, Tensor] | None = None) -> None:
         """Merge what is in flight, and leave the model with the parameters that were asked for, or ``instead``."""
         self.hide()
-        self._begun.drain()
+        self._begun.end()
         if instead is None and self.parameters == "global":
             instead = self._begun.outer_loop.named_global_params()
         if instead is not None:

@@ -76,7 +76,7 @@ def read_study(path: Path) -> Study:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"The study {path} cannot be read: {error.strerror}. Nothing was started.") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not valid TOML: {error}. Nothing was started.") from error
     if unknown := sorted(tables.keys() - {"base", "axes"}):
         raise ConfigurationError(

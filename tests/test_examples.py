@@ -1,0 +1,85 @@
+"""Every example runs by itself, as a reader would start it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = "--steps 12 --inner-steps 5 --overlap-steps 1 --save-steps 6 --batch-size 2 --sequence-length 16 --width 16"
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_each_is_complete() -> None:
+    """No example imports another, so each can be copied alone."""
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    for path in EXAMPLES.glob("*.py"):
+        imported = {line.split()[1] for line in path.read_text().splitlines() if line.startswith(("import ", "from "))}
+        assert not imported & names, path
+
+
+def test_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("plain_pytorch.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path))
+    assert "all replicas end with" in capsys.readouterr().out
+    assert torch.load(tmp_path / "step-6.pt", weights_only=True)["step"] == 6
+    assert "head.weight" in torch.load(tmp_path / "model.pt", weights_only=True)
+
+
+def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("accelerate_loop.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path), "--accumulation", "2")
+    assert "'diloco/rounds': 2" in capsys.readouterr().out
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")  # advice for large runs
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch, which Lightning imports it from
+def test_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("lightning_module.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path))
+    assert "head.weight" in torch.load(tmp_path / "model.pt", weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_a_trainer_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved is the adapter alone."""
+    run("hf_trainer.py", monkeypatch, *SMALL.split(), "--out", str(tmp_path))
+    assert json.loads((tmp_path / "model" / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_a_codec_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twentieth of the bytes; with error feedback the loss still falls."""
+    found = runpy.run_path(str(EXAMPLES / "custom_codec.py"))["main"](steps=200)
+    (plain, plain_bytes), (one_bit, one_bit_bytes) = found["float32"], found["one-bit"]
+    assert one_bit_bytes < plain_bytes / 20
+    assert plain < one_bit < 0.5
+
+
+def test_a_swarm_on_one_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "swarm.py")], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "all replicas hold the same bits" in done.stdout
+
+
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell runs, with fewer steps than a reader takes."""
+    nbclient, nbformat = importlib.import_module("nbclient"), importlib.import_module("nbformat")
+    monkeypatch.setenv("STEPS", "10")
+    monkeypatch.setenv("OUT", str(tmp_path / "runs"))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # where jupyter looks for its settings; without it, it warns
+    notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert printed.count("held-out loss") == 3
+    assert "10 rounds" in printed
