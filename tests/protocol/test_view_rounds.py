@@ -6,11 +6,12 @@ import pytest
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.view import View
-from diloco.protocol.actions import GiveVerdict
-from diloco.protocol.events import Received
+from diloco.protocol.actions import GiveVerdict, Timer
+from diloco.protocol.events import Received, TimerFired
 from diloco.protocol.headers import Header
 from tests.membership.network import Limits, explore
-from tests.protocol.simulated import begin, rank, settle, simulated
+from tests.protocol.simulated import begin, check_agreement, rank, settle, simulated
+from tests.protocol.simulated_rank import Rank
 
 ROUND = RoundId(1, 0)
 
@@ -70,3 +71,21 @@ def test_a_second_contribution_of_a_member_is_refused_and_told_of() -> None:
         "a contribution of replica 1 to fragment 1, outer step 0 was refused: it had contributed to it before"
     )
     assert not rank(network, 1).averages[1].note
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_view_changes_where_one_is_a_round_ahead(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others still remember a round that it has forgotten."""
+    monkeypatch.setattr(Rank, "STEPS", 16)
+    network = simulated(replicas)
+    *behind, ahead = (rank(network, number) for number in range(replicas))
+    while len(ahead.averages) <= max(10, *(len(each.averages) for each in behind)):
+        deliveries = sorted(network.choices(), key=lambda choice: choice[2], reverse=True)
+        if not (deliveries and deliveries[0][2] == ahead.rank) and any(each.act() for each in (ahead, *behind)):
+            continue
+        network.happen(*deliveries[0], 0)
+    for each in (*behind, ahead):
+        each.handle(TimerFired(Timer("renew", 0)))
+    explore(network, [])
+    check_agreement([*behind, ahead], whole=True)
+    assert {each.view for each in (*behind, ahead)} == {View(1, tuple(range(replicas)))}

@@ -182,10 +182,13 @@ class RoundTable:
         return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
 
     def has_voted_for(self, key: tuple[int, int]) -> bool:
-        """Whether this rank has voted for the round (fragment, outer step), so that others may have committed it."""
+        """Whether this rank has voted for the round (fragment, outer step), so that others may have committed it.
+
+        Of a round before the last committed one of its fragment no vote is known any more, and it is over for all.
+        """
         state = self._rounds.get(RoundId(*key))
         mine = state.votes.get(self._rules.rank) if state is not None else None
-        return key in self._decided.commits or (mine is not None and mine.ok)
+        return self._decided.is_behind(key) or (mine is not None and mine.ok)
 
     # Payloads and timers.
 
