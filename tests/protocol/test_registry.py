@@ -87,7 +87,7 @@ def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> No
     with pytest.raises(RendezvousError) as caught:
         made.register(entry(0, seed="1"))
     assert str(caught.value) == (
-        "replica 2 (10.0.0.2:29400) has codec = int8 and replica 0 (10.0.0.0:29400) has codec = fp4; both "
+        "replica 0 (10.0.0.0:29400) has codec = fp4 and replica 2 (10.0.0.2:29400) has codec = int8; both "
         "sides need the same. Nothing was started."
     )
     assert made.missing == (0, 1), "who was refused is not in"
@@ -107,7 +107,7 @@ def test_there_is_a_difference_exactly_where_facts_differ(one: dict[str, str], o
 
 def test_all_are_compared_with_the_first_rank_that_is_in() -> None:
     made = registry(entry(1), entry(2))
-    with pytest.raises(RendezvousError, match=r"replica 1 \(.*seed = 0 and replica 0 \(.*seed = 3"):
+    with pytest.raises(RendezvousError, match=r"replica 0 \(.*seed = 3 and replica 1 \(.*seed = 0"):
         made.register(entry(0, seed="3"))
 
 

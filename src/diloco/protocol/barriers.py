@@ -102,8 +102,7 @@ class Agreement:
         if self.mine is None:
             return ""
         counting = sorted((set(present) | self._were_members) & self._theirs.keys())
-        pairs = (sorted((self.mine, self._theirs[rank]), key=lambda each: each.rank) for rank in counting)
-        return next(filter(None, (difference(one, other, self._size) for one, other in pairs)), "")
+        return next(filter(None, (difference(self.mine, self._theirs[rank], self._size) for rank in counting)), "")
 
     def awaited(self, present: Collection[int]) -> set[int]:
         """Ranks that are ``present`` and have not told their facts."""

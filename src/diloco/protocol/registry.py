@@ -60,7 +60,7 @@ class Entry:
 
 
 def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
-    """One sentence that names both sides of the first difference, or "" where they agree.
+    """One sentence that names both sides of the first difference, the lower rank first, or "" where they agree.
 
     >>> difference(Entry(0, "a:1", {"codec": "fp4"}), Entry(2, "b:1", {"codec": "int8"}))
     'replica 0 (a:1) has codec = fp4 and replica 2 (b:1) has codec = int8'
@@ -70,6 +70,7 @@ def difference(one: Entry, other: Entry, ranks_per_replica: int = 1) -> str:
         place = f" ({entry.address})" if entry.address else ""
         return f"replica {entry.rank // ranks_per_replica}{place}"
 
+    one, other = sorted((one, other), key=_rank)  # so that it is the same sentence whoever came first
     for key in dict.fromkeys([*one.facts, *other.facts]):
         here, there = one.facts.get(key, "nothing"), other.facts.get(key, "nothing")
         if here != there:
