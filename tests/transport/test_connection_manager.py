@@ -13,7 +13,7 @@ import pytest
 from diloco.errors import TransportError
 from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.address import Address
-from diloco.transport.peers import connection_manager
+from diloco.transport.peers import control_thread
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import MAX_BLOB_BYTES, pack
 from diloco.transport.peers.tcp_streams import TcpStreams
@@ -198,7 +198,7 @@ class NeverEnding(TcpStreams):
 
 
 def test_closing_takes_seconds_also_where_the_network_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_manager, "CLOSING_S", 0.3)
+    monkeypatch.setattr(control_thread, "CLOSING_S", 0.3)
     connections = ConnectionManager(0, QUICK, NeverEnding())
     connections.listen("127.0.0.1", range(1), "127.0.0.1")
     closing = threading.Thread(target=connections.close, daemon=True)
@@ -228,7 +228,7 @@ def test_closing_takes_seconds_also_where_the_thread_is_busy(
     connections, free = make_rank(0).connections, threading.Event()
     connections.post(free.wait)
     with monkeypatch.context() as patch:
-        patch.setattr(connection_manager, "CLOSING_S", 0.1)
+        patch.setattr(control_thread, "CLOSING_S", 0.1)
         connections.close()
     assert not connections.loop.is_closed(), "it is in use"
     free.set()

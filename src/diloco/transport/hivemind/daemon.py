@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.peers.streams import within
+from diloco.transport.peers.streams import Stream, within
 from diloco.transport.peers.tcp_streams import stop_listening
 
 __all__ = ["Daemon", "Handler", "plainly"]
@@ -89,7 +89,7 @@ class Daemon:
         )
         await self._ask_once(self._request("CONNECT", connect=asked), about=peer_id)
 
-    async def open(self, peer_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, peer_id: str) -> Stream:
         """A stream to another peer.
 
         Raises:

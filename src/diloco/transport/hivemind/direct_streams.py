@@ -22,7 +22,7 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address, parse_address
-from diloco.transport.peers.streams import Accept
+from diloco.transport.peers.streams import Accept, Stream
 from diloco.transport.peers.tcp_streams import stop_listening
 from diloco.units import visible
 
@@ -92,7 +92,7 @@ class DirectStreams:
         places = [str(Address(host, self.port)) for host in hosts[:_MOST_PLACES]]
         return {"places": places, "certificate": _digest(self._certificate), "key": key.hex()}
 
-    async def open(self, offer: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, offer: object) -> Stream:
         """A stream to the peer that made an offer, at the first of its places that answers.
 
         Raises:
@@ -172,7 +172,7 @@ def hosts_in(addresses: Sequence[str]) -> list[str]:
     return sorted(dict.fromkeys(found), key=lambda host: host.startswith("127.") or host == "::1")
 
 
-async def _dial(place: Address, certificate: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _dial(place: Address, certificate: str) -> Stream:
     reader, writer = await asyncio.open_connection(place.host, place.port, ssl=_context(ssl.PROTOCOL_TLS_CLIENT))
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     if not hmac.compare_digest(_digest(shown), certificate):
@@ -182,7 +182,7 @@ async def _dial(place: Address, certificate: str) -> tuple[asyncio.StreamReader,
 
 
 def _close_others(
-    dialing: Sequence[asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]],
+    dialing: Sequence[asyncio.Future[Stream]],
     kept: asyncio.StreamWriter | None,
 ) -> None:
     for task in dialing:

@@ -19,7 +19,7 @@ from diloco.transport.hivemind.identity import (
     owner_of,
 )
 from diloco.transport.hivemind.place import Admission, NodePlace
-from diloco.transport.peers.streams import within
+from diloco.transport.peers.streams import Stream, within
 
 __all__ = ["Node"]
 
@@ -134,9 +134,7 @@ class Node:
         """Hand over every stream that is opened to this peer."""
         await self._daemon.handle(handler)
 
-    async def open(
-        self, peer_id: str, addresses: Sequence[str] = ()
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, peer_id: str, addresses: Sequence[str] = ()) -> Stream:
         """A stream to another peer, which may be at ``addresses`` where the network does not find it by itself.
 
         Raises:

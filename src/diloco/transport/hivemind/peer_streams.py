@@ -13,7 +13,7 @@ from diloco.transport.hivemind.direct_streams import DirectStreams, hosts_in
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.place import Admission, NodePlace
-from diloco.transport.peers.streams import Accept, within
+from diloco.transport.peers.streams import Accept, Stream, within
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError
 
 __all__ = ["PeerAddress", "PeerStreams"]
@@ -90,7 +90,7 @@ class PeerStreams:
         await self._node.handle(self._take)
         return PeerAddress(self._node.peer_id)
 
-    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, address: Address) -> Stream:
         peer_id, me = address.host, self.node.peer_id
         if not self._admission.admits(peer_id):
             raise OSError(f"{peer_id} is not on the list of peers that may take part (swarm.allow)")

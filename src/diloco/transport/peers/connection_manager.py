@@ -1,20 +1,15 @@
 """The control connections of a rank: small messages that never wait behind payloads, and who is there.
 
-One thread runs an event loop and reports what happens, one event after the other. Each pair of ranks shares one
-connection, over which both send a heartbeat every ``heartbeat_s``. A rank is lost when its connection ends, or when
-nothing came from it for ``silence_s``. No clock is compared with another machine's.
+Each pair of ranks shares one connection, over which both send a heartbeat every ``heartbeat_s``. A rank is lost when
+its connection ends, or when nothing came from it for ``silence_s``. No clock is compared with another machine's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import logging
-import threading
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
-from typing import Any, TypeVar
-from weakref import WeakSet
+from typing import Any
 
 from diloco.errors import TransportError
 from diloco.protocol.events import ConnectionEnded, ConnectionMade, Event, Lost, Received
@@ -22,21 +17,21 @@ from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
 from diloco.transport.peers.control_connection import ControlConnection, say_who
+from diloco.transport.peers.control_thread import ControlThread
 from diloco.transport.peers.gate import Gate
 from diloco.transport.peers.streams import (
     STRANGERS_BLOB_BYTES,
     STRANGERS_BYTES,
+    Stream,
     Streams,
     hear_out,
     pack,
     read_frame,
-    within,
 )
 from diloco.units import visible
 
 __all__ = ["ConnectionManager", "Service"]
 
-T = TypeVar("T")
 Message = Mapping[str, Any]
 Service = Callable[[dict[str, Any], bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Serves a connection whose first message asked for it; the connection is closed when the service returns."""
@@ -51,19 +46,16 @@ MOST_UNSENT_BYTES = 4 << 20
 """That wait for a rank to read them; of strangers, less. Who does not read is not there."""
 MOST_UNSENT_TO_STRANGERS_BYTES = 1 << 18
 _FLUSH_S = 1.0
-_ROUNDS_OF_ENDING = 5
-CLOSING_S = 8.0
-"""Whatever has not ended by then ends with the process: a network that no longer answers, a busy thread."""
 
 
-class ConnectionManager:
+class ConnectionManager(ControlThread):
     """Control connections by rank.
 
     Args:
         rank: of this process; -1 for one that is no member, such as a launcher.
         timing: of heartbeats.
         streams: the network.
-        tell: called in the loop's thread when a connection is made or ends, when a message comes, and once for each
+        tell: called in the control thread when a connection is made or ends, when a message comes, and once for each
             rank that is lost. If it raises because of a message, that message's connection ends.
 
     Attributes:
@@ -72,13 +64,12 @@ class ConnectionManager:
         admits: whether a rank may connect from an address.
         arrived: set when a connection is made, and when its first message comes.
         pulse: whether this process itself has stood still.
-        loop: the event loop.
     """
 
     def __init__(
         self, rank: int, timing: Timing, streams: Streams, tell: Callable[[Event], object] = lambda event: None
     ) -> None:
-        self.rank = rank
+        super().__init__(rank)
         self.timing = timing
         self.streams = streams
         self.address = Address("", 0)
@@ -91,59 +82,16 @@ class ConnectionManager:
         self._gate = Gate[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._strangers = Gate[int](_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE)
         self._numbers = itertools.count(1)
-        self._opened: WeakSet[asyncio.WriteTransport] = WeakSet()  # every connection that anything still holds
         self._watch: asyncio.Task[None] | None = None
-        self._closing = False
         self.pulse = Pulse(timing)
-        self.loop = asyncio.new_event_loop()
-        self.loop.set_exception_handler(self._note_failure)
-        self._thread = threading.Thread(target=self._run, name=f"diloco-control-{rank}", daemon=True)
-        self._thread.start()
 
     # From any thread.
 
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run ``coroutine`` in the loop's thread and wait for it.
-
-        Raises:
-            TransportError: the manager is closed.
-            TimeoutError: it took longer than ``timeout_s``, and was cancelled.
-        """
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        except RuntimeError as error:
-            coroutine.close()
-            raise TransportError(f"the connections of rank {self.rank} are closed; nothing was done.") from error
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise
-
-    def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call ``function`` in the loop's thread soon, unless the manager is closed."""
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(function, *arguments)
-
     def listen(self, *where: Any) -> Address:
-        """Accept connections at ``where``, which is what `Streams.listen` of the network takes; `TransportError` if
-        that is impossible."""
+        """Accept connections at ``where``, which is what `Streams.listen` of the network takes, and raises."""
         return self.call(self.listen_at(*where))
 
-    def close(self) -> None:
-        """End all connections and the thread within seconds, whatever the network does. No loss is reported."""
-        if self.loop.is_closed():
-            return
-        if not self._closing:
-            self._closing = True
-            asyncio.run_coroutine_threadsafe(self._close_and_stop(), self.loop)
-        self._thread.join(2 * CLOSING_S)
-        if self._thread.is_alive():  # busy: it ends when it no longer is
-            return
-        self.loop.run_until_complete(self._end_tasks())  # tasks of calls that came at the last moment
-        self.loop.close()
-
-    # In the loop's thread.
+    # In the control thread.
 
     @property
     def connected(self) -> frozenset[int]:
@@ -156,8 +104,7 @@ class ConnectionManager:
 
     def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
         """Send a message, or drop it if no connection stands: its receiver is lost, or does not read."""
-        connection = self._standing.get(rank)
-        if connection is None:
+        if (connection := self._standing.get(rank)) is None:
             return
         connection.writer.write(pack(message, blob))
         most_bytes = MOST_UNSENT_BYTES if connection.trusted else MOST_UNSENT_TO_STRANGERS_BYTES
@@ -172,16 +119,9 @@ class ConnectionManager:
         for rank, connection in self._standing.items():
             connection.trusted = connection.opened or rank in self._members
 
-    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, address: Address) -> Stream:
         """As `Streams.open`; `close` aborts the connection, even if it still has something to send."""
         return self.keep(await self.streams.open(address))
-
-    def keep(
-        self, stream: tuple[asyncio.StreamReader, asyncio.StreamWriter]
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """From now on `close` aborts this connection, too."""
-        self._opened.add(stream[1].transport)
-        return stream
 
     def vouch(self, writer: asyncio.StreamWriter) -> None:
         """A connection that came in is what this process waits for: it takes no place of those of strangers."""
@@ -206,20 +146,18 @@ class ConnectionManager:
                     f"{address} was to be rank {rank} and answered {visible(str(answer))}; another diloco may be using "
                     "that port."
                 )
-        except ValueError as error:
+        except BaseException as error:
             writer.close()
-            raise TransportError(f"{address} answered with what is no message: {error}") from error
-        except BaseException:
-            writer.close()
+            if isinstance(error, ValueError):
+                raise TransportError(f"{address} answered with what is no message: {error}") from error
             raise
         self._register(rank, address, reader, writer, opened=True)
         self.send(rank, _BEAT)  # tells the other end that the connection stands here too
 
     def hang_up(self, rank: int) -> None:
         """End the connection to ``rank`` without reporting a loss."""
-        connection = self._standing.pop(rank, None)
         self._strangers.leave(rank)
-        if connection is not None:
+        if connection := self._standing.pop(rank, None):
             if connection.task is not None:
                 connection.task.cancel()
             connection.writer.close()
@@ -235,26 +173,14 @@ class ConnectionManager:
             text = f"nothing came from {connection.address} for {self.timing.silence_s:g} s"
             self._tell(Lost(connection.rank, Loss("silent", text)))
 
-    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log the failure of a task that nobody awaits, such as a library's, in one line; at the end, not at all."""
-        error = context.get("exception")
-        said = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        level = logging.DEBUG if self._closing else logging.WARNING
-        logging.getLogger(__name__).log(level, "diloco: a task of the connections failed: %s", said)
-        logging.getLogger(__name__).debug("where it did", exc_info=error)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
     async def listen_at(self, *where: Any) -> Address:
-        """As `listen`, in the loop's thread."""
+        """As `listen`, in the control thread."""
         self.address = await self.streams.listen(self._arrive, *where)
         self._watch = asyncio.get_running_loop().create_task(self._beat())
         return self.address
 
     def _arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Coroutine[Any, Any, None]:
-        self._opened.add(writer.transport)  # now: the task that would close it may be cancelled before it begins
+        self.keep((reader, writer))  # now: the task that would close it may be cancelled before it begins
         return self._accept(reader, writer)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -269,14 +195,10 @@ class ConnectionManager:
                 message, blob = await read_frame(reader, STRANGERS_BYTES, STRANGERS_BLOB_BYTES)
             if message["kind"] == "hello":
                 await self._greet(Fields(message), reader, writer)
-                return
-            service = self.services.get(message["kind"])
-            if service is not None:
+            elif service := self.services.get(message["kind"]):
                 await service(message, blob, reader, writer)
-        except (OSError, EOFError, TransportError, TimeoutError, ValueError):
-            pass  # a stranger, or somebody who has left
-        except asyncio.CancelledError:
-            pass  # this process is closing; asyncio would print an error
+        except (OSError, EOFError, TransportError, ValueError, asyncio.CancelledError):
+            pass  # a stranger, somebody who has left, or the end of this process: asyncio would print an error
         finally:
             self._gate.leave(writer)
             if not any(connection.writer is writer for connection in self._standing.values()):
@@ -326,16 +248,14 @@ class ConnectionManager:
     def _register(
         self, rank: int, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, opened: bool
     ) -> None:
-        before = self._standing.get(rank)
-        if before is not None:
+        if before := self._standing.get(rank):
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
         hear_out(writer.transport)
-        trusted = opened or rank in self._members
-        number = next(self._numbers)
+        number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time())
         self._standing[rank] = connection
-        self._tell(ConnectionMade(rank, connection.number, str(address)))
+        self._tell(ConnectionMade(rank, number, str(address)))
         connection.task = self.loop.create_task(self._listen_to(connection, reader))
         self.arrived.set()
 
@@ -372,14 +292,6 @@ class ConnectionManager:
             for connection in self._standing.values():
                 connection.writer.write(beat)
 
-    async def _close_and_stop(self) -> None:
-        try:
-            await within(CLOSING_S, self.end())
-        except TimeoutError:
-            logging.getLogger(__name__).debug("not all of what is to end has ended in %g s", CLOSING_S)
-        finally:
-            self.loop.stop()
-
     async def end(self) -> None:
         """End all connections, also those that arrive meanwhile, and all tasks but the current one."""
         if self._watch is not None:
@@ -389,18 +301,10 @@ class ConnectionManager:
             await asyncio.sleep(0)
         await self._hang_up_all(_FLUSH_S)
         await self.streams.close()
-        await self._end_tasks()
+        await super().end()
 
-    async def _end_tasks(self) -> None:
-        await asyncio.sleep(0)
-        for _ in range(_ROUNDS_OF_ENDING):
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            if not tasks:
-                break
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=_FLUSH_S)
-            await self._hang_up_all(0.0)  # a cancelled task may still have registered a connection
+    async def release(self) -> None:
+        await self._hang_up_all(0.0)  # a cancelled task may still have registered a connection
 
     async def _hang_up_all(self, flush_s: float) -> None:
         """End all connections; what the other side has not taken within ``flush_s`` is lost."""
@@ -409,8 +313,7 @@ class ConnectionManager:
             self.hang_up(rank)
         if flushed:
             await asyncio.wait(flushed, timeout=flush_s)
-        for transport in list(self._opened):
-            transport.abort()
+        self.abort_connections()
         if flushed:
             await asyncio.wait(flushed, timeout=_FLUSH_S)
         await asyncio.sleep(0)

@@ -16,6 +16,7 @@ from diloco.transport.peers.streams import (
     MAX_JSON_BYTES,
     STRANGERS_BLOB_BYTES,
     STRANGERS_BYTES,
+    Stream,
     pack,
     read_body,
     read_head,
@@ -30,7 +31,7 @@ _BETWEEN_INQUIRIES_S = 0.1
 _PACES = {False: (64e3, 256_000), True: (8e6, 32_000_000)}
 """Bytes a second that are taken of strangers and of members, and how many at once: many times what either says."""
 
-OpenStream = Callable[[Address], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+OpenStream = Callable[[Address], Awaitable[Stream]]
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from diloco.transport.path import PathEstimate, PathSample
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.payload_connection import PayloadConnection
 from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.peers.streams import Stream
 from diloco.transport.tcp import Counters
 from diloco.units import format_rate
 
-__all__ = ["OpenedLink", "Route", "Stream"]
-
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+__all__ = ["OpenedLink", "Route"]
 
 
 @dataclass(frozen=True)

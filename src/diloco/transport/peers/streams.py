@@ -36,6 +36,7 @@ __all__ = [
     "STRANGERS_BLOB_BYTES",
     "STRANGERS_BYTES",
     "Accept",
+    "Stream",
     "Streams",
     "hear_out",
     "pack",
@@ -48,6 +49,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+"""A connection, as what comes over it and what goes."""
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a connection that somebody opened, and closes it."""
@@ -63,7 +66,7 @@ class Streams(Protocol):
             TransportError: if this machine can't be listened on there.
         """
 
-    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, address: Address) -> Stream:
         """A connection to who listens at ``address``.
 
         Raises:

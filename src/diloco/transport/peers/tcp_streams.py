@@ -9,7 +9,7 @@ import socket
 from diloco.errors import TransportError
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address, address_of_interface, parse_address
-from diloco.transport.peers.streams import ASKS, Accept, within
+from diloco.transport.peers.streams import ASKS, Accept, Stream, within
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, is_proof, proof
 
 __all__ = ["TcpStreams", "stop_listening"]
@@ -102,7 +102,7 @@ class TcpStreams:
         self._payload_server = await asyncio.start_server(self._accept, host)
         return Address(host, self._payload_server.sockets[0].getsockname()[1])
 
-    async def open(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, address: Address) -> Stream:
         reader, writer = await asyncio.open_connection(address.host, address.port)
         if not self._secret:
             return reader, writer
