@@ -15,9 +15,11 @@ import pytest
 from diloco.errors import TransportError
 from diloco.transport.hivemind.direct_streams import DirectStreams
 from diloco.transport.peers.connected import join
+from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms, wait_for_members
+from tests.transport.wires import at_once
 
 LIMIT_S = 30.0
 HOST = "127.0.0.1"
@@ -224,3 +226,23 @@ def test_who_allows_direct_streams_alone_uses_no_other_way(swarms: Swarms) -> No
             lambda: any("swarm.direct='only' allows no other" in f"{each.reason}{each.failure}" for each in both),
             LIMIT_S,
         ), [each.reason for each in both]
+
+
+@HIVEMIND_LEAVES_CONNECTIONS
+def test_a_member_is_reached_whose_entry_is_still_on_its_way(swarms: Swarms) -> None:
+    """Another member, to which it has said who it is, may have let it in already."""
+    both = meet(swarms, (0, {}), (1, {}))
+    for each in both:
+        del each.registry.entries[1 - each.replica]
+    made = at_once([lambda each=each: each.open_link(request(each, 1 - each.replica)) for each in both])
+    assert [link.words.partition(",")[0] for link in made] == ["direct streams"] * 2
+
+
+def request(transport: PeerTransport, peer: int) -> LinkRequest:
+    """Of another link to the one other peer."""
+
+    def tell(key: str, value: bytes) -> None:
+        transport.connections.post(transport.connections.send, peer, {"kind": "store", "key": key}, value)
+
+    first = transport.replica < peer
+    return LinkRequest("another", rank=peer, first=first, streams=1, chosen=True, timeout_s=LIMIT_S, tell=tell)

@@ -60,7 +60,7 @@ class PayloadRoutes:
     def open_link(self, request: LinkRequest) -> ReliableLink:
         """As `OpenLink` says."""
         mode, me = self._streams.place.direct, self._entries[self._connections.rank]
-        peer = self._entries[request.rank].address
+        peer = str(self._links.address_of(request.rank))  # its entry may still be on its way
         offer = {} if mode == "never" else self._streams.direct.offer(peer, hosts_in(me.places))
         self._tell(request, "direct", {"wanted": mode != "never", "offer": offer})
         theirs = self._told(request, "direct")

@@ -262,10 +262,10 @@ class SwarmService:
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Of this peer, or of another member, which the asker can't reach and this peer can."""
-        other, since, me = message.get("of"), message.get("since"), self._transport.replica
+        other, since, others = message.get("of"), message.get("since"), {*self._members} - {self._transport.replica}
         if other is None:
             answer = {"kind": "status", **self._status(since if isinstance(since, int) else None)}
-        elif any(self._registry.entries[rank].address == other for rank in self._members if rank != me):
+        elif any(rank in others and entry.address == other for rank, entry in self._registry.entries.items()):
             answer = await ask_peer(self._streams, str(other), {"kind": "status", "since": since})
         else:
             reason = f"{visible(str(other), 80)} is no other member here"

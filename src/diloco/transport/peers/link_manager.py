@@ -74,6 +74,15 @@ class LinkManager:
             opening.close()
             raise TransportError(f"the payload connection {request.key} was not made: the transport closed") from error
 
+    def address_of(self, rank: int) -> Address:
+        """Of a rank that is connected, or has been known; `OSError` for any other."""
+        connected, entry = self._connections.get(rank), self._entries.get(rank)
+        if connected is not None and (entry is None or str(connected.address) != entry.address):
+            return connected.address
+        if entry is None:
+            raise OSError(f"nobody knows where rank {rank} is")
+        return self._connections.streams.payload_address(entry)
+
     async def _open(self, request: LinkRequest, route: Route) -> ReliableLink:
         opened = OpenedLink(request, route, link := ReliableLink(self._connections.loop, self.pace, route.name))
         async with self._changed:
@@ -162,7 +171,7 @@ class LinkManager:
                 if opened.route.open is not None:
                     reader, writer = await opened.route.open()
                 else:
-                    reader, writer = await self._connections.open(self._address_of(request.rank))
+                    reader, writer = await self._connections.open(self.address_of(request.rank))
                 me = {"rank": self._connections.rank, "connection": index}
                 writer.write(pack({"kind": "link", "key": request.key, **me}))
                 answer, _ = await read_frame(reader)
@@ -189,7 +198,7 @@ class LinkManager:
             fields.rank("rank"),
             fields.integer("connection", 0, MOST_CONNECTIONS - 1),
         )
-        if identity and identity != str(self._address_of(rank)):
+        if identity and identity != str(self.address_of(rank)):
             return
         async with self._changed:
             try:
@@ -236,15 +245,6 @@ class LinkManager:
             return
         done = "it could not be made again" if opened.dials else "the other side did not come again"
         self._end(opened, f"{link.why}, and {done} in {self._patience_s:g} s")
-
-    def _address_of(self, rank: int) -> Address:
-        """Of a rank that is connected, or has been known; `OSError` for any other."""
-        connected, entry = self._connections.get(rank), self._entries.get(rank)
-        if connected is not None and (entry is None or str(connected.address) != entry.address):
-            return connected.address
-        if entry is None:
-            raise OSError(f"nobody knows where rank {rank} is")
-        return self._connections.streams.payload_address(entry)
 
 
 def _at_first(request: LinkRequest, writer: asyncio.StreamWriter) -> int:
