@@ -27,6 +27,7 @@ __all__ = [
     "RunStarted",
     "SampleGenerated",
     "Sink",
+    "StateFetched",
     "StepFinished",
     "ViewChanged",
     "json_ready",
@@ -165,6 +166,24 @@ class ViewChanged(Event):
     left: tuple[int, ...]
     """Members before that are none any more, whatever the reason."""
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFetched(Event):
+    """How much has come of the others' state that this process takes over: about once a second, and with each fragment.
+
+    Bytes are those of tensors; where the transport does not count what is on its way, fragments come all at once.
+    """
+
+    fragment: int
+    """The one that is being fetched, or is here."""
+    fragment_received_bytes: int
+    fragment_expected_bytes: int
+    received_bytes: int
+    """Of all fragments."""
+    expected_bytes: int
+    here: bool = False
+    """Whether the fragment has been taken over."""
 
 
 @dataclass(frozen=True, kw_only=True)

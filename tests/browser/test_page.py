@@ -16,7 +16,7 @@ import pytest
 from diloco import events
 from diloco.events import Event, to_record
 from tests.browser.conftest import Pages, until
-from tests.monitor.made_events import committed, evaluated, sent, started, step, void
+from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step, void
 
 HOSTILE = "<img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script><a href='https://evil.example'>b</a>"
 NEVER_S = 86_400 * 365
@@ -78,6 +78,18 @@ def test_a_run_that_goes_on_is_shown_live(tmp_path: Path, pages: Pages, watch: A
     assert {address.split("/")[2] for address in pages.requests if address.startswith("http")} == {
         page.url.split("/")[2]
     }
+
+
+def test_state_that_comes_is_shown_in_per_cent(tmp_path: Path, pages: Pages, watch: Any) -> None:
+    folder = write(tmp_path / "mine", run_of(40))
+    write(tmp_path / "mine" / "replica-1", [fetched(0, 99, 99, step=40)], begins_s=1e9 + 50)
+    page = pages.open(watch(*quiet(folder)).address)
+    assert "state fetched" in page.locator("#peers thead").inner_text()
+    assert "49 % of 200 B; fragment 0: 99 %" in page.locator("#peers tbody").inner_text()
+    write(tmp_path / "mine" / "replica-1", [fetched(1, 50, 150, step=40)], begins_s=1e9 + 51)
+    until(page, "document.querySelector('#peers').textContent.includes('75 % of 200 B; fragment 1: 50 %')")
+    write(tmp_path / "mine" / "replica-1", [started(40), step(41)], begins_s=1e9 + 52)
+    until(page, "!document.querySelector('#peers').textContent.includes('state fetched')")
 
 
 def test_a_line_that_is_being_written_is_waited_for_and_a_damaged_one_told(

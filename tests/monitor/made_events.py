@@ -39,6 +39,19 @@ def void(replica: int, fragment: int, outer_step: int, reason: str = "late", *, 
     return events.RoundVoid(step=step, replica=replica, fragment=fragment, outer_step=outer_step, reason=reason)
 
 
+def fetched(fragment: int, came: int, of_all: int, *, here: bool = False, step: int = 0) -> events.StateFetched:
+    """Of two fragments of 100 bytes each."""
+    return events.StateFetched(
+        step=step,
+        fragment=fragment,
+        fragment_received_bytes=came,
+        fragment_expected_bytes=100,
+        received_bytes=of_all,
+        expected_bytes=200,
+        here=here,
+    )
+
+
 def evaluated(step: int, loss: float, **given: Any) -> events.Evaluated:
     fields = {"perplexity": 12.18, "bits_per_byte": 3.6067, "heldout_tokens": 4096}
     return events.Evaluated(step=step, heldout_loss=loss, **{**fields, **given})

@@ -5,7 +5,7 @@ import pytest
 from diloco import events
 from diloco.monitor import wording
 from diloco.monitor.progress import Ema, RoundCounts, RunProgress, Throughput
-from tests.monitor.made_events import committed, evaluated, sent, step, void
+from tests.monitor.made_events import committed, evaluated, fetched, sent, step, void
 
 
 def test_a_round_is_in_flight_until_its_last_replica_settles_it() -> None:
@@ -96,6 +96,16 @@ def test_a_note_in_the_middle_of_a_step_is_no_pause_and_an_evaluation_is_one() -
         (11.0, step(3)),
     ):
         progress.take(event, now_s)
+    assert progress.speed.tokens_per_s == 0.5
+
+
+def test_state_that_comes_is_no_line_and_a_pause() -> None:
+    progress = RunProgress()
+    assert [progress.take(event, now_s) for now_s, event in ((0.0, step(1)), (5.0, fetched(0, 50, 50, step=1)))] == [
+        False,
+        False,
+    ]
+    progress.take(step(2), 7.0)
     assert progress.speed.tokens_per_s == 0.5
 
 

@@ -23,7 +23,7 @@ from diloco.events import Event, Note
 from diloco.membership.view import View
 from diloco.outer.diloco import DiLoCo
 from diloco.outer.taking_over import SharedState, TakingOver
-from diloco.transport.base import Average, Pending, Transport
+from diloco.transport.base import Average, Fetching, Pending, Transport
 
 FRAGMENTS = 2
 VIEW = View(1, (0, 1, 2))
@@ -47,8 +47,9 @@ class Slow:
     def done(self) -> bool:
         return self.outcome is not None
 
-    def result(self) -> Mapping[str, Any]:
-        assert self.outcome is not None
+    def result(self, timeout: float | None = None) -> Mapping[str, Any]:
+        if self.outcome is None:
+            raise TimeoutError
         if isinstance(self.outcome, TransportError):
             raise self.outcome
         return self.outcome
@@ -62,6 +63,7 @@ class FakeTransport(Transport):
     replica: int = 2
     view: View = VIEW
     fetches: list[Slow] = field(default_factory=list)
+    at_once: bool = False
 
     def average(self, contribution: Contribution) -> Pending:
         raise NotImplementedError
@@ -72,7 +74,9 @@ class FakeTransport(Transport):
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         return self.pair.donor.snapshot(fragment)
 
-    def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Slow:
+    def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+        if self.at_once:
+            return super().fetch_beside(fragment, donors, expected_bytes)
         self.fetches.append(Slow(fragment, tuple(donors), self.pair.rounds[fragment]))
         return self.fetches[-1]
 
@@ -147,7 +151,9 @@ class Pair:
         """The joiner was left out: it takes all over anew, and what was in flight is the others' affair."""
         self.transport = FakeTransport(self)
         self.taking_over.change_transport(self.transport)
-        list(self.taking_over.all_from((0,), keep_work=True))
+        self.transport.at_once = True
+        list(self.taking_over.all_from((0,), keep_work=True, step=0))
+        self.transport.at_once = False
         for fragment in list(self.flights):
             self.behind[fragment].append(self.flights.pop(fragment))
             self.rounds[fragment] += 1
@@ -428,5 +434,42 @@ def test_who_takes_over_everything_says_how_much_has_come(
             return super().fetch(fragment, donors, expected_bytes)
 
     pair = Pair()
-    list(TakingOver(pair.joiner, Lasting(pair)).all_from((0, 1), keep_work=False))
-    assert caplog.records[-1].getMessage().startswith("waiting for the state of replica 0, 1 (20 B of 160 B are here)")
+    list(TakingOver(pair.joiner, Lasting(pair, at_once=True)).all_from((0, 1), keep_work=False, step=0))
+    words = "waiting for the state of replica 0, 1 (12 %, 20 B of 160 B; fragment 0: 20 %) for"
+    assert caplog.records[-1].getMessage().startswith(words)
+
+
+def test_what_has_come_is_told_while_it_comes_and_with_every_fragment() -> None:
+    """Each look finds 40 bytes more; the fragments of 96 and 64 bytes come with 24 and 16 bytes of something else."""
+
+    class Counting(FakeTransport):
+        came = 0
+
+        @property
+        def fetched_bytes(self) -> int:
+            return self.came
+
+        def fetch_beside(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Fetching:
+            return Coming(fragment, tuple(donors), 0)
+
+    class Coming(Slow):
+        def result(self, timeout: float | None = None) -> Mapping[str, Any]:
+            if self.outcome is None:
+                transport.came += 40
+                if transport.came in (120, 200):
+                    self.outcome = pair.donor.snapshot(self.fragment)
+            return super().result(timeout)
+
+    pair = Pair()
+    transport = Counting(pair)
+    told = list(TakingOver(pair.joiner, transport).all_from((0,), keep_work=False, step=7))
+    assert [(each.fragment, each.fragment_received_bytes, each.received_bytes, each.here) for each in told] == [
+        (0, 40, 40, False),
+        (0, 80, 80, False),
+        (0, 96, 96, True),
+        (1, 40, 136, False),
+        (1, 64, 160, True),
+    ]
+    assert {(each.step, each.expected_bytes) for each in told} == {(7, 160)}
+    assert [each.fragment_expected_bytes for each in told if each.here] == [96, 64]
+    assert pair.differing() == []

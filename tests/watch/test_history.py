@@ -11,7 +11,7 @@ from diloco.events import to_record
 from diloco.watch.grid import OUTER_STEPS, Grid
 from diloco.watch.history import RunHistory
 from diloco.watch.members import Seen, member_rows
-from tests.monitor.made_events import committed, evaluated, sent, started, step, void
+from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step, void
 from tests.watch.stories import NOW_S, history
 
 
@@ -121,6 +121,20 @@ def test_the_table_of_peers_has_what_is_known_and_none_for_the_rest() -> None:
     assert rows["0"]["sent_bytes"] is None
     history([view(1, (0,))], into=run)
     assert [row["state"] for row in member_rows(run, (), NOW_S).values()] == ["here", "gone"]
+
+
+def test_state_that_comes_is_shown_until_the_replica_trains() -> None:
+    run = history([fetched(0, 100, 100, here=True), fetched(1, 50, 150)], process="replica 3")
+    seen = [Seen("replica 3", 3, "Qm3", "joining")]
+    of_all = {"received_bytes": 150, "expected_bytes": 200}
+    of_fragment = {"fragment": 1, "fragment_received_bytes": 50, "fragment_expected_bytes": 100}
+    assert member_rows(run, seen, NOW_S)["3"]["fetched"] == {**of_all, **of_fragment}
+    history([started()], process="replica 3", into=run)
+    assert member_rows(run, seen, NOW_S)["3"]["fetched"] is None
+    history([fetched(0, 5, 5, step=7)], process="replica 3", into=run)
+    assert member_rows(run, seen, NOW_S)["3"]["fetched"]["received_bytes"] == 5, "it has come back"
+    history([step(8)], process="replica 3", into=run)
+    assert member_rows(run, seen, NOW_S)["3"]["fetched"] is None
 
 
 def test_of_a_swarm_the_table_has_what_peers_say_and_a_lie_is_no_number() -> None:

@@ -16,7 +16,7 @@ from diloco.watch.alerts import Thresholds
 from diloco.watch.grid import OUTER_STEPS
 from diloco.watch.history import RunHistory
 from diloco.watch.page_data import CHUNK_ROWS, MOST_LINES, Watched, difference, page_data
-from tests.monitor.made_events import committed, evaluated, sent, started, step
+from tests.monitor.made_events import committed, evaluated, fetched, sent, started, step
 from tests.watch.stories import NOW_S, history
 
 
@@ -52,6 +52,12 @@ def test_a_difference_makes_the_new_one_of_the_old_one(old: dict[str, Any], new:
 def test_what_is_not_known_is_none_and_never_zero() -> None:
     header = shown(Watched("run", "there"))["runs"]["0"]["header"]
     assert {name: value for name, value in header.items() if value not in (None, "")} == {"state": "not begun"}
+
+
+def test_who_takes_over_the_state_of_others_is_joining() -> None:
+    header = shown(Watched("run", "there", history([fetched(1, 50, 150)])))["runs"]["0"]["header"]
+    assert header["state"] == "joining"
+    assert header["fetched"]["received_bytes"] == 150
 
 
 def test_the_header() -> None:

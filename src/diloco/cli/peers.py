@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -177,6 +177,18 @@ def about_digests(found: Sequence[PeerReport]) -> str:
     return ""
 
 
+def _state(status: Mapping[str, Any]) -> str:
+    """What a peer does, and how much of the others' state a joiner has.
+
+    >>> _state({"state": "joining", "state_received_bytes": 999, "state_expected_bytes": 1000})
+    'joining, 99 %'
+    """
+    state, expected = str(status.get("state", "?")), int(status.get("state_expected_bytes") or 0)
+    if state != "joining" or expected <= 0:
+        return state
+    return f"{state}, {100 * int(status.get('state_received_bytes') or 0) // expected} %"
+
+
 def row(peer: PeerReport, absent: str) -> list[str]:
     """The cells of a peer in the table.
 
@@ -192,7 +204,7 @@ def row(peer: PeerReport, absent: str) -> list[str]:
     return [
         peer_id,
         str(status.get("replica", number)),
-        str(status.get("state", "?")),
+        _state(status),
         str(status.get("step", "?")),
         f"{status.get('view', '?')} of {len(status.get('members', []))}",
         "-" if speed is None else f"{float(speed):,.0f}",

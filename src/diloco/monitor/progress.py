@@ -230,6 +230,9 @@ class RunProgress:
                 news = self.rounds.settled(event) and reason != self._void_reason
                 self._void_reason = reason if news else self._void_reason
                 return news
+            case events.StateFetched():  # whoever waits for it is told in another way (`diloco.waiting`)
+                self.speed.skip(now_s)
+                return False
             case events.Evaluated():
                 self._evaluated(event)
                 self.speed.skip(now_s)

@@ -67,7 +67,8 @@ class DiLoCo:
             name. Default: float32, which loses nothing.
         mean_error_feedback: how much of what ``mean_codec`` loses is kept for the next mean, as ``error_feedback``; by
             whoever summed, 4 / M bytes per parameter.
-        on_event: called with `RoundSent`, `RoundCommitted` and `RoundVoid`, and with a `Note` of any other failure.
+        on_event: called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` of any
+            other failure.
         compare_arguments: whether to compare these arguments with the other replicas'; False if that is already done.
 
     Raises:
@@ -214,9 +215,10 @@ class DiLoCo:
             TransportError: if none of ``donors`` answers.
         """
         self._rounds.forget_means()
-        for index in self._rounds.taking_over.all_from(donors, keep_work=keep_work):
-            if not keep_work:
-                self._rounds.trained_steps.forget(index)
+        for fetched in self._rounds.taking_over.all_from(donors, keep_work=keep_work, step=self.steps):
+            if fetched.here and not keep_work:
+                self._rounds.trained_steps.forget(fetched.fragment)
+            self._on_event(fetched)
 
     def begin_from_global(self) -> None:
         """Begin as a replica that has done nothing yet: the local parameters become the global ones."""

@@ -11,11 +11,14 @@ from typing import Any
 from diloco.algorithm.merge import AlphaMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.errors import DivergedError, FragmentError, TransportError
+from diloco.events import StateFetched
+from diloco.outer.fetch_progress import FetchProgress
 from diloco.transport.base import Average, Fetching, Transport
-from diloco.units import format_bytes
 from diloco.waiting import waiting_for
 
 __all__ = ["SharedState", "TakingOver"]
+
+_TELL_EVERY_S = 1.0
 
 
 class SharedState:
@@ -96,27 +99,26 @@ class TakingOver:
         self._base.clear()
         self._underway = None
 
-    def all_from(self, donors: Sequence[int], *, keep_work: bool) -> Iterator[int]:
-        """Take over every fragment now; yields the index of each one when it is here.
+    def all_from(self, donors: Sequence[int], *, keep_work: bool, step: int) -> Iterator[StateFetched]:
+        """Take over every fragment now; yields how much has come, once a second and when a fragment is here.
 
         Args:
             donors: members to ask.
             keep_work: whether local parameters move along with the global ones; else they become the global ones.
+            step: inner steps done, for the events.
 
         Raises:
             TransportError: if none of ``donors`` answers.
         """
-        expected = sum(self._expected_bytes(fragment.index) for fragment in self._loop.fragments)
-        before = self._transport.fetched_bytes
-
-        def awaited() -> str:
-            came = format_bytes(self._transport.fetched_bytes - before)
-            return f"the state of replica {', '.join(map(str, donors))} ({came} of {format_bytes(expected)} are here)"
-
-        with waiting_for(awaited):
-            for fragment in self._loop.fragments:
-                index = fragment.index
-                state = self._transport.fetch(index, donors, self._expected_bytes(index))
+        expected = {fragment.index: self._expected_bytes(fragment.index) for fragment in self._loop.fragments}
+        progress = FetchProgress(self._transport, expected, step)
+        with waiting_for(lambda: f"the state of replica {', '.join(map(str, donors))} ({progress})"):
+            for index, expected_bytes in expected.items():
+                progress.begin(index)
+                fetching = self._transport.fetch_beside(index, donors, expected_bytes)
+                while not _ended(fetching, _TELL_EVERY_S):
+                    yield progress.now()
+                state = fetching.result()
                 carrying = self._loop.carrying_over(index) if keep_work else nullcontext()
                 finished = _finished_rounds(index, state)  # may raise, while nothing has changed
                 with self._shared.changing(index), carrying:
@@ -125,7 +127,7 @@ class TakingOver:
                     self._shared.data_order = str(state.get("data_order", ""))
                     if not keep_work:
                         self._loop.merge(index, AlphaMerge(), None)
-                yield index
+                yield progress.end()
 
     def follow(self, index: int, error: DivergedError) -> str:
         """Take over a fragment now; work that is not shared yet stays in the local parameters.
@@ -221,6 +223,14 @@ class TakingOver:
     def _expected_bytes(self, index: int) -> int:
         mine = self._loop.fragment_state(index)
         return sum(tensor.nbytes for tensor in (mine["global_params"], *mine["slots"].values()))
+
+
+def _ended(fetching: Fetching, within_s: float) -> bool:
+    try:
+        fetching.result(within_s)
+    except (TimeoutError, TransportError):
+        return fetching.done()
+    return True
 
 
 def _finished_rounds(index: int, state: Mapping[str, Any]) -> int:

@@ -87,8 +87,8 @@ class Fetching(Protocol):
         """Whether `result` does not wait any more."""
         ...
 
-    def result(self) -> Mapping[str, Any]:
-        """As `Transport.fetch`."""
+    def result(self, timeout: float | None = None) -> Mapping[str, Any]:
+        """As `Transport.fetch`; `TimeoutError` if it is not done after ``timeout`` seconds."""
         ...
 
 
@@ -104,7 +104,7 @@ class Transport(abc.ABC):
         replica: this replica's number in the view.
         view: who takes part in the next round.
         sent_bytes, received_bytes: payload moved by this replica in all rounds so far, void ones included.
-        fetched_bytes: of others' state that have come so far, where the transport counts them.
+        fetched_bytes: of others' state that have come so far, where the transport counts them; else 0.
         shared_by_ranks: whether all ranks of a replica call this transport together, each holding the whole model.
     """
 

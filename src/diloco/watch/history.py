@@ -59,6 +59,7 @@ class ProcessHistory:
     Attributes:
         started: the last ``RunStarted``; empty before.
         last: the last ``StepFinished``; empty before.
+        fetched: the last ``StateFetched``, while the state of others is being taken over; else empty.
         steps: curves of its steps.
         evaluations: held-out losses.
         evaluated_at: the step of the newest evaluation or sample.
@@ -77,6 +78,7 @@ class ProcessHistory:
 
     started: Record = field(default_factory=dict)
     last: Record = field(default_factory=dict)
+    fetched: Record = field(default_factory=dict)
     steps: Series = field(default_factory=lambda: Series(_PLACES, _OF_STEPS))
     evaluations: Series = field(default_factory=lambda: Series(_PLACES, ("heldout_loss",), 256))
     evaluated_at: int = 0
@@ -126,9 +128,11 @@ class ProcessHistory:
             self.newest_s = max(written_s, self.newest_s or written_s)
         match record["event"]:
             case "RunStarted":
-                self.started, self.finished, self.interrupted = record, {}, ""
+                self.started, self.fetched, self.finished, self.interrupted = record, {}, {}, ""
             case "StepFinished":
                 self._stepped(record)
+            case "StateFetched":
+                self.fetched = record
             case "Evaluated":
                 self.evaluated_at = int(record["step"])
                 loss = number(record, "heldout_loss")
@@ -171,7 +175,7 @@ class ProcessHistory:
             self._rounds[fragment] = record
 
     def _stepped(self, record: Record) -> None:
-        self.last = record
+        self.last, self.fetched = record, {}
         values = {name: number(record, name) for name in ("loss", "gradient_norm", "learning_rate", "step_s")}
         norm, step_s = values["gradient_norm"], values["step_s"]
         if any(

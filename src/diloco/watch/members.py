@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.watch.history import ProcessHistory, RunHistory
-from diloco.watch.records import finite, number, text, whole
+from diloco.watch.records import Record, finite, number, text, whole
 
-__all__ = ["GONE", "Seen", "member_rows"]
+__all__ = ["GONE", "Seen", "fetched", "member_rows"]
 
 GONE = ("gone", "finished")
 """States in which a peer need not answer."""
@@ -64,6 +64,7 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
             "peer": peer.peer_id if peer else "",
             "state": peer.state if peer else _state(run, replica, process),
             "step": _first(whole(status, "step"), process.step if process and process.last else None),
+            "fetched": fetched(process.fetched) if process else None,
             "heard_s": None if peer is None or peer.heard_s is None else round(max(0.0, now_s - peer.heard_s), 1),
             "way": peer.way if peer else "",
             "round_trip_s": finite(peer.round_trip_s if peer else None),
@@ -84,6 +85,13 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
     return rows
 
 
+def fetched(record: Record) -> dict[str, int] | None:
+    """How much of the others' state has come, of a ``StateFetched``; None if that is not known."""
+    names = ("received_bytes", "expected_bytes", "fragment", "fragment_received_bytes", "fragment_expected_bytes")
+    values = {name: value for name in names if (value := whole(record, name)) is not None}
+    return values if len(values) == len(names) else None
+
+
 def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
 
@@ -95,7 +103,7 @@ def _state(run: RunHistory, replica: int, process: ProcessHistory | None) -> str
     told = process or run.first
     if told.interrupted:
         return "interrupted"
-    return "finished" if told.over else "here"
+    return "finished" if told.over else "joining" if told.fetched else "here"
 
 
 def _codec(run: RunHistory) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from diloco import __version__
 from diloco.watch.alerts import Thresholds, find_alerts
 from diloco.watch.history import OF_OUTER_STEPS, ProcessHistory, RunHistory
-from diloco.watch.members import Seen, member_rows
+from diloco.watch.members import Seen, fetched, member_rows
 from diloco.watch.records import Record, finite, number, numbers, text, whole
 from diloco.watch.series import Series
 
@@ -125,6 +125,7 @@ def _header(history: RunHistory, *, silent: bool) -> dict[str, Any]:
     told = [row for each in history.evaluated[:1] for row in each.evaluations.rows()]
     return {
         "state": _state(process, silent=silent),
+        "fetched": fetched(process.fetched),
         "step": step if last or started else None,
         "total_steps": whole(started, "total_steps"),
         "algorithm": text(started, "algorithm"),
@@ -153,6 +154,8 @@ def _state(process: ProcessHistory, *, silent: bool) -> str:
         return "interrupted"
     if process.over:
         return "finished"
+    if process.fetched and not silent:
+        return "joining"
     return ("silent" if silent else "running") if process.started or process.last else "not begun"
 
 

@@ -18,6 +18,7 @@ KEPT = {
     "RoundCommitted": 128,
     "RoundVoid": 128,
     "ViewChanged": 32,
+    "StateFetched": 16,
     "Evaluated": 64,
     "SampleGenerated": 4,
     "CheckpointSaved": 1,

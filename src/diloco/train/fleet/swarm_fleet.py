@@ -13,7 +13,7 @@ import xxhash
 from diloco.data.assignment import Assignment
 from diloco.data.shares import Shares
 from diloco.errors import RendezvousError
-from diloco.events import Event, json_ready
+from diloco.events import Event, StateFetched, json_ready
 from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
 from diloco.membership.view import View
@@ -164,6 +164,8 @@ class SwarmFleet(PeerFleet):
 
     def tell(self, event: Event) -> None:
         self._recent.add(event)
+        if isinstance(event, StateFetched):
+            self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
 
     # The end. Each replica stops for itself; the others go on.
 

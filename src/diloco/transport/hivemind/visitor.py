@@ -24,7 +24,7 @@ __all__ = ["PeerReport", "Visitor", "absence", "list_peers", "status_of", "visit
 _ANSWER_S = 10.0
 _MOST_FIELDS, _MOST_CHARACTERS = 64, 64
 _NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_bytes", "uptime_s", "pace",
-            "link_bits_per_s", "tokens_per_s")  # fmt: skip
+            "link_bits_per_s", "tokens_per_s", "state_received_bytes", "state_expected_bytes")  # fmt: skip
 """Of what a peer says of itself."""
 
 

@@ -39,6 +39,9 @@ function duration(seconds) {
   return `${Math.floor(all / 86400)} d ${Math.floor((all % 86400) / 3600)} h`;
 }
 const known = (value) => value !== null && value !== undefined && value !== "";
+const part = (done, all) => `${Math.floor((100 * done) / Math.max(1, all))} %`;  // 100 % are all
+const fetched = (of) => `${part(of.received_bytes, of.expected_bytes)} of ${bytes(of.expected_bytes)}; `
+  + `fragment ${of.fragment}: ${part(of.fragment_received_bytes, of.fragment_expected_bytes)}`;
 const shown = (value, format = String) => (known(value) ? format(value) : NO_DATA);
 
 // What the server sends.
@@ -218,7 +221,7 @@ function renderNow(run) {
   bar.firstElementChild.style.width = `${100 * Math.min(1, done)}%`;
   const saved = known(head.data_parallel_bytes) && head.sent_bytes > 0 ? head.data_parallel_bytes / head.sent_bytes : null;
   const tiles = [
-    ["State", head.state, ""],
+    ["State", head.state, head.fetched ? fetched(head.fetched) : ""],
     ["Step", shown(head.step, whole), known(head.total_steps) ? `of ${whole(head.total_steps)}` : ""],
     ["Time left", head.state === "finished" ? "none" : shown(head.left_s, duration), known(head.elapsed_s) ? `${duration(head.elapsed_s)} so far` : ""],
     ["Tokens", shown(head.tokens, count), known(head.tokens_per_s) ? `${count(head.tokens_per_s)} per second` : ""],
@@ -250,6 +253,7 @@ function renderAlerts() {
 const COLUMNS = [
   ["replica", "replica", String],
   ["state", "state", String],
+  ["fetched", "state fetched", fetched],
   ["step", "step", whole],
   ["way", "reached", String],
   ["heard_s", "heard of", (value) => `${duration(value)} ago`],
@@ -273,7 +277,7 @@ const BAD = { state: ["no answer", "interrupted"], digest: ["differs"] }, SOME =
 function renderPeers(run) {
   const peers = Object.values(run.peers).sort((a, b) => a.replica - b.replica);
   // a column that no peer of a folder can have says nothing; of a swarm it says "No data"
-  const used = COLUMNS.filter(([key]) => run.swarm || peers.some((peer) => known(peer[key])));
+  const used = COLUMNS.filter(([key]) => (run.swarm && key !== "fetched") || peers.some((peer) => known(peer[key])));
   const head = make("tr", {}, ...used.map(([, title]) => make("th", { scope: "col" }, title)));
   const body = peers.map((peer) => make("tr", {}, ...used.map(([key, , format], index) => {
     const value = peer[key], late = key === "missed" && value >= state.data.thresholds.missed_rounds;
