@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Unpack
 
 from torch import nn
@@ -84,10 +83,8 @@ class AcceleratedDiLoCo(DiLoCo):
         for hook in self._hooks:
             hook.remove()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        super().__exit__(kind, *error)
         self.close()
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:

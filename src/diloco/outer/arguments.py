@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import xxhash
 from torch import nn
@@ -17,70 +19,85 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.fragments import Fragment, check_coverage, trainable_parameters
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import MergeRule
+from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.plugins import code_digest
 
-__all__ = ["check_arguments", "described", "facts_of_arguments"]
+__all__ = ["Arguments", "check_arguments", "described"]
 
 _NAMED = 3
 """So many tensors are named one by one; the rest go into a digest."""
 
 
-def facts_of_arguments(
-    model: nn.Module,
-    schedule: SyncSchedule,
-    fragments: Sequence[Fragment],
-    codec: Codec,
-    *,
-    error_feedback: bool | float,
-    outer_optimizer: object,
-    merge: object,
-    clipping: Clipping,
-    mean_codec: Codec,
-    mean_error_feedback: bool | float,
-    average: AverageRule | None,
-) -> dict[str, str]:
-    """What must be the same on all replicas: name -> value, the likeliest mistakes first."""
-    shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
-    persistent = model.state_dict().keys()
-    buffers = [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers() if n in persistent]
-    parameters = ", ".join(f"{name} {value}" for name, value in codec.parameters().items())
-    return {
-        "schedule": (
-            f"H {schedule.inner_steps}, tau {schedule.overlap_steps}, offsets {list(schedule.fragment_offsets)}"
-        ),
-        "codec": codec.name + (f" ({parameters})" if parameters else "") + _code(codec),
-        "error feedback": "yes" if error_feedback else "no",
-        "outer optimizer": described(outer_optimizer) + _code(outer_optimizer),
-        "merge": described(merge) + _code(merge),
-        "clipping": described(clipping),
-        "mean codec": str(MeanEncoding(mean_codec, float(mean_error_feedback))),
-        "average": "weighted mean" if average is None else described(average) + _code(average),
-        **{f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in fragments},
-        "buffers": _listed(buffers),
-    }
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Those arguments of `DiLoCo` that all replicas must have alike, defaults filled in; `DiLoCo` describes them."""
+
+    schedule: SyncSchedule
+    fragments: Sequence[Fragment]
+    outer_optimizer: OuterOptimizer
+    merge: MergeRule
+    codec: Codec
+    error_feedback: float
+    clipping: Clipping
+    average: AverageRule | None
+    telemetry: bool = True
+    mean_codec: Codec
+    mean_error_feedback: float
+
+    @property
+    def mean(self) -> MeanEncoding:
+        """How means travel from those who own a stretch of the values."""
+        return MeanEncoding(self.mean_codec, float(self.mean_error_feedback))
+
+    def facts(self, model: nn.Module) -> dict[str, str]:
+        """What is compared between replicas: name -> value, the likeliest mistakes first."""
+        schedule, codec = self.schedule, self.codec
+        shapes = {name: f"{name} {tuple(p.shape)}" for name, p in trainable_parameters(model).items()}
+        persistent = model.state_dict().keys()
+        buffers = [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers() if n in persistent]
+        parameters = ", ".join(f"{name} {value}" for name, value in codec.parameters().items())
+        return {
+            "schedule": (
+                f"H {schedule.inner_steps}, tau {schedule.overlap_steps}, offsets {list(schedule.fragment_offsets)}"
+            ),
+            "codec": codec.name + (f" ({parameters})" if parameters else "") + _code(codec),
+            "error feedback": "yes" if self.error_feedback else "no",
+            "outer optimizer": described(self.outer_optimizer) + _code(self.outer_optimizer),
+            "merge": described(self.merge) + _code(self.merge),
+            "clipping": described(self.clipping),
+            "mean codec": str(self.mean),
+            "average": "weighted mean" if self.average is None else described(self.average) + _code(self.average),
+            **{f"fragment {each.index}": _listed([shapes[name] for name in each.names]) for each in self.fragments},
+            "buffers": _listed(buffers),
+        }
+
+    def saved_facts(self, codec: Codec) -> dict[str, Any]:
+        """What must be the same on both sides of a checkpoint, where ``codec`` encodes the contributions."""
+        return {
+            "inner_steps": self.schedule.inner_steps,
+            "overlap_steps": self.schedule.overlap_steps,
+            "offsets": list(self.schedule.fragment_offsets),
+            "fragments": [list(fragment.names) for fragment in self.fragments],
+            "codec": {"name": codec.name, **codec.parameters()},
+            "merge": described(self.merge),
+            "outer optimizer": type(self.outer_optimizer).__name__,
+        }
 
 
-def check_arguments(
-    model: nn.Module,
-    inner_optimizer: Optimizer | Sequence[Optimizer],
-    schedule: SyncSchedule,
-    fragments: Sequence[Fragment],
-    clipping: Clipping,
-    average: AverageRule | None,
-    merge: MergeRule,
-) -> None:
+def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Optimizer], arguments: Arguments) -> None:
     """Refuse arguments that do not work together.
 
     Raises:
         ConfigurationError: it says which; `FragmentError` if the fragments are not a partition of the model.
     """
-    check_coverage(model, fragments)
+    schedule, merge, average = arguments.schedule, arguments.merge, arguments.average
+    check_coverage(model, arguments.fragments)
     check_buffers(model)
     trainable = trainable_parameters(model)
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
-    if clipping.active and sharded:  # no rank has a whole contribution to take the norm of
+    if arguments.clipping.active and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(
             f"Clipping does not work with a sharded model, and this one shards {sharded[0]} and {len(sharded) - 1} "
             "more parameters over ranks. Leave clipping out, or let every rank hold all parameters (ddp). Nothing was "
@@ -104,9 +121,9 @@ def check_arguments(
             f"No inner optimizer holds {', '.join(idle)}. Add it to one, or freeze it with requires_grad_(False). "
             "Nothing was started."
         )
-    if len(fragments) != schedule.num_fragments:
+    if (given := len(arguments.fragments)) != schedule.num_fragments:
         raise ConfigurationError(
-            f"{len(fragments)} fragments were given with a schedule for {schedule.num_fragments}. Both must have the "
+            f"{given} fragments were given with a schedule for {schedule.num_fragments}. Both must have the "
             "same number. Nothing was started."
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -22,7 +21,6 @@ from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.clipping import UNCLIPPED, Clipping
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import Fragment, holding, partition
-from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
@@ -30,7 +28,7 @@ from diloco.algorithm.schedule import Merge, Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
 from diloco.errors import CheckpointError
 from diloco.events import Event, Note
-from diloco.outer.arguments import check_arguments, described, facts_of_arguments
+from diloco.outer.arguments import Arguments, check_arguments
 from diloco.outer.fragment_rounds import FragmentRounds
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
@@ -52,8 +50,7 @@ class DiLoCo:
         schedule: when fragments are sent and merged; default: H = 100, one fragment, no overlap.
         fragments: a partition made by `partition`; default: strided, with the schedule's number of fragments.
         outer_optimizer: default: Nesterov with lr 0.7 for one fragment, 0.4 for several (the papers'), momentum 0.9.
-        merge: default: with overlap `RebaseMerge`, which keeps the drift of the overlapped steps; without overlap
-            ``AlphaMerge(0)``, which takes the global parameters and is then the same.
+        merge: default: with overlap `RebaseMerge`, which keeps the drift of the overlapped steps, else `AlphaMerge`.
         codec: a codec or its name; default: float32.
         error_feedback: how much of what the codec loses is kept for the next round, 4 bytes per parameter: True or 1
             all of it, 0.95 forgets slowly, False nothing.
@@ -63,8 +60,7 @@ class DiLoCo:
         clipping: the largest contribution, the same on all replicas; default: no limit.
         average: how contributions are averaged; None: their weighted mean. `Rda` and `SendersMean` are others.
         telemetry: whether each round is measured, for `RoundCommitted`: norms, cosines, gain and spread.
-        mean_codec: how means are encoded where each replica sums a part of the values (`plan_exchange`): a codec or its
-            name. Default: float32, which loses nothing.
+        mean_codec: how means are encoded where each replica sums a part of the values (`plan_exchange`); as ``codec``.
         mean_error_feedback: how much of what ``mean_codec`` loses is kept for the next mean, as ``error_feedback``; by
             whoever summed, 4 / M bytes per parameter.
         on_event: called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` of any
@@ -113,45 +109,29 @@ class DiLoCo:
         self.transport = transport or InProcessTransport(1).endpoint(0)
         self.schedule = schedule or SyncSchedule(inner_steps=100)
         self.fragments = tuple(fragments or partition(model, num_fragments=self.schedule.num_fragments))
-        self.merge_rule = merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge())
         self.weight = check_base_weight(weight)
-        self.clipping = clipping or UNCLIPPED
         self.steps = 0
-        check_arguments(model, inner_optimizer, self.schedule, self.fragments, self.clipping, average, self.merge_rule)
-        default = Nesterov(learning_rate=0.7 if len(self.fragments) == 1 else 0.4)
-        device = None if global_device is None else torch.device(global_device)
-        self.outer_loop = OuterLoop(model, self.fragments, outer_optimizer or default, device)
-        self._on_event = on_event or (lambda event: None)
-        codec = make_codec(codec) if isinstance(codec, str) else codec
-        mean_codec = make_codec(mean_codec) if isinstance(mean_codec, str) else mean_codec
-        mean = MeanEncoding(mean_codec, decay=float(mean_error_feedback))
-        self._rounds = FragmentRounds(
-            model,
-            self.outer_loop,
-            self.transport,
-            merge_rule=self.merge_rule,
-            codec=codec,
+        arguments = Arguments(
+            schedule=self.schedule,
+            fragments=self.fragments,
+            outer_optimizer=outer_optimizer or Nesterov(learning_rate=0.7 if len(self.fragments) == 1 else 0.4),
+            merge=merge or (RebaseMerge() if self.schedule.overlap_steps else AlphaMerge()),
+            codec=make_codec(codec) if isinstance(codec, str) else codec,
             error_feedback=error_feedback,
-            clipping=self.clipping,
-            average_rule=average,
+            clipping=clipping or UNCLIPPED,
+            average=average,
             telemetry=telemetry,
-            mean=mean,
+            mean_codec=make_codec(mean_codec) if isinstance(mean_codec, str) else mean_codec,
+            mean_error_feedback=mean_error_feedback,
         )
-        self._facts: dict[str, str] = {}
-        if compare_arguments:
-            self._facts = facts_of_arguments(
-                model,
-                self.schedule,
-                self.fragments,
-                codec,
-                error_feedback=error_feedback,
-                outer_optimizer=self.outer_loop.outer_optimizer,
-                merge=self.merge_rule,
-                clipping=self.clipping,
-                mean_codec=mean_codec,
-                mean_error_feedback=mean_error_feedback,
-                average=average,
-            )
+        check_arguments(model, inner_optimizer, arguments)
+        device = None if global_device is None else torch.device(global_device)
+        self.outer_loop = OuterLoop(model, self.fragments, arguments.outer_optimizer, device)
+        self._on_event = on_event or (lambda event: None)
+        self._rounds = FragmentRounds(model, self.outer_loop, self.transport, arguments)
+        self.shared = self._rounds.shared
+        self._about = arguments.saved_facts(self._rounds.codecs[0])
+        self._facts = arguments.facts(model) if compare_arguments else {}
         self._introduce()
 
     def step(self, trained: float = 1.0) -> None:
@@ -176,7 +156,7 @@ class DiLoCo:
         for action in self.schedule.actions(self.steps):
             match action:
                 case Send(fragment, outer_step):
-                    self._send(RoundId(fragment, outer_step))
+                    self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
                 case Merge():
                     break
 
@@ -191,7 +171,7 @@ class DiLoCo:
                     if fragment in in_flight:
                         self._on_event(self._rounds.merge(fragment, step=self.steps))
                 case Send(fragment, outer_step) if merging:
-                    self._send(RoundId(fragment, outer_step))
+                    self._on_event(self._rounds.send(RoundId(fragment, outer_step), self.weight, step=self.steps))
 
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, with nothing in flight.
@@ -266,15 +246,6 @@ class DiLoCo:
         """Rounds so far that nobody applied, or whose state this replica did not hold."""
         return self._rounds.void
 
-    @property
-    def data_order(self) -> str:
-        """How the replicas share the data out, which joiners are told; "" if they know."""
-        return self._rounds.shared.data_order
-
-    @data_order.setter
-    def data_order(self, order: str) -> None:
-        self._rounds.shared.data_order = order
-
     def digest(self) -> str:
         """A digest of all global parameters and outer state, 32 hexadecimal digits: do the replicas agree?
 
@@ -303,7 +274,7 @@ class DiLoCo:
         Global parameters, outer state, position in the schedule, fragments in flight (what was sent, so that the same
         average is made again), error-feedback residuals, steps trained that no mean has taken, counters.
         """
-        return {"about": self._about(), "steps": self.steps, **self._rounds.state_dict()}
+        return {"about": dict(self._about), "steps": self.steps, **self._rounds.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; the transport is given again what was in flight.
@@ -311,12 +282,11 @@ class DiLoCo:
         Raises:
             CheckpointError: if the state is of another schedule, partition, codec or merge rule; it names both sides.
         """
-        mine, theirs = self._about(), dict(state["about"])
-        for key in mine:
-            if mine[key] != theirs.get(key):
+        for key, mine in self._about.items():
+            if mine != (theirs := state["about"].get(key)):
                 raise CheckpointError(
-                    f"The saved state has {key} = {theirs.get(key)!r}, and this run has {mine[key]!r}. They must be "
-                    "the same. Nothing was loaded."
+                    f"The saved state has {key} = {theirs!r}, and this run has {mine!r}. They must be the same. "
+                    "Nothing was loaded."
                 )
         self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
@@ -327,14 +297,9 @@ class DiLoCo:
             words = f"This was saved while the state of fragment {lacking} was being fetched. It will be fetched again."
             self._on_event(Note(step=self.steps, text=words))
 
-    def _send(self, round_id: RoundId) -> None:
-        window = self.schedule.window_steps(round_id.fragment, round_id.outer_step)
-        sent = self._rounds.send(round_id, step=self.steps, base_weight=self.weight, scheduled_steps=window)
-        self._on_event(sent)
-
     def _introduce(self) -> None:
         """Offer the state to others on the transport, and compare arguments with them."""
-        self.transport.publish(self._rounds.shared.snapshot, self._rounds.shared.version)
+        self.transport.publish(self.shared.snapshot, self.shared.version)
         if self._facts:
             self.transport.agree(self._facts)
 
@@ -342,25 +307,10 @@ class DiLoCo:
         for failure in self._rounds.taking_over.poll(wait=wait):
             self._on_event(Note(step=self.steps, text=failure))
 
-    def _about(self) -> dict[str, Any]:
-        """What must be the same on both sides of a checkpoint."""
-        codec = self._rounds.codecs[0]
-        return {
-            "inner_steps": self.schedule.inner_steps,
-            "overlap_steps": self.schedule.overlap_steps,
-            "offsets": list(self.schedule.fragment_offsets),
-            "fragments": [list(fragment.names) for fragment in self.fragments],
-            "codec": {"name": codec.name, **codec.parameters()},
-            "merge": described(self.merge_rule),
-            "outer optimizer": type(self.outer_loop.outer_optimizer).__name__,
-        }
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """As `end`, unless an error is on its way out."""
         if kind is None:
             self.end()

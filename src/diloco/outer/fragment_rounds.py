@@ -13,19 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.average_rules import AverageRule
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.buffers import collect_buffers, restore_buffers_
-from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.error_feedback import ErrorFeedback
-from diloco.algorithm.mean_encoding import MeanEncoding, Residual
-from diloco.algorithm.merge import MergeRule
+from diloco.algorithm.mean_encoding import Residual
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.telemetry import measured_outer_step
 from diloco.algorithm.weighting import TrainedSteps, contribution_weight
 from diloco.errors import DivergedError, RoundVoidError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
+from diloco.outer.arguments import Arguments
 from diloco.outer.taking_over import SharedState, TakingOver
 from diloco.transport.base import Average, Pending, Transport
 
@@ -54,13 +52,7 @@ class FragmentRounds:
         model: its buffers travel with the last fragment.
         loop: global parameters and outer state, which the rounds move.
         transport: this replica's way to the others.
-        merge_rule: how local parameters take up the global ones.
-        codec: of the payloads.
-        error_feedback: how much of what the codec loses is kept for the next round; 0: nothing.
-        clipping: how large a contribution may be.
-        average_rule: how contributions are averaged; None: the weighted mean.
-        telemetry: whether rounds are measured.
-        mean: how means travel from those who own a stretch of the values.
+        arguments: of `DiLoCo`.
 
     Attributes:
         codecs: one for each fragment.
@@ -70,25 +62,9 @@ class FragmentRounds:
         committed, void: rounds so far, by outcome.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loop: OuterLoop,
-        transport: Transport,
-        *,
-        merge_rule: MergeRule,
-        codec: Codec,
-        error_feedback: float,
-        clipping: Clipping,
-        average_rule: AverageRule | None,
-        telemetry: bool,
-        mean: MeanEncoding,
-    ) -> None:
-        self._feedback = {
-            f.index: ErrorFeedback(codec, f.numel, decay=float(error_feedback))
-            for f in loop.fragments
-            if error_feedback
-        }
+    def __init__(self, model: nn.Module, loop: OuterLoop, transport: Transport, arguments: Arguments) -> None:
+        codec, decay = arguments.codec, float(arguments.error_feedback)
+        self._feedback = {f.index: ErrorFeedback(codec, f.numel, decay=decay) for f in loop.fragments if decay}
         self.codecs: tuple[Codec, ...] = tuple(self._feedback.get(f.index, codec) for f in loop.fragments)
         self.shared = SharedState(loop)
         self.taking_over = TakingOver(self.shared, transport)
@@ -98,12 +74,9 @@ class FragmentRounds:
         self._model = model
         self._loop = loop
         self._transport = transport
-        self._merge_rule = merge_rule
-        self._clipping = clipping
-        self._average_rule = average_rule
-        self._telemetry = telemetry
+        self._arguments = arguments
+        self._mean = arguments.mean
         self._last_means: dict[int, Tensor] = {}  # fragment -> a sample of the last mean that was applied
-        self._mean = mean
         self._residuals: dict[int, Residual] = {}  # fragment -> what this replica has not sent yet of means it owned
         self._in_flight: dict[int, _InFlight] = {}
 
@@ -122,40 +95,30 @@ class FragmentRounds:
         self._transport = transport
         self.taking_over.change_transport(transport)
 
-    def send(self, round_id: RoundId, *, step: int, base_weight: float, scheduled_steps: int) -> RoundSent:
+    def send(self, round_id: RoundId, base_weight: float, *, step: int) -> RoundSent:
         """Hand this replica's contribution to the transport. Never blocks on other replicas.
 
         Args:
             round_id: of a fragment that is not in flight.
-            step: of the event.
             base_weight: weight of a full window of this replica.
-            scheduled_steps: inner steps from the fragment's last round to this one.
+            step: of the event.
 
         Raises:
             NonFiniteError: if the pseudo-gradient holds NaN or infinity; it names the parameters.
         """
         index = round_id.fragment
-        codec = self.codecs[index]
+        codec, window_steps = self.codecs[index], self._arguments.schedule.window_steps(index, round_id.outer_step)
         self.taking_over.sending(index)
-        delta, sent, largest = self._loop.pseudo_gradient(index, keep_local=self._merge_rule.keeps_sent)
+        delta, sent, largest = self._loop.pseudo_gradient(index, keep_local=self._arguments.merge.keeps_sent)
         buffers, integers = collect_buffers(self._model) if index == len(self.codecs) - 1 else (None, None)
-        contribution = Contribution(
-            round=round_id,
-            replica=self._transport.replica,
-            codec=codec,
-            numel=delta.numel(),
+        contribution = self._contribution(
+            round_id,
             payload=codec.encode(delta),
-            weight=contribution_weight(base_weight, self.trained_steps.hand_in(index), scheduled_steps),
+            weight=contribution_weight(base_weight, self.trained_steps.hand_in(index), window_steps),
             base_weight=base_weight,
             digest=self._loop.digest(index),
             buffers=buffers,
             integers=integers,
-            clipping=self._clipping,
-            average_rule=self._average_rule,
-            tensors=self._loop.fragments[index].sizes,
-            telemetry=self._telemetry,
-            mean=self._mean,
-            residual=self._residuals.get(index),
         )
         self._submit(contribution, sent)
         return RoundSent(
@@ -277,26 +240,34 @@ class FragmentRounds:
         self.shared.finished_rounds = [int(count) for count in state["finished_rounds"]]
         self._in_flight.clear()
         for entry in state["in_flight"]:
-            fragment, device = self._loop.fragments[int(entry["fragment"])], self._loop.device
-            contribution = Contribution(
-                round=RoundId(fragment.index, int(entry["outer_step"])),
-                replica=self._transport.replica,
-                codec=self.codecs[fragment.index],
-                numel=fragment.numel,
+            device = self._loop.device
+            contribution = self._contribution(
+                RoundId(int(entry["fragment"]), int(entry["outer_step"])),
                 payload=entry["payload"].to(device),
                 weight=float(entry["weight"]),
                 base_weight=float(entry.get("base_weight", 1.0)),  # checkpoints of 0.5.0 have none
                 digest=str(entry["digest"]),
                 buffers=entry["buffers"],
                 integers=entry["integers"],
-                clipping=self._clipping,
-                average_rule=self._average_rule,
-                tensors=fragment.sizes,
-                telemetry=self._telemetry,
-                mean=self._mean,
-                residual=self._residuals.get(fragment.index),
             )
             self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
+
+    def _contribution(self, round_id: RoundId, **given: Any) -> Contribution:
+        """A contribution of this replica, but for what is ``given``."""
+        fragment, arguments = self._loop.fragments[round_id.fragment], self._arguments
+        return Contribution(
+            round=round_id,
+            replica=self._transport.replica,
+            codec=self.codecs[fragment.index],
+            numel=fragment.numel,
+            clipping=arguments.clipping,
+            average_rule=arguments.average,
+            tensors=fragment.sizes,
+            telemetry=arguments.telemetry,
+            mean=self._mean,
+            residual=self._residuals.get(fragment.index),
+            **given,
+        )
 
     def _submit(self, contribution: Contribution, sent: Tensor | None) -> None:
         pending = self._transport.average(contribution)
@@ -313,7 +284,7 @@ class FragmentRounds:
             self.shared.finished_rounds[index] = average.round.outer_step + 1
             if averaged:
                 measures = self._outer_step(index, average.values)
-                self._loop.merge(index, self._merge_rule, sent)
+                self._loop.merge(index, self._arguments.merge, sent)
             else:
                 with self._loop.carrying_over(index):
                     measures = self._outer_step(index, average.values)
@@ -322,7 +293,7 @@ class FragmentRounds:
         return measures
 
     def _outer_step(self, index: int, mean: Tensor) -> dict[str, float | None]:
-        if not self._telemetry:
+        if not self._arguments.telemetry:
             self._loop.outer_step(index, mean)
             return {}
         measures, self._last_means[index] = measured_outer_step(self._loop, index, mean, self._last_means.get(index))

@@ -153,4 +153,4 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout
     totals.sequences += (totals.steps - before) * session.sequences_per_step  # of the others, about
     if replica.diloco is not None:
         replica.diloco.steps = totals.steps - session.settings.train.data_parallel_steps
-    replica.sampler.join_at(totals.steps, replica.diloco.data_order if replica.diloco else "")
+    replica.sampler.join_at(totals.steps, replica.diloco.shared.data_order if replica.diloco else "")

@@ -15,7 +15,7 @@ from diloco.algorithm.fragments import trainable_parameters
 from diloco.cores import usable_cores
 from diloco.events import Evaluated, SampleGenerated
 from diloco.model.language_model import LanguageModel
-from diloco.outer.arguments import facts_of_arguments
+from diloco.outer.arguments import Arguments
 from diloco.protocol.messages import PROTOCOL_VERSION
 from diloco.train.components import make_configured_codec, outer_arguments
 from diloco.train.describe import describe
@@ -54,7 +54,7 @@ def handshake_facts(
         replicas = f"any number, {settings.swarm.start_replicas} to begin with"
     outer = {"codec": str(settings.codec.name)}
     if settings.algorithm in ("streaming", "diloco"):
-        outer = facts_of_arguments(model, **outer_arguments(settings, model))
+        outer = Arguments(**outer_arguments(settings, model)).facts(model)
     return {
         "protocol version": str(PROTOCOL_VERSION),
         "model": model_fingerprint(model),

@@ -179,7 +179,7 @@ class Session:
         """
         if replica.diloco is None:
             replica.diloco = make_diloco(self.settings, replica, self.fleet, self._emit)
-            replica.diloco.data_order = replica.sampler.order
+            replica.diloco.shared.data_order = replica.sampler.order
             self.fleet.close_to_joiners("")
         return replica.diloco
 
