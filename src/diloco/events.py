@@ -87,8 +87,8 @@ class StepFinished(Event):
     skipped_replicas: int = 0
     """Replicas whose inner step the gradient scaler skipped (float16 only)."""
     trained: bool = True
-    """False where this process left the step out, being slower than others (dynamic steps); loss, learning rate and
-    gradient norm are then those of the last step that it trained."""
+    """False where this process left the step out, being slower than others (dynamic steps) or late (grace); loss,
+    learning rate and gradient norm are then those of the last step that it trained."""
     pace: float = 1.0
     """Fraction of the scheduled steps that this process trains now (dynamic steps)."""
     model_flops_utilization: float | None = None

@@ -91,9 +91,10 @@ def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
         assert summary["rounds_void"] == 0
 
 
-def test_with_dynamic_steps_nobody_is_left_out_and_all_agree(new_peer: MakePeer) -> None:
+@pytest.mark.parametrize("rule", ["dynamic-steps", "straggler grace"])
+def test_with_steps_that_are_left_out_no_replica_is_and_all_agree(new_peer: MakePeer, rule: str) -> None:
     """How fast each one is depends on the machine; that they end with the same parameters does not."""
-    arguments = "--start-replicas 2 --steps 40 --swarm.dynamic-steps"
+    arguments = f"--start-replicas 2 --steps 40 --swarm.{rule}"
     first = new_peer("a", f"{arguments} --replica 0")
     peers = (first, new_peer("b", f"{arguments} --replica 1", first))
     summaries = [peer.summary() for peer in peers]

@@ -32,6 +32,12 @@ class Others:
         self.known = dict(speeds or {})
         self.told: list[float] = []
         self.seen: dict[str, Any] = {}
+        self.left_s: float | None = None
+        self.asked: list[int] = []
+
+    def time_left_s(self, overlap_steps: int) -> float | None:
+        self.asked.append(overlap_steps)
+        return self.left_s
 
     def tell_speed(self, steps_per_s: float) -> None:
         self.told.append(steps_per_s)
@@ -92,7 +98,47 @@ def test_speeds_are_told_once_in_h_steps_and_when_the_members_change() -> None:
 
 def test_how_many_train_a_step_counts_those_not_heard_of_as_training() -> None:
     pace = measured(Others((0, 1, 2), {1: 0.5}), inner_steps=4)
-    assert [pace.members_training(step) for step in range(4)] == [2, 3, 2, 3]
+    assert [pace.members_training(step, trained=True) for step in range(4)] == [2, 3, 2, 3]
+    assert [pace.members_training(step, trained=False) for step in range(4)] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(("left_s", "trains"), [(None, True), (0.0, False), (1.9, False), (2.0, True), (30.0, True)])
+def test_with_grace_a_step_is_trained_if_it_is_over_in_time(left_s: float | None, trains: bool) -> None:
+    others = Others(speeds={1: 9.0})
+    pace = DynamicSteps(0, 10, others, shares=False, grace_steps=3)
+    others.left_s = 0.0
+    assert pace.trains(0), "until its own speed is known"
+    for _ in range(6):
+        pace.trained(2.0)
+    others.left_s = left_s
+    assert [pace.trains(step) for step in range(1, 11)] == [trains] * 10
+    assert set(others.asked) == {3}
+    assert pace.fraction == 1.0, "its share is not reduced by being slow"
+
+
+def test_without_grace_nobody_asks_how_much_time_is_left() -> None:
+    others = Others()
+    others.left_s = 0.0
+    assert measured(others).trains(0)
+    assert not others.asked
+
+
+def test_who_is_late_leaves_out_the_rest_of_its_window_and_its_work_weighs_less(data: Path) -> None:
+    """The very case of a straggler: level with the others again after a send, it trains every step as before."""
+    events: list[Event] = []
+    session = session_of(data, events)
+    others = Others((0,))
+    pace = session.pace = DynamicSteps(0, 4, others, shares=False, grace_steps=1)
+    for _ in range(6):
+        pace.trained(1.0)
+    results = []
+    for step in range(12):
+        others.left_s = 0.0 if step in (5, 6, 7) else None
+        results.append(session.step())
+    assert [result.trained for result in results] == [step not in (5, 6, 7) for step in range(12)]
+    sent = {(event.fragment, event.outer_step): event.weight for event in events if isinstance(event, RoundSent)}
+    assert (sent[0, 0], sent[0, 1], sent[0, 2]) == (1.0, 0.25, 1.0)
+    assert session.totals.sequences == 2 * 9, "what was left out was seen by nobody"
 
 
 def session_of(data: Path, events: list[Event] | None = None) -> Session:
@@ -131,7 +177,7 @@ def test_a_step_that_is_left_out_only_advances_the_schedule(data: Path) -> None:
     assert sent[0] == (0, 0, 0.5), "steps 1 and 4 of 4"
     assert {weight for _, outer_step, weight in sent if outer_step} == {0.25}
     assert len([event for event in events if isinstance(event, RoundCommitted)]) == len(sent) - 1
-    assert session.totals.sequences == 2 * sum(trains_at(step, 1, 4) for step in range(12))
+    assert session.totals.sequences == 2 * sum(trained)
 
 
 def test_a_step_that_is_left_out_moves_no_parameter_and_no_moment(data: Path) -> None:

@@ -90,6 +90,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "join_window_s=3.9 was given with transport.heartbeat_s=2.*Use 4 or more",
     ),
     (
+        {"transport.name": "hivemind", "swarm.run": "m", "swarm.straggler": "grace", "swarm.join_window_s": 3.9},
+        "join_window_s=3.9 was given with transport.heartbeat_s=2.*Use 4 or more",
+    ),
+    ({"swarm.straggler": "grace"}, "straggler='grace' was given with .*Use --transport hivemind"),
+    (
         {"transport.name": "hivemind", "swarm.run": "mine", "transport.latency_s": (0.1,)},
         r"latency_s=.* Use \(\)",
     ),

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.algorithm.averaging import RoundId
 from diloco.membership.change import NextView
+from diloco.membership.grace import SHARE
 from diloco.protocol.messages import speed_message, speed_of
+from tests.transport.contract import contribution
 from tests.transport.wires import Wires
 
 LIMIT_S = 60.0
@@ -71,3 +74,22 @@ def test_who_tells_a_speed_that_is_none_is_lost_and_named(wires: Wires) -> None:
     assert "replica 1" in first.reason
     assert "steps_per_s" in first.reason
     assert first.speeds() == {}
+
+
+def test_who_is_behind_a_quorum_hears_how_much_time_is_left_until_it_has_contributed(wires: Wires) -> None:
+    first, second, third = transports = wires.meet(3, go_on=True)
+    first.tell_speed(0.001)
+    assert until(lambda: third.speeds() == {0: 0.001})
+    pending = [first.average(contribution(0))]
+    assert until(lambda: third.missing(RoundId(0, 0)) == (1, 2))
+    assert third.time_left_s(2) is None, "one of three may lie"
+    pending.append(second.average(contribution(1)))
+    assert until(lambda: third.missing(RoundId(0, 0)) == (2,))
+    left_s = third.time_left_s(2)
+    assert left_s is not None
+    assert 1700 < left_s <= SHARE * 2000
+    assert third.time_left_s(0) == 0
+    assert first.time_left_s(2) is None
+    pending.append(third.average(contribution(2)))
+    assert [each.wait().contributors for each in pending] == [(0, 1, 2)] * 3
+    assert [each.time_left_s(2) for each in transports] == [None] * 3

@@ -176,6 +176,13 @@ class RoundTable:
         """Whether another rank has contributed to a round that this one has not."""
         return any(state.headers and not state.was_begun for state in self._rounds.values())
 
+    def waiting_for_me(self) -> dict[tuple[int, int], dict[int, float]]:
+        """Rounds that this rank has yet to contribute to: replica -> when the last of its ranks was heard of."""
+        if self.frozen:
+            return {}
+        open_ones = [state for state in self._rounds.values() if state.headers and not state.was_begun]
+        return {state.key: state.contributed_s(self.view.members, self._rules) for state in open_ones}
+
     def lacking(self) -> frozenset[int]:
         """Replicas that have not contributed to a round that this rank waits for."""
         waited_for = (state for state in self._rounds.values() if state.begun is not None and state.committed is None)

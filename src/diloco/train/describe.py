@@ -141,6 +141,8 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
         facts["clipping"] = _bounds_in_words(clipping)
     if settings.swarm.dynamic_steps:
         facts["dynamic steps"] = "a replica slower than the fastest leaves steps out; none is waited for"
+    if settings.swarm.straggler == "grace":
+        facts["stragglers"] = "leave out the steps for which the others would have to wait"
     if start:
         facts["traffic"] += f" (the shared start sends {format_bytes(per_gradient * start)} beside it)"
     return facts

@@ -158,6 +158,11 @@ def check_transport(settings: RunSettings) -> None:
             f"swarm.dynamic_steps=true was given with {given}, but replicas know each other's speeds only in a swarm. "
             "Use --transport hivemind, or let all replicas take every step (--swarm.no-dynamic-steps).",
         )
+        refuse_if(
+            swarm.straggler == "grace",
+            f"swarm.straggler='grace' was given with {given}, but replicas know each other's speeds only in a swarm. "
+            "Use --transport hivemind, or --swarm.straggler wait.",
+        )
 
 
 def _check_swarm(settings: RunSettings) -> None:
@@ -185,7 +190,7 @@ def _check_swarm(settings: RunSettings) -> None:
     )
     beat_s = transport.heartbeat_s
     refuse_if(
-        swarm.straggler == "skip" and swarm.join_window_s < 2 * beat_s,
+        swarm.straggler != "wait" and swarm.join_window_s < 2 * beat_s,
         f"swarm.join_window_s={swarm.join_window_s:g} was given with transport.heartbeat_s={beat_s:g}, so that a "
         f"replica would count as late between two heartbeats. Use {2 * beat_s:g} or more.",
     )

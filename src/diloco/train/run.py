@@ -33,7 +33,7 @@ from diloco.model.build import base_digest, check_vocabulary, with_vocabulary
 from diloco.train.beginning import find_beginning
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
-from diloco.train.dynamic_steps import DynamicSteps
+from diloco.train.dynamic_steps import make_pace
 from diloco.train.fleet.base import Fleet, InProcessFleet
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.joining import follow_views
@@ -107,8 +107,8 @@ def run_training(
 
     try:
         session = Session(settings, corpus, fleet, device, emit, initial, definition)
-        if peers and settings.swarm.dynamic_steps:
-            session.pace = DynamicSteps(session.replicas[0].number, settings.schedule.inner_steps, peers)
+        if peers:
+            session.pace = make_pace(settings, session.replicas[0].number, peers)
         home = folder.parent if fleet.group.position else folder
         resumed_from = find_beginning(session, peers, home, emit)
         if resumed_from is None or not (folder / "config.toml").exists():

@@ -93,8 +93,8 @@ class Session:
     def step(self) -> StepFinished:
         """One scheduled inner step of every replica, and the synchronisation that is due after it.
 
-        A step that is left out for being slow (see `DynamicSteps`) is not trained, and only advances the schedule.
-        Losses and norms are then those of the last one that was.
+        A step that is left out for being slow or late (see `DynamicSteps`) is not trained, and only advances the
+        schedule. Losses and norms are then those of the last one that was.
         """
         started_s = time.perf_counter()
         step, pace = self.totals.steps, None if self.averages_gradients else self.pace
@@ -107,7 +107,7 @@ class Session:
             for replica in self.replicas:
                 replica.sampler.skip_batch()
         self.totals.steps += 1
-        members = pace.members_training(step) if pace else self.fleet.num_members
+        members = pace.members_training(step, trained=trained) if pace else self.fleet.num_members
         self.totals.sequences += members * self.settings.train.batch_size
         stepped_s = time.perf_counter()
         self._synchronise(trained=trained)

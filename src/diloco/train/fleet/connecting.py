@@ -95,7 +95,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
         **_exchange(settings, facts),
         go_on=True,
         comes_back=True,
-        late_s=swarm.join_window_s if swarm.straggler == "skip" else settings.round_timeout_s,
+        late_s=settings.round_timeout_s if swarm.straggler == "wait" else swarm.join_window_s,
         split=swarm.split,
         state_bytes_per_s=swarm.state_bytes_per_s,
     )

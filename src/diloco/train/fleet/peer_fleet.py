@@ -135,6 +135,10 @@ class PeerFleet(Fleet):
         """Replica -> inner steps per second, of the other members that have told theirs."""
         return self.transport.speeds()
 
+    def time_left_s(self, overlap_steps: int) -> float | None:
+        """How long this replica can still train before somebody stands still for it; see `PeerTransport`."""
+        return self.transport.time_left_s(overlap_steps)
+
     def note(self, **seen: Any) -> None:
         """Publish facts about this replica for people who watch the run."""
         return None

@@ -23,11 +23,13 @@ class SwarmSettings:
     """Addresses of any peers, as they print them (/ip4/.../p2p/...). Empty: this is the first peer."""
     start_replicas: Annotated[int, arg(aliases=["--start-replicas"])] = 1
     """Training begins when so many replicas are there; later it goes on with as few as transport.min_replicas."""
-    straggler: Literal["wait", "skip"] = "wait"
+    straggler: Literal["wait", "skip", "grace"] = "wait"
     """A replica whose contribution is late is waited for until transport.round_timeout_s (wait), or until
-    swarm.join_window_s (skip); then the others go on without it, and it joins again."""
+    swarm.join_window_s (skip, grace); then the others go on without it, and it joins again. With grace, who can't be
+    there before the overlap of the first ones ends leaves out the inner steps that don't fit, and contributes what it
+    has trained; the same for all peers."""
     join_window_s: float = 30.0
-    """How long the others wait for a late contribution where stragglers are skipped."""
+    """How long the others wait for a late contribution where stragglers are skipped or given grace."""
     dynamic_steps: bool = False
     """A replica slower than the fastest takes only as many of the scheduled inner steps as it can in the time that the
     fastest needs for all of them (DyLU), and keeps nobody waiting; its contributions weigh less. The sequences of steps

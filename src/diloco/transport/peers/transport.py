@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, TransportError
+from diloco.membership.grace import Grace
 from diloco.membership.view import View
 from diloco.protocol import events
 from diloco.protocol.failure_detector import Timing
@@ -74,6 +76,7 @@ class PeerTransport(ProtocolRunner, Transport):
         self.last_transfer: tuple[int, float] | None = None
         self.digests: Mapping[int, str] = self._contributed.digests
         self._copies = HostCopies()
+        self._grace = Grace(rules.replica)
         self._state = StateTransfer(rules, self.connections, state_bytes_per_s)
 
     @property
@@ -136,7 +139,10 @@ class PeerTransport(ProtocolRunner, Transport):
             self.sent_bytes += outcome.sent_bytes
             self.received_bytes += outcome.received_bytes
             if pending.decided_s is not None:
-                self.last_transfer = pending.payload_bytes, pending.decided_s - pending.sent_s
+                took_s = pending.decided_s - pending.sent_s
+                self.last_transfer = pending.payload_bytes, took_s
+                late_s = dict(zip(outcome.contributors, outcome.late_s, strict=True))
+                self._grace.learn(outcome.round.fragment, took_s=took_s, late_s=late_s)
         elif not isinstance(outcome, ReplicaLostError):
             others = len(self.view.members) - 1
             self.sent_bytes += others * pending.payload_bytes
@@ -196,6 +202,21 @@ class PeerTransport(ProtocolRunner, Transport):
     def speeds(self) -> Mapping[int, float]:
         """Replica -> inner steps per second, of other members that have told it."""
         return self._machine.speeds
+
+    def time_left_s(self, overlap_steps: int) -> float | None:
+        """How long this replica can still train before somebody stands still for its contribution; 0 or more.
+
+        Args:
+            overlap_steps: tau, of all replicas.
+
+        Returns:
+            None: too few have contributed to a round that this replica has not, or nobody has told its speed.
+        """
+        with self._changed:
+            rounds, members = self._machine.views.contributions.rounds, len(self.view.members)
+            waiting = rounds.waiting_for_me() if rounds is not None else {}
+            due_s = self._grace.due_s(waiting, self._machine.speeds, members=members, overlap_steps=overlap_steps)
+        return None if due_s is None else max(0.0, due_s - time.monotonic())
 
     def agree(self, facts: Mapping[str, str]) -> None:
         entry, timeout_s = Entry(self.rules.rank, str(self.address), dict(facts)), self.rules.round_timeout_s
