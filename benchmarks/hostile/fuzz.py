@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks.hostile.members import HEADER, VOTE
 from diloco.data.shares import Shares
 from diloco.errors import DiLoCoError
 from diloco.membership.view import View
@@ -80,29 +81,6 @@ _ADOPTED = {
     "reason": "x",
     "joined": [],
     "left": [[2, 4]],
-}
-_VOTE = {
-    "kind": "vote",
-    "view": 0,
-    "round": [0, 1],
-    "ok": True,
-    "digest": "d",
-    "reason": "",
-    "diverged": [],
-    "donor": -1,
-}
-_HEADER = {
-    "kind": "header",
-    "view": 0,
-    "round": [0, 1],
-    "numel": 2,
-    "weight": "1.0",
-    "base_weight": "1.0",
-    "digest": "d",
-    "buffers": None,
-    "integers": None,
-    "withdrawn": "",
-    "taking_over": False,
 }
 _ENTRY = {"rank": 3, "address": "a:1", "facts": {"seed": "0"}, "held_step": -1, "places": ["/ip4/1.2.3.4"]}
 _TABLE = {"swarm": "s", "entries": [_ENTRY], "members": [3], "step": 1, "founded_step": 0}
@@ -174,9 +152,9 @@ PARSERS: dict[str, Parser] = {
     "a text of another": (_TEXTS, _visible),
     "a report": (damaged(_REPORT), lambda message: read(1, message, _VIEW)),
     "what was agreed": (damaged(_ADOPTED).map(lambda a: _REPORT | {"agreed": [3, a]}), lambda m: read(1, m, _VIEW)),
-    "a vote": (damaged(_VOTE), lambda message: read(1, message, _VIEW)),
-    "a vote alone": (damaged(_VOTE), RoundVote.from_message),
-    "a header": (damaged(_HEADER), Header.from_message),
+    "a vote": (damaged(VOTE), lambda message: read(1, message, _VIEW)),
+    "a vote alone": (damaged(VOTE), RoundVote.from_message),
+    "a header": (damaged(HEADER), Header.from_message),
     "a leaving": (
         damaged({"kind": "leaving", "view": 0, "step": 3, "commits": [[0, 1, "d"]]}),
         lambda message: read(1, message, _VIEW),

@@ -21,15 +21,7 @@ from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
 from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
 from diloco.errors import CodecError
 
-__all__ = [
-    "Contribution",
-    "Mean",
-    "RoundId",
-    "Verdict",
-    "combined",
-    "judge",
-    "weighted_mean",
-]
+__all__ = ["Contribution", "Mean", "RoundId", "Verdict", "combined", "judge", "weighted_mean"]
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -179,12 +171,9 @@ def _refusal(contribution: Contribution, expected: _Layout, *, contents: bool) -
         return f"holds floating buffers of {layout.buffers} instead of {expected.buffers}"
     if layout.integers != expected.integers:
         return f"holds integer buffers of {layout.integers} instead of {expected.integers}"
-    if not LEAST_WEIGHT <= contribution.weight <= GREATEST_WEIGHT:
-        return f"has the weight {contribution.weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
-    if not LEAST_WEIGHT <= contribution.base_weight <= GREATEST_WEIGHT:
-        return (
-            f"has the base weight {contribution.base_weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
-        )
+    for name, weight in (("weight", contribution.weight), ("base weight", contribution.base_weight)):
+        if not LEAST_WEIGHT <= weight <= GREATEST_WEIGHT:
+            return f"has the {name} {weight}, which is not from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
     if not contents:
         return ""
     if contribution.buffers is not None and not bool(torch.isfinite(contribution.buffers).all()):
@@ -229,11 +218,11 @@ def judge(
     donor = next(replica for replica in ordered if contributions[replica].digest == majority)
     diverged = tuple(replica for replica in ordered if contributions[replica].digest != majority)
     if len(ordered) - len(diverged) < min(holders, len(ordered)):
-        names = ", ".join(str(replica) for replica in ordered)
+        names = ", ".join(map(str, ordered))
         reason = f"global parameters or outer state of replicas {names} differ, and no {holders} of them hold the same"
         return Verdict((), reason)
     if diverged:
-        names = ", ".join(str(replica) for replica in diverged)
+        names = ", ".join(map(str, diverged))
         reason = f"global parameters or outer state of replica {names} differ from those of replica {donor}"
         return Verdict((), reason, diverged, donor)
     expected = _most_frequent([_Layout.of(contributions[replica]) for replica in ordered])
@@ -271,10 +260,8 @@ def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UN
     total = sum(weights.values())
     factors: dict[int, float] = {}
     if clipping.active:
-        factors = scale_factors(
-            clipping,
-            {each.replica: vector_norm(each.codec.decode(each.payload, each.numel)) for each in ordered},
-        )
+        norms = {each.replica: vector_norm(each.codec.decode(each.payload, each.numel)) for each in ordered}
+        factors = scale_factors(clipping, norms)
     scaled = {replica: weight * factors.get(replica, 1.0) for replica, weight in weights.items()}
     if first.average_rule is None:
         values = torch.zeros(first.numel, dtype=torch.float32, device=first.payload.device)

@@ -11,10 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.algorithm.mean_encoding import Residual
+from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.errors import TransportError
 from diloco.membership.view import View
 
@@ -22,45 +19,28 @@ __all__ = ["Average", "Fetching", "Pending", "SnapshotSource", "Transport"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Average:
-    """What a replica gets from a committed round.
+class Average(Mean):
+    """What a replica gets from a committed round: its mean, bit-identical on every replica, and how the round went.
 
     Attributes:
         round: which round.
-        values: ``(numel,)`` float32, the weighted mean; bit-identical on every replica and never to be changed.
         view: who took part.
-        contributors: replicas whose contributions are in the mean, ascending.
-        weight: the sum of their weights, which divided.
         sent_bytes, received_bytes: payload moved by this replica for this round.
         wait_s: how long this replica stood still for it (virtual seconds on an emulated link).
-        buffers: ``(n,)`` float32 mean of the floating model buffers, or None.
-        integers: ``(n,)`` uint8 bytes of the first contributor's integer buffers, or None.
         note: who was left out of the mean, or whose messages were refused, and why; empty when all was well.
-        clipped: contributors whose values were scaled down, ascending.
         late_s: of each contributor, how many seconds after the first one this replica heard of it; empty where that is
             not known.
-        spread: how far the contributions lie from the mean, in lengths of it; None where that was not measured.
-        residual: what this replica has not sent yet of the means that it encoded, to be given to the fragment's next
-            round; None where nothing was encoded or nothing is kept, and then an earlier residual stays.
         donor: None: the average applies to the state that this replica holds. Else this replica is still taking over
             the fragment's state, which that one holds, and its own contribution did not count.
     """
 
     round: RoundId
-    values: Tensor
     view: View
-    contributors: tuple[int, ...]
-    weight: float
     sent_bytes: int
     received_bytes: int
     wait_s: float
-    buffers: Tensor | None = None
-    integers: Tensor | None = None
     note: str = ""
-    clipped: tuple[int, ...] = ()
-    spread: float | None = None
     late_s: tuple[float, ...] = ()
-    residual: Residual | None = None
     donor: int | None = None
 
 

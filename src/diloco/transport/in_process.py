@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -104,9 +104,9 @@ class InProcessTransport:
         self.changed = threading.Condition()
         self._rounds: dict[RoundId, _Round] = {}
         self._decided_before: dict[RoundId, float] = {}
-        self._sources: dict[int, SnapshotSource] = {}
         self._facts: dict[int, Mapping[str, str]] = {}
         self._refusal = ""
+        self.sources: dict[int, SnapshotSource] = {}
         self.threads: dict[int, int] = {}
         self._endpoints = tuple(InProcessEndpoint(self, replica) for replica in self.view.members)
 
@@ -116,11 +116,10 @@ class InProcessTransport:
 
     def state_dict(self) -> dict[str, Any]:
         """Traffic, clocks, links, decided rounds; contributions in flight are kept by the replicas that sent them."""
-        decided = [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict is not None]
         return {
             "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self._endpoints],
             "network": self.network.state_dict() if self.network else None,
-            "decided": decided,
+            "decided": [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,9 +171,7 @@ class InProcessTransport:
             raise TransportError(
                 f"replica {replica} waits for {round_id}, of which it has nothing in flight.", round=str(round_id)
             )
-        self._await_verdict(replica, round_id, state, self.round_timeout_s if timeout_s is None else timeout_s)
-        verdict = state.verdict
-        assert verdict is not None
+        verdict = self._verdict(replica, round_id, state, self.round_timeout_s if timeout_s is None else timeout_s)
         sent_bytes, received_bytes = self._bytes(state, replica)
         waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
         endpoint = self._endpoints[replica]
@@ -184,40 +181,27 @@ class InProcessTransport:
         if len(state.taken) == len(self.view.members):
             del self._rounds[round_id]
         if replica in verdict.diverged:
-            raise DivergedError(
-                f"{round_id}: {verdict.reason}. The round is void for all.",
-                donor=verdict.donor,
-                round=str(round_id),
-                replicas=verdict.diverged,
-            )
+            words = f"{round_id}: {verdict.reason}. The round is void for all."
+            raise DivergedError(words, donor=verdict.donor, round=str(round_id), replicas=verdict.diverged)
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
         if any((f.kind, f.replica, f.round) == ("miss-commit", replica, round_id) for f in self.faults):
             raise RoundVoidError(f"{round_id}: no commit was heard of.", round=str(round_id), replicas=[replica])
+        residual = state.residuals[self.view.members.index(replica)] if state.residuals else None
         return Average(
+            **vars(replace(state.mean, residual=residual)),
             round=round_id,
-            values=state.mean.values,
             view=self.view,
-            contributors=state.mean.contributors,
-            weight=state.mean.weight,
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,
             wait_s=waited_s,
-            buffers=state.mean.buffers,
-            integers=state.mean.integers,
             note="; ".join(filter(None, [verdict.reason, state.lost])),
-            clipped=state.mean.clipped,
-            spread=state.mean.spread,
-            residual=state.residuals[self.view.members.index(replica)] if state.residuals else None,
         )
-
-    def publish(self, replica: int, source: SnapshotSource) -> None:
-        self._sources[replica] = source
 
     def fetch(self, fragment: int, donors: Sequence[int]) -> Mapping[str, Any]:
         for donor in donors:
-            if donor in self._sources:
-                return self._sources[donor](fragment)
+            if donor in self.sources:
+                return self.sources[donor](fragment)
         asked = ", ".join(map(str, donors))
         raise TransportError(
             f"replica {asked} was asked for fragment {fragment}, but it has published nothing.", replicas=donors
@@ -248,9 +232,7 @@ class InProcessTransport:
             return 0.0
         if round_id in self._decided_before:  # its bytes had their place on the links before the checkpoint
             return self._decided_before.pop(round_id)
-        transfers = {
-            replica: Transfer(at_s, *self._bytes(state, replica)) for replica, at_s in sorted(state.sent_at_s.items())
-        }
+        transfers = {m: Transfer(sent_s, *self._bytes(state, m)) for m, sent_s in sorted(state.sent_at_s.items())}
         return self.network.commit_time_s(transfers) + delay_s
 
     def _bytes(self, state: _Round, replica: int) -> tuple[int, int]:
@@ -259,11 +241,11 @@ class InProcessTransport:
         position = self.view.members.index(replica)
         return state.exchange.sent_bytes(position), state.exchange.received_bytes(position)
 
-    def _await_verdict(self, replica: int, round_id: RoundId, state: _Round, timeout_s: float) -> None:
-        here = threading.get_ident()
+    def _verdict(self, replica: int, round_id: RoundId, state: _Round, timeout_s: float) -> Verdict:
+        """The decision about a round, once there is one."""
         missing = [member for member in self.view.members if member not in state.contributions]
-        alone = bool(missing) and threading.active_count() == 1
-        if alone or any(self.threads.get(member) == here for member in missing):
+        mine = threading.get_ident()
+        if missing and (threading.active_count() == 1 or any(self.threads.get(each) == mine for each in missing)):
             raise RoundTimeoutError(
                 f"replica {replica} would wait for ever for {round_id}: replica {missing[0]} has not sent its part and "
                 "runs in this same thread. Call begin() on every replica before finish() on any, or give each replica "
@@ -271,11 +253,10 @@ class InProcessTransport:
                 round=str(round_id),
                 replicas=missing,
             )
-        decided = self.changed.wait_for(
-            lambda: state.verdict is not None or self._refusal, timeout_s if math.isfinite(timeout_s) else None
-        )
+        limit_s = timeout_s if math.isfinite(timeout_s) else None
+        self.changed.wait_for(lambda: state.verdict is not None or self._refusal, limit_s)
         self._refuse()
-        if not decided:
+        if state.verdict is None:
             missing = [member for member in self.view.members if member not in state.contributions]
             raise RoundTimeoutError(
                 f"{round_id} was not decided within {timeout_s:g} s: nothing was heard of replica "
@@ -283,6 +264,7 @@ class InProcessTransport:
                 round=str(round_id),
                 replicas=missing,
             )
+        return state.verdict
 
 
 class InProcessEndpoint(Transport):
@@ -310,7 +292,7 @@ class InProcessEndpoint(Transport):
 
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         with self.hub.changed:
-            self.hub.publish(self.replica, source)
+            self.hub.sources[self.replica] = source
 
     def fetch(self, fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
         with self.hub.changed:

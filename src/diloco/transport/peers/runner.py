@@ -189,22 +189,15 @@ class ProtocolRunner:
         self._handle(event)
 
     def _average(self, commit: actions.Commit) -> Average:
-        mean, plan, me = commit.mean, commit.plan, commit.view.members.index(self.rules.replica)
+        plan, me = commit.plan, commit.view.members.index(self.rules.replica)
         return Average(
+            **vars(commit.mean),
             round=commit.round,
-            values=mean.values,
             view=commit.view,
-            contributors=mean.contributors,
-            weight=mean.weight,
             sent_bytes=plan.sent_bytes(me),
             received_bytes=plan.received_bytes(me),
             wait_s=0.0,
-            buffers=mean.buffers,
-            integers=mean.integers,
             note=commit.note,
-            clipped=mean.clipped,
-            spread=mean.spread,
-            residual=mean.residual,
             donor=commit.donor,
             late_s=commit.late_s,
         )
