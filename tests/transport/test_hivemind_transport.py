@@ -17,7 +17,7 @@ class TestDirectStreamsContract(TransportContract):
     @pytest.fixture
     def make_endpoints(self, swarms: Swarms) -> MakeEndpoints:
         def make(num_replicas: int) -> Sequence[Transport]:
-            return swarms.meet(num_replicas, direct="auto", streams=2)
+            return swarms.meet(num_replicas, direct="only", streams=2)
 
         return make
 
