@@ -9,26 +9,25 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.errors import ConfigurationError, RendezvousError, ReplicaLostError, TransportError
+from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership.grace import Grace
 from diloco.membership.view import View
 from diloco.protocol import events
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.machine import Answer
-from diloco.protocol.messages import facts_message, next_view, speed_message
+from diloco.protocol.messages import next_view, speed_message
 from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
 from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
 from diloco.transport.peers.data_link import OpenLink
+from diloco.transport.peers.meetings import Meetings
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
-from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state_transfer import StateTransfer
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.threads import in_thread
-from diloco.waiting import waiting_for
 
 __all__ = ["PeerTransport"]
 
@@ -36,18 +35,14 @@ _LEAVING_S = 3.0
 _ENDING_S = 2.0  # of what waits for links that have ended; one still being made may take longer, and does no harm
 
 
-class PeerTransport(ProtocolRunner, Transport):
+class PeerTransport(Meetings, Transport):
     """Replicas in processes of their own.
 
     Contributions are sent in the background as soon as they are handed in, and `Pending.wait` waits for the rest. All
     methods are for the training thread.
 
     Args:
-        rules: this rank, and how rounds go.
-        policies: what happens when replicas are lost.
-        timing: of heartbeats.
-        streams: of control connections.
-        link: emulated at this end, or None.
+        rules, policies, timing, streams, link: as of `ProtocolRunner`.
         together: whether all ranks stop when one has to.
         state_bytes_per_s: limit for all ranks that fetch state from this one; None: no limit.
 
@@ -218,45 +213,6 @@ class PeerTransport(ProtocolRunner, Transport):
             due_s = self._grace.due_s(waiting, self._machine.speeds, members=members, overlap_steps=overlap_steps)
         return None if due_s is None else max(0.0, due_s - time.monotonic())
 
-    def agree(self, facts: Mapping[str, str]) -> None:
-        entry, timeout_s = Entry(self.rules.rank, str(self.address), dict(facts)), self.rules.round_timeout_s
-        agreement, present = self._machine.agreement, self._machine.present
-
-        def unready() -> list[int]:
-            return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
-
-        self._post(events.Say(facts_message(entry)))
-        with waiting_for(lambda: f"{_named(unready())} to make its DiLoCo", timeout_s), self._changed:
-            self._wait_for(
-                lambda: agreement.mine == entry and (agreement.refusal(present()) or not unready()), timeout_s
-            )
-            refusal, missing = agreement.refusal(present()), unready()
-        if refusal:
-            raise ConfigurationError(f"{refusal}. All replicas need the same arguments of DiLoCo. Nothing was started.")
-        if missing:
-            raise RendezvousError(
-                f"replica {self.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
-                f"{'are' if len(missing) > 1 else 'is'} connected and not ready to train: no DiLoCo was made there. "
-                "Nothing was started.",
-                replicas=missing,
-            )
-
-    def ask_to_stop(self) -> None:
-        """Let `stop_step` of every rank agree on a step soon."""
-        self._post(events.Say({"kind": "meet", "name": "stop"}))
-        self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
-
-    def stop_step(self) -> int | None:
-        """The inner step after which all ranks stop; None if no rank has asked to stop."""
-        if not self._machine.barriers.stopping:
-            return None
-        return max(self._met("stop").values()) + 1
-
-    def meet(self, name: str, value: int) -> dict[int, int]:
-        """Tell ``value`` at the barrier ``name``, and wait until all connected ranks have; each name is used once."""
-        self._post(events.Say({"kind": "meet", "name": name, "value": value}))
-        return self._met(name)
-
     def finish(self) -> None:
         """This rank has done all its steps: wait for the others, or leave if they take more steps."""
         self._post(events.Say({"kind": "meet", "name": "finished", "value": self.step}))
@@ -323,22 +279,6 @@ class PeerTransport(ProtocolRunner, Transport):
         self.connections.post(self.connections.trust, self.rules.ranks(self.view.members))
         self._call(events.Enter(following, connections))
 
-    # Waiting.
-
-    def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
-        """The values told at a barrier, once all connected ranks have told theirs or ``unless`` holds."""
-        barriers, present = self._machine.barriers, self._machine.present
-        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s())
-        return barriers.said(name)
-
     def _others_go_on(self) -> bool:
         rounds = self._machine.views.contributions.rounds
         return rounds is not None and rounds.goes_on_without_me()
-
-    def _guard_s(self) -> float:
-        """Longer than any round takes, unless something unforeseen is wrong."""
-        return 3 * self.rules.round_timeout_s + 3 * self.timing.silence_s
-
-
-def _named(replicas: Sequence[int]) -> str:
-    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
