@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.membership.grace import SHARE, Grace, due_s
@@ -13,6 +13,7 @@ times_s = st.floats(0, 1e6)
 speeds = st.floats(1e-9, 1e9)
 
 
+@settings(deadline=None)
 @given(
     arrivals_s=st.lists(st.floats(0, 100), min_size=3, max_size=7),
     step_s=st.floats(0.01, 10),
@@ -30,6 +31,7 @@ def test_with_equal_speeds_it_is_the_published_formula(
     assert due == pytest.approx(quorum_at_s + max(0.0, grace_s), abs=1e-6)
 
 
+@settings(deadline=None)
 @given(
     heard_s=st.dictionaries(st.integers(1, 8), times_s, max_size=8),
     steps_per_s=st.dictionaries(st.integers(1, 8), speeds, max_size=8),
@@ -52,6 +54,7 @@ def test_nobody_is_hurried_before_a_quorum_has_contributed_nor_waited_for_after_
         assert due <= max(quorum_at_s, heard_s[one] + overlap_steps / steps_per_s[one])
 
 
+@settings(deadline=None)
 @given(
     honest_s=st.lists(times_s, min_size=2, max_size=2),
     lying_s=times_s,

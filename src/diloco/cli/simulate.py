@@ -43,6 +43,9 @@ class SimulateOptions(SiteOptions):
     dynamic_steps: bool = False
     """A replica slower than the fastest leaves out inner steps, as with --swarm.dynamic-steps, and keeps nobody
     waiting."""
+    grace: bool = False
+    """A replica that is late leaves out the inner steps for which the others would wait, as with
+    --swarm.straggler grace."""
     clipping: bool = False
     """Every payload goes to every replica, as contributions are clipped (outer.max_norm, outer.median_norm_factor) or
     averaged in another way than by their mean (outer.average)."""

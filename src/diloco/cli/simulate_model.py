@@ -115,14 +115,18 @@ def _traffic(options: SimulateOptions, method: Method, workload: Workload) -> Tr
 
 
 def _for_method(options: SimulateOptions, method: Method, cluster: Cluster) -> Cluster:
-    """``cluster``, with dynamic steps where asked for: not where gradients are averaged at every step."""
-    dynamic = options.dynamic_steps and not method.data_parallel
-    return dataclasses.replace(cluster, dynamic_of=options.inner_steps) if dynamic else cluster
+    """``cluster``, with dynamic steps and grace where asked for: not where gradients are averaged at every step."""
+    if method.data_parallel:
+        return cluster
+    dynamic_of = options.inner_steps if options.dynamic_steps else None
+    return dataclasses.replace(cluster, dynamic_of=dynamic_of, grace=options.grace)
 
 
 def _unequal(options: SimulateOptions, cluster: Cluster) -> dict[str, str]:
     """What slow replicas do, if some are slower than others."""
     if len(set(cluster.step_time_s.tolist())) == 1:
+        return {}
+    if options.grace and not options.dynamic_steps:
         return {}
     if not options.dynamic_steps:
         return {"slow ones": "take every step, and the others wait for them (--dynamic-steps: they leave some out)"}
@@ -145,6 +149,7 @@ def _facts(options: SimulateOptions, workload: Workload, cluster: Cluster) -> di
         "run": f"{options.replicas} replicas, H = {options.inner_steps}, steps of {', '.join(options.step_time)}",
         "assumed": assumed[options.assume],
         **_unequal(options, cluster),
+        **({"late ones": "leave out the steps for which the others would wait"} if options.grace else {}),
         **({"means": f"encoded as {options.mean_codec}"} if options.mean_codec != "float32" else {}),
         **({"clipping": "every payload goes to everybody, but gradients"} if options.clipping else {}),
     }
@@ -159,6 +164,7 @@ def _on_link(method: Method, traffic: Traffic, cluster: Cluster, picture: Path |
         title = f"{method.name}: {float(result.compute_utilization):.1%} compute utilisation"
         draw_timeline(timeline(result, cluster, steps), picture, title=title)
     share = sum(cluster.trained_steps) / cluster.num_replicas / (cluster.dynamic_of or 1)
+    share -= float(result.left_out.mean()) / result.steps
     return {"method": method.name, **_numbers(result, cluster), "trained_share": share}
 
 
@@ -192,11 +198,13 @@ def _print_on_link(records: Sequence[dict[str, Any]], facts: dict[str, str], opt
             format_bytes(record["sent_bytes_per_replica"] * options.inner_steps / record["inner_steps"]),
             format_rate(8 * record["mean_bytes_per_s"]),
             format_rate(8 * record["peak_bytes_per_s"]),
+            *([f"{record['trained_share']:.1%}"] if options.grace else []),
         ]
         for record in records
     ]
     timed = ["stall per round", "longest", "time per H steps"]
-    print(columns(["method", "utilisation", *timed, "sent", "mean rate", "peak rate"], rows))
+    trained = ["steps trained"] if options.grace else []
+    print(columns(["method", "utilisation", *timed, "sent", "mean rate", "peak rate", *trained], rows))
 
 
 def _print_needed(found: dict[Method, tuple[Needed, ...]], facts: dict[str, str], options: SimulateOptions) -> None:

@@ -31,6 +31,8 @@ class Cluster:
             distribution with the mean ``step_time_s``, by ``seed``.
         seed: of the jitter.
         dynamic_of: H, where replicas slower than the fastest leave out steps (DyLU); None: all take every step.
+        grace: whether replicas that are late leave out steps for which the others would wait, as with
+            ``swarm.straggler = "grace"``.
         overheads: what a run spends beside that.
     """
 
@@ -41,6 +43,7 @@ class Cluster:
     jitter: float = 0.0
     seed: int = 0
     dynamic_of: int | None = None
+    grace: bool = False
     overheads: Overheads = IDEAL
 
     @classmethod
@@ -52,6 +55,7 @@ class Cluster:
         jitter: float = 0.0,
         seed: int = 0,
         dynamic_of: int | None = None,
+        grace: bool = False,
         overheads: Overheads = IDEAL,
     ) -> Cluster:
         """One link and one step time per replica; one step time for all is enough.
@@ -76,6 +80,7 @@ class Cluster:
             jitter=jitter,
             seed=seed,
             dynamic_of=dynamic_of,
+            grace=grace,
             overheads=overheads,
         )
 
@@ -127,7 +132,8 @@ class Cluster:
         return tuple(steps_to_train(replica, speeds, self.dynamic_of) for replica in speeds)
 
     def computed_s(self, steps: int) -> NDArray[np.float64]:
-        """Compute time of the first so many steps, by step and replica, ``(steps + 1, M)``; no schedule changes it."""
+        """Compute time of the first so many steps, by step and replica, ``(steps + 1, M)``; no schedule changes it, but
+        for steps that are left out as there is no more time for them (`grace`)."""
         if self.jitter < 1e-6:  # too little to tell two steps apart, and the draw itself would overflow
             if self.dynamic_of is None:
                 return np.arange(steps + 1)[:, None] * self.step_time_s

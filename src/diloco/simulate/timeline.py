@@ -61,9 +61,14 @@ def timeline(simulated: Simulated, cluster: Cluster, steps: int, scenario: tuple
         scenario: which of the scenarios, an index for each of their axes.
 
     Raises:
-        ConfigurationError: without a history, for no steps, and for a scenario that does not exist.
+        ConfigurationError: without a history, for no steps, for a scenario that does not exist, and with grace.
     """
     shape = simulated.compute_s.shape
+    if cluster.grace:
+        raise ConfigurationError(
+            "a timeline was asked for of replicas that leave out steps when they are late (grace), which it can't "
+            "show. Leave grace out. Nothing was drawn."
+        )
     _check_history(simulated)
     fits = len(scenario) == len(shape) - 1 and all(
         -size <= index < size for index, size in zip(scenario, shape, strict=False)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from diloco.algorithm.schedule import Send
 from diloco.errors import ConfigurationError
 from diloco.simulate.cluster import Cluster
+from diloco.simulate.late_steps import LateSteps
 from diloco.simulate.traffic import Parcel, Traffic
 from diloco.transport.links import RoundTimes, round_times
 
@@ -69,6 +70,7 @@ class Simulated:
         spent_s: time spent encoding, in outer steps and merging (`Overheads`).
         longest_wait_s: the longest wait for a single average.
         sent_bytes, received_bytes: payload.
+        left_out: inner steps that were not trained, being late (`Cluster.grace`).
         history: all rounds of the run, if asked for; those in flight at its end come last.
     """
 
@@ -80,6 +82,7 @@ class Simulated:
     longest_wait_s: Floats
     sent_bytes: Floats
     received_bytes: Floats
+    left_out: Floats
     history: tuple[SimulatedRound, ...] = ()
 
     @property
@@ -148,6 +151,7 @@ def simulate(
         if step > measure_from and run.measured_from is None:
             run.measured_from, before = step, run.totals()
             run.longest_wait_s = np.zeros(run.shape)
+        run.reach(step)
         for action in traffic.schedule.actions(step):
             if isinstance(action, Send):
                 run.send(action.fragment, action.outer_step, step)
@@ -159,10 +163,11 @@ def simulate(
         for fragment in tuple(run.in_flight):  # in the order in which they were sent
             run.merge(fragment, steps)
     counted = {name: after - before[name] for name, after in run.totals().items()}
+    computed_s = run.computed_s[steps] - run.computed_s[measure_from]
     return Simulated(
         steps=steps - measure_from,
         rounds=int(counted.pop("rounds")),
-        compute_s=np.broadcast_to(run.computed_s[steps] - run.computed_s[measure_from], run.shape),
+        compute_s=computed_s - counted.pop("saved_s"),
         longest_wait_s=run.longest_wait_s,
         history=(*run.history, *run.in_flight.values()) if history else (),
         **counted,
@@ -189,6 +194,8 @@ class _Run:
         self.waited_s, self.spent_s, self.longest_wait_s = (np.zeros(self.shape) for _ in range(3))
         self.up_free_s, self.down_free_s = np.zeros(self.shape), np.zeros(self.shape)
         self.sent_bytes, self.received_bytes = np.zeros(self.shape), np.zeros(self.shape)
+        self.late_steps = LateSteps(cluster, traffic, self.computed_s, self.shape) if cluster.grace else None
+        self.saved_s, self.left_out = np.zeros(self.shape), np.zeros(self.shape)
         self.rounds = 0
         self.measured_from: int | None = None
         self.in_flight: dict[int, SimulatedRound] = {}
@@ -199,23 +206,36 @@ class _Run:
         return {
             "waited_s": self.waited_s.copy(),
             "spent_s": self.spent_s.copy(),
+            "saved_s": self.saved_s.copy(),
+            "left_out": self.left_out.copy(),
             "sent_bytes": self.sent_bytes.copy(),
             "received_bytes": self.received_bytes.copy(),
             "rounds": np.array(self.rounds),
         }
 
+    def now_s(self, step: int) -> Floats:
+        """The clocks after ``step``, as far as it is known what they did until then."""
+        clocks_s: Floats = self.computed_s[step] - self.saved_s + self.waited_s + self.spent_s
+        return clocks_s
+
+    def reach(self, step: int) -> None:
+        """All steps up to this one are trained, or left out."""
+        if self.late_steps is not None:
+            saved_s, left_out = self.late_steps.until(step, self.now_s(self.late_steps.reached))
+            self.saved_s, self.left_out = self.saved_s + saved_s, self.left_out + left_out
+
     def send(self, fragment: int, outer_step: int, step: int) -> None:
         parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
-        began_s = self.computed_s[step] + self.waited_s + self.spent_s
+        began_s = self.now_s(step)
         self.spent_s = self.spent_s + (overheads.pause_s + overheads.send_s_per_value * parcel.numel)
+        last_began_s, lasted_s = self.now_s(step - 1), self.computed_s[step] - self.computed_s[step - 1]
+        if self.late_steps is not None:
+            trained = self.late_steps.trained_last
+            last_began_s, lasted_s = np.where(trained, last_began_s, self.now_s(step)), np.where(trained, lasted_s, 0.0)
+        sent_at_s = handed_in_s(parcel, last_began_s, lasted_s, self.links.bandwidth_bits_per_s)
         times = round_times(
             self.links,
-            handed_in_s(
-                parcel,
-                self.computed_s[step - 1] + self.waited_s + self.spent_s,
-                self.computed_s[step] - self.computed_s[step - 1],
-                self.links.bandwidth_bits_per_s,
-            ),
+            sent_at_s,
             parcel.sent_bytes,
             parcel.received_bytes,
             self.up_free_s,
@@ -230,19 +250,21 @@ class _Run:
             times=times,
             send_step=step,
             send_start_s=began_s,
-            send_stop_s=self.computed_s[step] + self.waited_s + self.spent_s,
+            send_stop_s=self.now_s(step),
             merge_step=None,
             merge_start_s=NEVER_S,
             merge_stop_s=NEVER_S,
             merged_s=NEVER_S,
         )
+        if self.late_steps is not None:
+            self.late_steps.learn(fragment, (times.committed_s + self.beside_s[fragment]) - sent_at_s)
         self.sent_bytes = self.sent_bytes + parcel.sent_bytes
         self.received_bytes = self.received_bytes + parcel.received_bytes
 
     def merge(self, fragment: int, step: int) -> None:
         parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
         sent = self.in_flight.pop(fragment)
-        now_s = self.computed_s[step] + self.waited_s + self.spent_s
+        now_s = self.now_s(step)
         waits_s = np.maximum(0.0, sent.times.committed_s + self.beside_s[fragment] - now_s)
         self.waited_s = self.waited_s + waits_s
         self.longest_wait_s = np.maximum(self.longest_wait_s, waits_s)
