@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,13 @@ class Swarm:
                 diloco.begin()
             for diloco in self.replicas:
                 diloco.finish()
+
+    def go_on_from(self, other: Swarm) -> None:
+        """Take over all that a checkpoint of ``other`` would hold; its inner optimizer has no state."""
+        self.transport.load_state_dict(other.transport.state_dict())
+        for mine, theirs, diloco, saved in zip(self.models, other.models, self.replicas, other.replicas, strict=True):
+            mine.load_state_dict(theirs.state_dict())
+            diloco.load_state_dict(copy.deepcopy(saved.state_dict()))
 
     def local(self, replica: int) -> Tensor:
         """All local parameters of a replica, one flat vector."""

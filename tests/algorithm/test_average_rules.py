@@ -152,10 +152,7 @@ def test_replicas_agree_and_go_on_from_a_checkpoint_with_a_round_in_flight(rule:
     whole, first, second = make(), make(), make()
     whole.run(12, quadratic())
     first.run(5, quadratic())
-    second.transport.load_state_dict(first.transport.state_dict())
-    for m, diloco in enumerate(second.replicas):
-        second.models[m].load_state_dict(first.models[m].state_dict())
-        diloco.load_state_dict(first.replicas[m].state_dict())
+    second.go_on_from(first)
     second.run(7, quadratic())
     for m in range(3):
         assert torch.equal(second.global_params(m), whole.global_params(0))

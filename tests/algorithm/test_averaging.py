@@ -10,23 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, RoundId, Verdict, judge, weighted_mean
 from diloco.algorithm.clipping import LARGEST_MEAN
 from diloco.algorithm.codec import codec_names, make_codec
 from diloco.errors import CodecError
-
-SIZE = 515
-"""Two blocks of 256 and a rest that is odd."""
-
-
-def contribution(replica: int, values: Tensor | None = None, *, codec: str = "float32", **fields: Any) -> Contribution:
-    encoder = make_codec(codec)
-    if values is None:
-        values = torch.randn(SIZE, generator=torch.Generator().manual_seed(replica))
-    given = {"numel": values.numel(), "payload": encoder.encode(values), "digest": "d", **fields}
-    return Contribution(round=RoundId(0, 0), replica=replica, codec=encoder, **given)
+from tests.algorithm.contributions import SIZE, contribution
 
 
 def decide(given: Sequence[Contribution], *, num_replicas: int = 3, least: int = 3, **absent: str) -> Verdict:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.algorithm import clipping as module
-from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
+from diloco.algorithm.averaging import Contribution, weighted_mean
 from diloco.algorithm.clipping import UNCLIPPED, Clipping, scale_factors, vector_norm
 from diloco.algorithm.codec import codec_names, make_codec
 from diloco.algorithm.merge import AlphaMerge
@@ -21,6 +21,7 @@ from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.events import RoundCommitted
+from tests.algorithm.contributions import contribution
 from tests.replicas import Swarm, quadratic
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -104,18 +105,9 @@ def test_what_no_bound_can_be_is_refused(name: str, value: float) -> None:
 
 
 def contributions(codec: str, scales: list[float], weights: list[float]) -> list[Contribution]:
-    encoder = make_codec(codec)
-    return [
-        Contribution(
-            round=RoundId(0, 0),
-            replica=m,
-            codec=encoder,
-            numel=700,
-            payload=encoder.encode(scale * torch.randn(700, generator=torch.Generator().manual_seed(m))),
-            weight=weight,
-        )
-        for m, (scale, weight) in enumerate(zip(scales, weights, strict=True))
-    ]
+    values = [scale * torch.randn(700, generator=torch.Generator().manual_seed(m)) for m, scale in enumerate(scales)]
+    pairs = zip(values, weights, strict=True)
+    return [contribution(m, each, codec=codec, weight=weight) for m, (each, weight) in enumerate(pairs)]
 
 
 @pytest.mark.parametrize("codec", codec_names())
@@ -217,10 +209,7 @@ def test_what_is_in_flight_is_clipped_after_a_checkpoint_too() -> None:
     whole, first, second = make(), make(), make()
     whole.run(12, quadratic())
     first.run(5, quadratic())
-    second.transport.load_state_dict(first.transport.state_dict())
-    for m, diloco in enumerate(second.replicas):
-        second.models[m].load_state_dict(first.models[m].state_dict())
-        diloco.load_state_dict(first.replicas[m].state_dict())
+    second.go_on_from(first)
     second.run(7, quadratic())
     assert torch.equal(second.global_params(0), whole.global_params(0))
     assert {event.clipped for event in second.events if isinstance(event, RoundCommitted)} == {(0, 1)}

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.averaging import Contribution, RoundId, weighted_mean
-from diloco.algorithm.codec import make_codec
+from diloco.algorithm.averaging import Contribution, weighted_mean
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sgd
 from diloco.algorithm.telemetry import OuterStepMeasures, measured_outer_step, sample, sampled_stretches
 from diloco.events import RoundCommitted
+from tests.algorithm.contributions import contribution
 from tests.replicas import quadratic, streaming
 
 
@@ -94,19 +94,8 @@ def test_samples_estimate_what_all_values_have() -> None:
 
 
 def contributions(values: list[Tensor], weights: list[float], codec: str = "float32") -> list[Contribution]:
-    encoder = make_codec(codec)
-    return [
-        Contribution(
-            round=RoundId(0, 0),
-            replica=replica,
-            codec=encoder,
-            numel=len(each),
-            payload=encoder.encode(each),
-            weight=weight,
-            telemetry=True,
-        )
-        for replica, (each, weight) in enumerate(zip(values, weights, strict=True))
-    ]
+    pairs = enumerate(zip(values, weights, strict=True))
+    return [contribution(m, each, codec=codec, weight=weight, telemetry=True) for m, (each, weight) in pairs]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 5])

@@ -75,11 +75,8 @@ class TestState:
         first = streaming(**arguments)
         first.run(stop_at, quadratic())
         second = streaming(**arguments)
-        second.transport.load_state_dict(first.transport.state_dict())
-        for m, diloco in enumerate(second.replicas):
-            second.models[m].load_state_dict(first.models[m].state_dict())
-            diloco.load_state_dict(first.replicas[m].state_dict())
-            assert diloco.in_flight == first.replicas[m].in_flight
+        second.go_on_from(first)
+        assert [each.in_flight for each in second.replicas] == [each.in_flight for each in first.replicas]
         second.run(20 - stop_at, quadratic())
         for m in range(3):
             assert torch.equal(second.local(m), whole.local(m))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -139,10 +138,7 @@ def test_stopping_anywhere_and_going_on_is_never_stopping(stop_at: int) -> None:
     whole.run(20, quadratic())
     first, second = encoded(), encoded()
     first.run(stop_at, quadratic())
-    second.transport.load_state_dict(first.transport.state_dict())
-    for m, diloco in enumerate(second.replicas):
-        second.models[m].load_state_dict(first.models[m].state_dict())
-        diloco.load_state_dict(copy.deepcopy(first.replicas[m].state_dict()))
+    second.go_on_from(first)
     second.run(20 - stop_at, quadratic())
     for m in range(4):
         assert torch.equal(second.local(m), whole.local(m))
