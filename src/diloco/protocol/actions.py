@@ -38,8 +38,9 @@ class Timer:
     """Names a timer.
 
     Attributes:
-        kind: ``expire``: a round has taken too long; ``look``: look who keeps a round waiting; ``renew``: form the view
-            anew, since a payload connection has broken; ``settle``: a change of views has taken too long.
+        kind: ``expire``: a round has taken too long, or the votes of others have; ``look``: look who keeps a round
+            waiting; ``renew``: form the view anew, since a payload connection has broken; ``settle``: a change of views
+            has taken too long.
         view_id: of the view in which it was set.
         round: None for ``renew`` and ``settle``.
     """

@@ -129,7 +129,10 @@ class Machine:
                 elif timer.kind == "settle":
                     views.settle(timer.view_id)
                 elif rounds is not None and timer.kind == "expire":
-                    views.renew_soon(rounds.expire(timer))
+                    if owing := rounds.overdue(timer):
+                        views.give_up_late(*owing)
+                    else:
+                        views.renew_soon(rounds.expire(timer))
                 elif rounds is not None and (late := rounds.look(timer)):
                     views.give_up_late(*late)
             case events.Begin(view, member, closed):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco.algorithm.averaging import Mean, RoundId, Verdict
 from diloco.algorithm.exchange import Exchange
@@ -46,6 +47,7 @@ class RoundState:
         concluded: whether the outcome was reported.
         lateness: of replicas that the round waits for.
         silence: of replicas that send nothing at all.
+        owing: of replicas whose votes are missing since this rank has voted for it, at ``voted_s``.
     """
 
     id: RoundId
@@ -66,6 +68,8 @@ class RoundState:
     concluded: bool = False
     lateness: Lateness = field(default_factory=Lateness)
     silence: Lateness = field(default_factory=Lateness)
+    owing: Lateness = field(default_factory=Lateness)
+    voted_s: float = math.inf
 
     @property
     def key(self) -> tuple[int, int]:
@@ -96,6 +100,15 @@ class RoundState:
     def missing(self, ranks: Sequence[int], rules: Rules) -> tuple[int, ...]:
         """Replicas whose headers have not come; ``ranks``: of the view."""
         return tuple(sorted({rules.replica_of(rank) for rank in ranks if rank not in self.headers}))
+
+    def without_vote(self, ranks: Sequence[int], rules: Rules) -> frozenset[int]:
+        """Other replicas whose votes have not come; ``ranks``: of the view."""
+        return frozenset(rules.replica_of(rank) for rank in ranks if rank not in self.votes) - {rules.replica}
+
+    def renewed(self, rules: Rules, now_s: float) -> HandedIn:
+        """This rank's contribution for the next view; its time begins anew where this rank had voted within it."""
+        assert self.begun is not None
+        return replace(self.begun, sent_s=now_s) if rules.rank in self.votes else self.begun
 
     def look(
         self, ranks: Sequence[int], rules: Rules, words: Mapping[int, int]

@@ -18,7 +18,7 @@ from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
 from diloco.protocol.headers import Header
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import Decided, RoundState
-from diloco.protocol.rules import Policies, Rules, expired_words, late_words
+from diloco.protocol.rules import Policies, Rules, expired_words, late_words, owing_words
 
 __all__ = ["RoundTable"]
 
@@ -100,11 +100,11 @@ class RoundTable:
                 changed = ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
                 self._decide(state, False, reason, (failure if self._policies.raises(state.id) else None) or changed)
             elif state.begun is not None:
-                undecided.append(state.begun)
+                undecided.append((state.begun.sent_s, state.renewed(self._rules, self._outbox.now_s)))
                 self._stop_timers(state)
             if state.verdict is None:  # so that the exchange does not wait for it
                 self._give_verdict(state, Verdict((), reason))
-        return sorted(undecided, key=lambda handed: handed.sent_s)
+        return [handed for _, handed in sorted(undecided, key=lambda each: each[0])]
 
     def begin(self, handed: HandedIn, *, joined: bool) -> None:
         """Contribute to a round, which may be carried over from the view before.
@@ -188,6 +188,15 @@ class RoundTable:
         waited_for = (state for state in self._rounds.values() if state.begun is not None and state.committed is None)
         return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
 
+    def owing(self) -> frozenset[int]:
+        """Replicas whose vote this rank has waited for, since its own, for at least half of a round's time."""
+        waited = (
+            state
+            for state in self._rounds.values()
+            if state.committed is None and self._outbox.now_s - state.voted_s >= self._rules.round_timeout_s / 2
+        )
+        return frozenset(replica for state in waited for replica in state.without_vote(self._ranks, self._rules))
+
     def has_voted_for(self, key: tuple[int, int]) -> bool:
         """Whether this rank has voted for the round (fragment, outer step), so that others may have committed it.
 
@@ -230,6 +239,17 @@ class RoundTable:
             return f"a payload connection of replica {self._rules.replica} stands still: {reason}"
         return ""
 
+    def overdue(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
+        """As `look`, of replicas that have not voted on a round for as long as a round may take since this rank has.
+
+        All had contributed by then, and who has no mean within that time of its contribution votes against the round.
+        """
+        state = self._present(timer.view_id, timer.round)
+        if state is None or state.committed is not None or self.frozen or self._rules.rank not in state.votes:
+            return None
+        late = self._wait_for_votes(state)
+        return (late, frozenset(), owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
+
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
         """Replicas that are late but send something, replicas that send nothing, and a sentence; None if none is."""
         state, late_s = self._present(timer.view_id, timer.round), self._rules.late_s
@@ -244,6 +264,12 @@ class RoundTable:
         """As `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self._timer("look", state), late_s / Lateness.LOOKS))
         return state.look(self._ranks, self._rules, self._words)
+
+    def _wait_for_votes(self, state: RoundState) -> frozenset[int]:
+        """Look at whose votes on a round are missing, and set the timer for the next look; who has been late."""
+        timer, delay_s = self._timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
+        self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
+        return state.owing.look(dict.fromkeys(state.without_vote(self._ranks, self._rules)))
 
     # A round.
 
@@ -310,6 +336,9 @@ class RoundTable:
             return
         self._tell(vote.to_message(self.view.id))
         self._count(state, self._rules.rank, vote)
+        if state.committed is None:
+            state.voted_s = self._outbox.now_s
+            self._wait_for_votes(state)
 
     def _count(self, state: RoundState, sender: int, said: RoundVote) -> None:
         if self.frozen or state.committed is not None or sender in state.votes:

@@ -10,7 +10,7 @@ from diloco.errors import ReplicaLostError
 from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
 
-__all__ = ["Policies", "Rules", "expired_words", "late_words", "left_out", "stopped"]
+__all__ = ["Policies", "Rules", "expired_words", "late_words", "left_out", "owing_words", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,15 @@ fragment 0, outer step 3 and nothing else came within 5 s'
         for late, what in waited_for
         if late
     )
+
+
+def owing_words(round_id: RoundId, owing: frozenset[int], timeout_s: float) -> str:
+    """Why replicas are given up that answer, and do not vote.
+
+    >>> owing_words(RoundId(0, 3), frozenset({1, 2}), 600.0)
+    'replicas 1, 2 have not voted on fragment 0, outer step 3 within 600 s'
+    """
+    return f"{_names(owing)} {'have' if len(owing) > 1 else 'has'} not voted on {round_id} within {timeout_s:g} s"
 
 
 def expired_words(missing: Sequence[int], rules: Rules) -> str:
