@@ -76,7 +76,7 @@ def changes_often(receiver: int, message: Message) -> Iterable[Message]:
 
 def change(view: int, **fields: Any) -> dict[str, Any]:
     """A report about the end of a view."""
-    lists = ("unheard", "lacking", "behind", "gone", "joining", "left", "left_commits")
+    lists = ("unheard", "lacking", "behind", "gone", "joining", "voted", "left", "left_commits")
     empty: dict[str, Any] = {name: [] for name in lists}
     more = {"step": 1, "commits": [], "void": [], "ready": False, "agreed": None, "why": "a lie"}
     return {"kind": "change", "view": view, **empty, **more, **fields}

@@ -127,7 +127,8 @@ class Member:
         grown = self.change is None
         if self.change is None:
             commits = {(0, step): "" for step, members in self.rounds.items() if members == self.view.members}
-            mine = Report(self.rank, self.view.id, step=self.step, commits=commits, void=self.void)
+            voted = frozenset((0, step) for step in self._undecided() if self.rank in self.votes[step])
+            mine = Report(self.rank, self.view.id, step=self.step, commits=commits, void=self.void, voted=voted)
             self.change = Change(mine, self.view, self.size, self.policy, "somebody is lost")
         if (self.change.absorb(report) if report is not None else self.change.extend(**known)) or grown:
             for rank in self.change.audience:

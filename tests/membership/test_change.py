@@ -113,21 +113,23 @@ def test_nothing_is_adopted_before_all_who_stay_say_the_same_and_are_ready() -> 
 
 
 def test_every_rank_of_a_replica_that_stays_must_report() -> None:
-    ours = change(size=2)
+    voted = frozenset({(1, 2)})
+    ours = change(size=2, voted=voted)
     assert ours.audience == (1, 2, 3)
     for rank in (1, 2):
         ours.absorb(told(rank, ready=True))
         assert ours.outcome() is None
-    agree(ours, told(1), told(2), told(3, commits={(1, 2): "digest"}))
+    agree(ours, told(1, voted=voted), told(2, voted=voted), told(3, commits={(1, 2): "digest"}))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(1, 2): "digest"}
 
 
 def test_what_any_survivor_committed_is_committed_and_what_only_the_lost_one_did_is_not() -> None:
-    ours = change(commits={(0, 1): "a"})
+    voted = frozenset({(0, 1), (1, 1), (2, 1)})
+    ours = change(commits={(0, 1): "a"}, voted=voted)
     ours.absorb(Report(2, 0, commits={(2, 1): "c"}))
-    agree(ours, told(1, commits={(1, 1): "b"}))
+    agree(ours, told(1, commits={(1, 1): "b"}, voted=voted))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(0, 1): "a", (1, 1): "b"}
@@ -192,9 +194,10 @@ def test_who_is_behind_goes_where_the_others_are_enough() -> None:
 
 def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
     """Replica 3 may have adopted it before replica 0 lost it."""
-    ours = change(replicas=4, unheard=frozenset({(0, 2), (1, 2)}))
+    voted = frozenset({(0, 1), (0, 3)})
+    ours = change(replicas=4, unheard=frozenset({(0, 2), (1, 2)}), voted=voted)
     for rank in (1, 3):
-        ours.absorb(told(rank, unheard=frozenset({(0, 2), (1, 2)}), commits={(0, rank): "a"}))
+        ours.absorb(told(rank, unheard=frozenset({(0, 2), (1, 2)}), commits={(0, rank): "a"}, voted=voted))
     assert ours.mine.ready
     assert ours.outcome() is None, "replica 1 does not say that it is ready"
     ours.extend(unheard=frozenset({3}))
@@ -212,12 +215,13 @@ def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
 def test_what_a_leaver_committed_is_committed_once_all_know_it() -> None:
     """Whoever heard of the leaving from another survivor only does not know what the leaver had committed."""
     left, commits = frozenset({(2, 7)}), frozenset({(0, 1, "a")})
-    ours = change(unheard=frozenset())
+    voted = frozenset({(0, 1), (1, 1)})
+    ours = change(unheard=frozenset(), voted=voted)
     assert ours.extend(left=left, left_commits=commits)
     gone = frozenset({2})
     ours.absorb(told(1, gone=gone, left=left, ready=True))
     assert ours.outcome() is None
-    agree(ours, told(1, gone=gone, left=left, left_commits=commits, commits={(1, 1): "b"}))
+    agree(ours, told(1, gone=gone, left=left, left_commits=commits, commits={(1, 1): "b"}, voted=voted))
     following = ours.outcome()
     assert following is not None
     assert following.commits == {(0, 1): "a", (1, 1): "b"}
@@ -252,3 +256,20 @@ def test_who_leaves_is_gone_with_its_greatest_step_and_all_must_know() -> None:
     following = three.outcome()
     assert following is not None
     assert (following.left, following.reason) == (((2, 7),), "replica 2 has left; replicas 0, 1 go on")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "voters", "counts"), [(2, 1, False), (3, 1, False), (3, 2, True), (4, 2, False), (4, 3, True)]
+)
+def test_a_round_is_committed_where_all_but_as_many_as_could_lie_have_voted_for_it(
+    replicas: int, voters: int, counts: bool
+) -> None:
+    """The last one says that it was; who has voted is judged by the reports, and so by all alike."""
+    joining, key = frozenset({9}), (0, 1)
+    said = {rank: frozenset({key}) if rank < voters - 1 else frozenset() for rank in range(replicas - 1)}
+    ours = change(replicas=replicas, joining=joining, voted=said[0])
+    others = [told(rank, joining=joining, voted=said[rank]) for rank in range(1, replicas - 1)]
+    agree(ours, *others, told(replicas - 1, joining=joining, commits={key: "a"}))
+    following = ours.outcome()
+    assert following is not None
+    assert following.commits == ({key: "a"} if counts else {})

@@ -242,6 +242,53 @@ def test_who_has_waited_less_than_half_of_a_rounds_time_puts_nobody_out() -> Non
     assert all(each.view.members == (0, 1, 2) for each in honest(network))
 
 
+LEAVING = {"kind": "leaving", "view": 0, "step": 1}
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+@pytest.mark.parametrize("commits", [[[0, 9, "x"]], [[1, 0, "x"], [2, 0, "x"], [0, 1, "x"]]], ids=["far", "in flight"])
+def test_who_leaves_with_forged_commits_holds_nobody_up(replicas: int, commits: list[Any]) -> None:
+    liar = replicas - 1
+    network = simulated(replicas)
+    begin(network, *range(replicas))
+    tell(network, liar, {**LEAVING, "commits": commits})
+    settle_with_time(network, liar, times=0)
+    check_honest(network, liar)
+    assert all(liar not in each.view.members for each in honest(network, liar))
+    assert all(set(each.outcomes.values()) == {True} for each in honest(network, liar))
+
+
+@pytest.mark.parametrize(("replicas", "leaves"), [(3, True), (4, True), (5, True), (4, False), (5, False)])
+def test_a_round_that_only_one_has_voted_for_is_judged_alike_by_all(replicas: int, leaves: bool) -> None:
+    """Who leaves and says that it is committed is not believed; who stays and says so goes, once time is over."""
+    liar = replicas - 1
+    network = simulated(replicas)
+    begin(network, *range(replicas))
+    while not rank(network, 0).said("vote"):
+        assert rank(network, 0).act()
+    lie = {**LEAVING, "commits": [[1, 0, "x"]]} if leaves else change(liar, commits={(1, 0): "x"})
+    tell(network, liar, lie)
+    settle_with_time(network, liar, times=0 if leaves else 6)
+    check_honest(network, liar)
+    assert all(set(each.outcomes.values()) == {True} for each in honest(network, liar))
+
+
+def test_who_forgets_what_a_leaver_has_committed_is_the_one_to_blame() -> None:
+    """Nobody else can be: who has left is gone already."""
+    network = simulated(4)
+    begin(network, 0, 1, 2, 3)
+    forgets = keeps_to_itself("change", of=())
+    rank(network, 2).lie = lambda receiver, message: [
+        {**each, "left_commits": []} if each["kind"] == "change" else each for each in forgets(receiver, message)
+    ]
+    tell(network, 3, {**LEAVING, "commits": [[1, 0, "x"]]})
+    settle_with_time(network, 2)
+    others = [rank(network, 0), rank(network, 1)]
+    assert [each.left for each in others] == ["", ""]
+    assert {each.view.members for each in others} == {(0, 1)}
+    assert all(set(each.outcomes.values()) == {True} for each in others)
+
+
 def let_time_pass(ranks: Sequence[Rank], kind: str) -> None:
     """A round's time is over for these ranks, and all their timers of a kind run out."""
     for each in ranks:
@@ -252,15 +299,16 @@ def let_time_pass(ranks: Sequence[Rank], kind: str) -> None:
                 each.suffer("timers", next(n for n, (_, one) in enumerate(each.timers) if one == timer))
 
 
-def settle_with_time(network: Network, liar: int) -> None:
-    """All that is under way comes to its end, also where honest ranks have to wait for their time to be over."""
-    for _ in range(6):
-        explore(network, [])
+def settle_with_time(network: Network, liar: int, *, times: int = 6) -> None:
+    """All that is under way comes to its end, also where honest ranks wait, at most so many times, until it is over."""
+    explore(network, [])
+    for _ in range(times):
         waiting = [each for each in honest(network, liar) if any(timer.kind == "settle" for _, timer in each.timers)]
         if not waiting:
             break
         for each in waiting:
             each.suffer("timers", next(n for n, (_, timer) in enumerate(each.timers) if timer.kind == "settle"))
+        explore(network, [])
 
 
 def begin_without_delivery(network: Network, *numbers: int) -> None:

@@ -7,8 +7,9 @@ of everybody who is to stay says that it is *ready* for what follows; when all o
 a member of the next view who does not hear every other member of it, in both directions.
 
 A round that any of them committed, or one who said that it leaves, is committed, and one that any of them has decided
-void is void. Any other one goes on in the next view among those who are left; where replicas join it is void, as these
-know nothing of it.
+void is void. Nobody commits a round that not all have voted for, so it counts only if all say that they have but for as
+many as could lie: all judge by what all have said, and by nothing that they know besides. Any other one goes on in the
+next view among those who are left; where replicas join it is void, as these know nothing of it.
 
 Somebody may be lost after all were ready and before all have adopted. Some may have adopted what was agreed by then, so
 the others adopt it as well, and the view after it leaves out who was lost. For that a ready member tells what it is
@@ -104,6 +105,7 @@ class Report:
         step: inner steps it has begun to synchronise.
         commits: the rounds that it has committed lately.
         void: the rounds that it has decided void lately.
+        voted: rounds that it has voted for, and not decided.
         left: replicas that have said that they leave, and after which inner step; they are gone as well.
         left_commits: the rounds that those have committed lately, as (fragment, outer step, digest).
         ready: whether it holds the same report of all who are to stay.
@@ -121,6 +123,7 @@ class Report:
     step: int = 0
     commits: Commits = field(default_factory=dict)
     void: Rounds = frozenset()
+    voted: Rounds = frozenset()
     left: frozenset[tuple[int, int]] = frozenset()
     left_commits: frozenset[tuple[int, int, str]] = frozenset()
     ready: bool = False
@@ -130,7 +133,7 @@ class Report:
     @property
     def of_itself(self) -> str:
         """A digest of what it says of its own steps and rounds, which never changes while a view ends."""
-        text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void)))
+        text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void), sorted(self.voted)))
         return blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -310,9 +313,11 @@ class Change:
         if supported:
             return max(supported, key=lambda each: each.known).following
         mine, lost, staying = self.mine, self.lost, frozenset(self.staying)
-        commits = {(fragment, outer_step): digest for fragment, outer_step, digest in mine.left_commits}
+        held = Counter(key for report in told for key in report.commits.keys() | report.voted)
+        claimed = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(mine.left_commits)}
         for report in told:
-            commits.update(report.commits)
+            claimed.update(report.commits)
+        commits = {key: digest for key, digest in claimed.items() if held[key] > len(told) - needed}
         wishing = mine.joining - mine.gone - {other for one, other in mine.unheard if one in staying}
         joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
         left = {replica: step for replica, step in sorted(mine.left)}  # two ranks of it may have named two steps

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco.units import visible
 
-__all__ = ["GREATEST", "MOST_DIGEST", "MOST_RANK", "Fields", "json_object", "room_bytes"]
+__all__ = ["GREATEST", "MOST_DIGEST", "MOST_RANK", "MOST_ROUNDS", "Fields", "json_object", "room_bytes"]
 
 GREATEST = 1 << 53
 """No step, size or count of anything here is larger; JSON's numbers are exact up to it."""
@@ -23,6 +23,9 @@ MOST_RANK = (1 << 31) - 1
 
 MOST_DIGEST = 256
 """Characters of a digest."""
+
+MOST_ROUNDS = 4096
+"""Rounds that one member can have committed lately: two of each fragment."""
 
 _MOST_ITEMS = 1 << 16
 _MOST_DIGITS = 64
@@ -219,7 +222,10 @@ class Fields:
         return self._of(name) is None
 
     def _digests(self, name: str) -> Iterator[tuple[tuple[int, int], str]]:
-        for value in _list(name, self._of(name)):
+        values = _list(name, self._of(name))
+        if len(values) > MOST_ROUNDS:
+            raise _wrong(name, values, f"a list of at most {MOST_ROUNDS}")
+        for value in values:
             if len(_list(name, value)) != 3:
                 raise _wrong(name, value, "a list of [fragment, outer step, digest]")
             yield _pair(name, value[:2], -1), _text(name, value[2], MOST_DIGEST)

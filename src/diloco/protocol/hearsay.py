@@ -8,10 +8,11 @@ one that accuses two is the one to go (`diloco.membership.hearing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 from diloco.membership.change import NextView, Report
+from diloco.protocol.fields import MOST_ROUNDS
 
 __all__ = ["believed", "could_follow", "to_blame"]
 
@@ -23,7 +24,6 @@ def believed(
     sender: int,
     me: int,
     hears: Collection[int],
-    voted_for: Callable[[tuple[int, int]], bool],
 ) -> Report:
     """What is believed of a report.
 
@@ -33,11 +33,9 @@ def believed(
         sender: the replica whose rank sent it.
         me: this replica.
         hears: replicas whose ranks are all connected, and not given up.
-        voted_for: whether this rank has voted for a round (fragment, outer step): without its vote no round is
-            committed, so nobody can have committed any other one.
 
     >>> lie = Report(2, 0, unheard=frozenset({(0, 1), (2, 1)}), gone=frozenset({0, 1}))
-    >>> what = believed(lie, Report(0, 0), sender=2, me=0, hears={1, 2}, voted_for=lambda key: False)
+    >>> what = believed(lie, Report(0, 0), sender=2, me=0, hears={1, 2})
     >>> sorted(what.unheard), sorted(what.gone)
     ([(2, 1)], [])
     """
@@ -46,12 +44,11 @@ def believed(
         return replica == sender or (replica != me and replica not in hears)
 
     unheard = frozenset(pair for pair in report.unheard if pair in mine.unheard or speaks_of(pair[0]))
+    fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is told to all once more
     left = frozenset(each for each in report.left if each in mine.left or speaks_of(each[0]))
     ended = mine.gone | {replica for replica, _ in left}
     agreed = report.agreed
-    if agreed is not None and (
-        agreed.known > sum(map(len, report.known)) or not could_follow(agreed.following, mine, voted_for)
-    ):
+    if agreed is not None and (agreed.known > sum(map(len, report.known)) or not could_follow(agreed.following, mine)):
         agreed = None
     return replace(
         report,
@@ -60,29 +57,25 @@ def believed(
         behind=frozenset(pair for pair in report.behind if pair in mine.behind or speaks_of(pair[0])),
         gone=frozenset(each for each in report.gone if each in ended or (each != me and each not in hears)),
         left=left,
-        left_commits=frozenset(
-            each
-            for each in report.left_commits
-            if each in mine.left_commits or (left and left == report.left and voted_for(each[:2]))
-        ),
-        commits={key: digest for key, digest in report.commits.items() if voted_for(key)},
+        left_commits=report.left_commits
+        if fits and left and left == report.left
+        else report.left_commits & mine.left_commits,
         agreed=agreed,
     )
 
 
-def could_follow(following: NextView, mine: Report, voted_for: Callable[[tuple[int, int]], bool]) -> bool:
+def could_follow(following: NextView, mine: Report) -> bool:
     """Whether a view could follow, as far as this rank knows: nobody is missing from it whom nobody accuses.
 
     Args:
         following: what another one says was agreed or adopted.
         mine: what this rank knows.
-        voted_for: as for `believed`.
     """
     if following.view is None:
         return False
     accused = {each for pair in mine.unheard | mine.behind for each in pair} | mine.gone
     before, after = {*following.previous.members}, {*following.view.members}
-    return before - after <= accused and after <= before | mine.joining and all(map(voted_for, following.commits))
+    return before - after <= accused and after <= before | mine.joining
 
 
 def to_blame(mine: Report, reports: Collection[tuple[int, Report | None]], *, me: int) -> frozenset[int]:
@@ -107,7 +100,7 @@ def to_blame(mine: Report, reports: Collection[tuple[int, Report | None]], *, me
             between |= {each for each, _ in mine.left ^ report.left}
             if mine.left_commits != report.left_commits:
                 between |= {each for each, _ in mine.left | report.left}
-        blamed |= between - {me} or {replica}
+        blamed |= between - {me} - (mine.gone & report.gone if report is not None else set()) or {replica}
     of_itself = {report.rank: (replica, report.of_itself) for replica, report in reports if report is not None}
     for replica, report in reports:
         for rank, digest in report.heard.items() if report is not None else ():

@@ -202,8 +202,6 @@ class Decided:
     >>> decided.commit((0, 3), "digest")
     >>> decided.commits, decided.void
     ({(0, 3): 'digest'}, frozenset())
-    >>> [decided.is_behind((0, outer_step)) for outer_step in (1, 3, 4)]  # also those that are forgotten
-    [True, True, False]
     """
 
     def __init__(self, void: Rounds = frozenset()) -> None:
@@ -217,10 +215,6 @@ class Decided:
         self.commits = {**recent, key: digest}
         # everybody has contributed to this round, so nobody asks about earlier ones
         self.void = frozenset(k for k in self.void if k[0] != fragment or k[1] > outer_step)
-
-    def is_behind(self, key: tuple[int, int]) -> bool:
-        """Whether the round (fragment, outer step), or a later one of its fragment, is applied by all."""
-        return any(fragment == key[0] and outer_step >= key[1] for fragment, outer_step in self.commits)
 
     def call_off(self, key: tuple[int, int]) -> None:
         """The round (fragment, outer step) is void for all."""

@@ -28,6 +28,7 @@ _MOST_TOLD = 8
 _MOST_EARLY = 4096
 """Rounds that one rank may speak of before this rank has begun them: more than there can be in a view."""
 
+_WITHOUT_VOTE = "others are said to have applied it, for which this rank has not voted"
 _AGAINST = "somebody voted against it before the view changed"
 
 
@@ -72,10 +73,11 @@ class RoundTable:
         self._refused: list[str] = []
         self._early: dict[int, set[RoundId]] = {}  # by sender: rounds that this rank has not begun
 
-    def freeze(self) -> tuple[Commits, Rounds]:
-        """Stop voting and deciding; returns what was committed lately, and what is void."""
+    def freeze(self) -> tuple[Commits, Rounds, Rounds]:
+        """Stop voting and deciding; returns what was committed lately, what is void, and what this rank voted for."""
         self.frozen = True
-        return self._decided.commits, self._decided.void
+        voted = (s.key for s in self._rounds.values() if s.committed is None and self._rules.rank in s.votes)
+        return self._decided.commits, self._decided.void, frozenset(voted)
 
     def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[HandedIn]:
         """The view has ended. A round that any survivor committed is committed; others are carried over or void.
@@ -96,6 +98,8 @@ class RoundTable:
                 pass
             elif following is not None and state.key in following.commits and mine is not None and mine.ok:
                 self._decide(state, True, "")
+            elif following is not None and state.key in following.commits and state.begun is not None:
+                self._decide(state, False, _WITHOUT_VOTE)
             elif not carried:
                 changed = ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
                 self._decide(state, False, reason, (failure if self._policies.raises(state.id) else None) or changed)
@@ -196,15 +200,6 @@ class RoundTable:
             if state.committed is None and self._outbox.now_s - state.voted_s >= self._rules.round_timeout_s / 2
         )
         return frozenset(replica for state in waited for replica in state.without_vote(self._ranks, self._rules))
-
-    def has_voted_for(self, key: tuple[int, int]) -> bool:
-        """Whether this rank has voted for the round (fragment, outer step), so that others may have committed it.
-
-        Of a round before the last committed one of its fragment no vote is known any more, and it is over for all.
-        """
-        state = self._rounds.get(RoundId(*key))
-        mine = state.votes.get(self._rules.rank) if state is not None else None
-        return self._decided.is_behind(key) or (mine is not None and mine.ok)
 
     # Payloads and timers.
 

@@ -88,7 +88,9 @@ class ViewChange:
             return None
         started, change = self._begin(said.why)
         first = self._said.get(said.report.rank, said.report)
-        self._said[said.report.rank] = replace(said.report, step=first.step, commits=first.commits, void=first.void)
+        self._said[said.report.rank] = replace(
+            said.report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
+        )
         return self._settle(change, announce=self._weigh(change) or started)
 
     def blame(self) -> frozenset[int]:
@@ -113,8 +115,10 @@ class ViewChange:
             return False, self.known
         rounds = self._contributions.rounds
         assert rounds is not None
-        commits, void = rounds.freeze()
-        mine = Report(self._rules.rank, rounds.view.id, step=self._contributions.step, commits=commits, void=void)
+        commits, void, voted = rounds.freeze()
+        mine = Report(
+            self._rules.rank, rounds.view.id, step=self._contributions.step, commits=commits, void=void, voted=voted
+        )
         self.known = Change(mine, rounds.view, self._rules.ranks_per_replica, self._policies.quorum, why)
         self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s))
         return True, self.known
@@ -136,7 +140,6 @@ class ViewChange:
                     sender=rules.replica_of(rank),
                     me=rules.replica,
                     hears=hears,
-                    voted_for=rounds.has_voted_for,
                 )
                 change.absorb(what)
             # what others say, and this rank sees as well

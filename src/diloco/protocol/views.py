@@ -135,7 +135,7 @@ class ViewManager:
             return
         if following.view is not None and self._rules.replica in following.view.members:
             near = following.from_step - 1 <= self.contributions.furthest_step
-            if near and could_follow(following, change.mine, rounds.has_voted_for):
+            if near and could_follow(following, change.mine):
                 self._adopt(following)
         elif self._has_support(sender):
             self._adopt(following)
