@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Agreed, NextView, Report
+from diloco.membership.quorum import Policy
 from diloco.membership.view import View
+from diloco.protocol.actions import Adopt, SendMessage
 from diloco.protocol.events import Received
 from diloco.protocol.headers import Header
 from diloco.protocol.messages import Leaving, RoundVote, adopted, change_message, next_view, read
@@ -133,6 +135,31 @@ def test_what_is_no_message_costs_its_sender_the_view_and_nothing_else(
     """Property: nothing raises, and who goes on commits every round."""
     limits = Limits(limits.ends, limits.machines, limits.cuts, own={"garbage": 2})
     check_agreement(simulate(limits, numbers, replicas=replicas, size=size, garbage=garbage), whole=True)
+
+
+@pytest.mark.parametrize(
+    ("quorum", "members"), [(Policy(), (0, 1)), (Policy(min_replicas=3), None)], ids=["two go on", "nobody goes on"]
+)
+def test_who_is_still_in_a_view_that_has_ended_elsewhere_is_told_how(
+    quorum: Policy, members: tuple[int, ...] | None
+) -> None:
+    """Also where nobody went on, so that the one who asks is in no other view than the one who answers."""
+    network = simulated(3, quorum=quorum)
+    begin(network, 0, 1, 2)
+    through, asking = rank(network, 0), rank(network, 1)
+    for each in (through, asking):
+        network.hang_up(each.rank, 2)
+        each.lose(2, gone=False)
+    while not through.changes:  # who asks is the last to hear anything
+        network.happen(*max(network.choices(), key=lambda choice: choice[2] == through.rank), 0)
+    assert asking.changes == []
+    (following,) = through.changes
+    assert (following.view and following.view.members) == members
+    answers = through.machine.handle(Received(asking.rank, asking.said("change")[-1]), 0.0)
+    assert answers == [SendMessage(asking.rank, adopted(following))]
+    done = asking.machine.handle(Received(through.rank, answers[0].message), 0.0)
+    assert [action.following.view for action in done if isinstance(action, Adopt)] == [following.view]
+    assert (asking.failure is None) == (through.failure is None) == (members is not None)
 
 
 def test_a_member_that_says_what_is_no_message_is_lost_and_named() -> None:
