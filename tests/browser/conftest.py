@@ -8,9 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,26 +32,37 @@ class Watch:
     """One `diloco watch` that serves.
 
     Args:
-        said: file for what it says.
         arguments: of the command.
     """
 
-    def __init__(self, said: Path, *arguments: object) -> None:
-        with said.open("wb") as file:
-            command = [sys.executable, "-m", "diloco", "watch", *map(str, arguments)]
-            self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        until_s = time.monotonic() + LIMIT_S
-        while not (found := re.search(r"http://\S+", said.read_text())):
-            assert self._process.poll() is None, said.read_text()
-            assert time.monotonic() < until_s, said.read_text()
-            time.sleep(0.02)
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "diloco", "watch", *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._said: list[str] = []
+        self._tells = threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="what diloco watch says", daemon=True)
+        self._listener.start()
+        assert self._tells.wait(LIMIT_S), f"it told no address in time: {self._said}"
+        found = re.search(r"http://\S+", "".join(self._said))
+        assert found, self._said
         self.address = found[0]
+
+    def _listen(self) -> None:
+        """Until it has ended."""
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._said.append(line)
+                if "http://" in line:
+                    self._tells.set()
+        self._tells.set()
 
     def end(self) -> None:
         """As Ctrl-C does."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         self._process.wait(LIMIT_S)
+        self._listener.join(LIMIT_S)
 
 
 class Pages:
@@ -101,12 +112,12 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Any]:
+def watch() -> Iterator[Any]:
     """Starts `diloco watch` with arguments."""
     running: list[Watch] = []
 
     def start(*arguments: object) -> Watch:
-        running.append(Watch(tmp_path / f"said-{len(running)}.txt", *arguments))
+        running.append(Watch(*arguments))
         return running[-1]
 
     yield start
