@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TESTERS ?= 2
 BIN := $(VENV)/bin
+TO_TRAIN := $(VENV)/.installed-to-train
 STAMP := $(VENV)/.installed
 
 .PHONY: setup train test test-browser check bench docs site wheel clean
@@ -11,16 +12,20 @@ STAMP := $(VENV)/.installed
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml setup.py constraints.txt src/diloco/algorithm/codec/_kernels.c
+$(TO_TRAIN): pyproject.toml setup.py constraints.txt src/diloco/algorithm/codec/_kernels.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools wheel torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[watch]'
+	@touch $@
+
+$(STAMP): $(TO_TRAIN)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-setup: $(STAMP) ## make .venv and install
+setup: $(STAMP) ## make .venv and install all that tests, documentation and extras need
 
-train: $(STAMP) ## train the quick start: 4 replicas of Streaming DiLoCo on the standard library's text
+train: $(TO_TRAIN) ## make .venv, install what training needs, and train the quick start: 4 replicas of Streaming DiLoCo on the standard library's text
 	$(BIN)/diloco train $(ARGS)
 
 test: $(STAMP) ## run the tests, in two processes (TESTERS=1: in one)
