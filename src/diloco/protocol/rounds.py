@@ -1,29 +1,25 @@
-"""The rounds of one view: headers, a verdict, votes, and a decision that is the same for all members."""
+"""The rounds of one view: which there are, who has contributed, and what becomes of them when the view ends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from diloco.algorithm.averaging import RoundId, Verdict
 from diloco.algorithm.exchange import plan_round
 from diloco.errors import TransportError, ViewChangedError
-from diloco.membership.ballot import Vote, tally
+from diloco.membership.ballot import Vote
 from diloco.membership.change import Commits, NextView, Rounds
-from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
-from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, StartExchange, Timer, Void
+from diloco.protocol.actions import SetTimer, StartExchange, Timer
 from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
 from diloco.protocol.headers import Header
 from diloco.protocol.messages import RoundVote
-from diloco.protocol.round_state import Decided, RoundState
+from diloco.protocol.round_state import RoundState
 from diloco.protocol.rules import Policies, Rules, expired_words, late_words, owing_words
+from diloco.protocol.voting import Voting
 
 __all__ = ["RoundTable"]
-
-_MOST_TOLD = 8
-"""Refused headers that are reported with the next average."""
 
 _MOST_EARLY = 4096
 """Rounds that one rank may speak of before this rank has begun them: more than there can be in a view."""
@@ -46,7 +42,6 @@ class RoundTable:
 
     Attributes:
         view: the members.
-        frozen: whether voting and deciding have stopped, because the view is ending.
     """
 
     def __init__(
@@ -59,25 +54,25 @@ class RoundTable:
         void: Rounds,
         has_state_of: set[int],
     ) -> None:
-        self.frozen = False
         self.view = view
-        self._ranks = rules.ranks(view.members)
-        self._positions = {rank: rank % rules.ranks_per_replica for rank in self._ranks}
+        self._voting = Voting(view, rules, words, outbox, void, has_state_of)
+        self._ranks = self._voting.ranks
         self._rules = rules
         self._policies = policies
-        self._words = words
         self._outbox = outbox
-        self._decided = Decided(void)
-        self._has_state_of = has_state_of
         self._rounds: dict[RoundId, RoundState] = {}
-        self._refused: list[str] = []
         self._early: dict[int, set[RoundId]] = {}  # by sender: rounds that this rank has not begun
+
+    @property
+    def frozen(self) -> bool:
+        """Whether voting and deciding have stopped, because the view is ending."""
+        return self._voting.frozen
 
     def freeze(self) -> tuple[Commits, Rounds, Rounds]:
         """Stop voting and deciding; returns what was committed lately, what is void, and what this rank voted for."""
-        self.frozen = True
+        self._voting.frozen = True
         voted = (s.key for s in self._rounds.values() if s.committed is None and self._rules.rank in s.votes)
-        return self._decided.commits, self._decided.void, frozenset(voted)
+        return self._voting.decided.commits, self._voting.decided.void, frozenset(voted)
 
     def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[HandedIn]:
         """The view has ended. A round that any survivor committed is committed; others are carried over or void.
@@ -97,17 +92,18 @@ class RoundTable:
             if state.committed is not None:
                 pass
             elif following is not None and state.key in following.commits and mine is not None and mine.ok:
-                self._decide(state, True, "")
+                self._voting.decide(state, True, "")
             elif following is not None and state.key in following.commits and state.begun is not None:
-                self._decide(state, False, _WITHOUT_VOTE)
+                self._voting.decide(state, False, _WITHOUT_VOTE)
             elif not carried:
                 changed = ViewChangedError(f"{state.id} is void: {reason}.", round=str(state.id))
-                self._decide(state, False, reason, (failure if self._policies.raises(state.id) else None) or changed)
+                raised = failure if self._policies.raises(state.id) else None
+                self._voting.decide(state, False, reason, raised or changed)
             elif state.begun is not None:
                 undecided.append((state.begun.sent_s, state.renewed(self._rules, self._outbox.now_s)))
-                self._stop_timers(state)
+                self._voting.stop_timers(state)
             if state.verdict is None:  # so that the exchange does not wait for it
-                self._give_verdict(state, Verdict((), reason))
+                self._voting.give_verdict(state, Verdict((), reason))
         return [handed for _, handed in sorted(undecided, key=lambda each: each[0])]
 
     def begin(self, handed: HandedIn, *, joined: bool) -> None:
@@ -122,24 +118,25 @@ class RoundTable:
         state = self._state(contribution.round)
         self._forget_before(contribution.round)
         state.begun = handed
-        state.taking_over = joined and fragment >= 0 and fragment not in self._has_state_of
-        if state.key in self._decided.void and state.committed is None:  # others decided so before this view began
-            self._decide(state, False, _AGAINST)
+        state.taking_over = joined and fragment >= 0 and fragment not in self._voting.has_state_of
+        # others decided so before this view began
+        if state.key in self._voting.decided.void and state.committed is None:
+            self._voting.decide(state, False, _AGAINST)
             return
         state.plan = plan_round(contribution, len(self.view.members))
         state.heard_s[self._rules.rank] = handed.sent_s
         state.headers[self._rules.rank] = header = replace(handed.header, taking_over=state.taking_over)
-        self._tell(header.to_message(self.view.id))
+        self._voting.tell(header.to_message(self.view.id))
         state.exchanging = True
         self._outbox.actions.append(StartExchange(self.view, contribution, state.plan))
         if state.committed is None:
             left_s = max(0.0, self._rules.round_timeout_s - (self._outbox.now_s - handed.sent_s))
-            self._outbox.actions.append(SetTimer(self._timer("expire", state), left_s))
+            self._outbox.actions.append(SetTimer(self._voting.timer("expire", state), left_s))
             if self._rules.late_s is not None and fragment >= 0:
-                self._look_at(state, self._rules.late_s)
+                self._voting.look_at(state, self._rules.late_s)
         else:
-            self._conclude(state)
-        self._judge(state)
+            self._voting.conclude(state)
+        self._voting.judge(state)
 
     # What members say.
 
@@ -159,17 +156,17 @@ class RoundTable:
         if sender not in self._ranks:
             return
         if refusal := self._refusal(sender, header.round):
-            self._refused = [*self._refused, refusal][-_MOST_TOLD:]
+            self._voting.note_refusal(refusal)
             return
         state = self._state(header.round)
         state.headers[sender], state.heard_s[sender] = header, self._outbox.now_s
-        self._judge(state)
+        self._voting.judge(state)
 
     def hear_vote(self, sender: int, vote: RoundVote) -> None:
         """A member voted on a round, to which it has contributed before."""
         state = self._rounds.get(vote.round)
         if state is not None and sender in state.headers:
-            self._count(state, sender, vote)
+            self._voting.count(state, sender, vote)
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Replicas that have not announced a contribution to a round."""
@@ -207,7 +204,7 @@ class RoundTable:
         """This rank holds a round's mean: vote for it."""
         if state := self._present(event.view_id, event.round):
             state.mean = event.mean
-            self._cast(RoundVote(state.id, Vote(True, event.digest)), state)
+            self._voting.cast(RoundVote(state.id, Vote(True, event.digest)), state)
 
     def end_exchange(self, event: ExchangeEnded) -> str:
         """A round's exchange has ended; returns which payload connection broke, in words, or ""."""
@@ -217,7 +214,7 @@ class RoundTable:
         if event.link_broken and not self.frozen:
             broken = f"replica {self._rules.replica} says: {event.failure}"
         elif event.failure and state.committed is None:
-            self._cast(RoundVote(state.id, Vote(False, reason=event.failure)), state)
+            self._voting.cast(RoundVote(state.id, Vote(False, reason=event.failure)), state)
         state.exchanging = False
         state.free()
         return broken
@@ -229,7 +226,7 @@ class RoundTable:
             return ""
         missing = state.missing(self._ranks, self._rules)
         reason = expired_words(missing, self._rules)
-        self._cast(RoundVote(state.id, Vote(False, reason=reason)), state)
+        self._voting.cast(RoundVote(state.id, Vote(False, reason=reason)), state)
         if not missing and state.exchanging:  # a new connection sends at once; TCP may wait for minutes to try again
             return f"a payload connection of replica {self._rules.replica} stands still: {reason}"
         return ""
@@ -242,7 +239,7 @@ class RoundTable:
         state = self._present(timer.view_id, timer.round)
         if state is None or state.committed is not None or self.frozen or self._rules.rank not in state.votes:
             return None
-        late = self._wait_for_votes(state)
+        late = self._voting.wait_for_votes(state)
         return (late, frozenset(), owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
@@ -250,21 +247,10 @@ class RoundTable:
         state, late_s = self._present(timer.view_id, timer.round), self._rules.late_s
         if state is None or late_s is None or state.committed is not None or self.frozen:
             return None
-        absent, silent, unheard = self._look_at(state, late_s)
+        absent, silent, unheard = self._voting.look_at(state, late_s)
         if not absent and not silent:
             return None
         return (absent | silent) - unheard, unheard, late_words(state.id, absent, silent, late_s)
-
-    def _look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """As `RoundState.look`, and set the timer for the next look."""
-        self._outbox.actions.append(SetTimer(self._timer("look", state), late_s / Lateness.LOOKS))
-        return state.look(self._ranks, self._rules, self._words)
-
-    def _wait_for_votes(self, state: RoundState) -> frozenset[int]:
-        """Look at whose votes on a round are missing, and set the timer for the next look; who has been late."""
-        timer, delay_s = self._timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
-        self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
-        return state.owing.look(dict.fromkeys(state.without_vote(self._ranks, self._rules)))
 
     # A round.
 
@@ -301,85 +287,3 @@ class RoundTable:
         mine = (each for each, s in self._rounds.items() if each.fragment == round_id.fragment and s.was_begun)
         last = max((each.outer_step for each in mine), default=0)
         return f"{name}: that round is long over" if round_id.outer_step + 1 < last else ""
-
-    def _judge(self, state: RoundState) -> None:
-        if self.frozen or state.begun is None or state.verdict is not None:
-            return
-        if any(rank not in state.headers for rank in self._ranks):
-            return
-        verdict = state.judge(self.view.members, self._rules)
-        if state.taking_over and state.donor is None:  # this rank's state is the majority's
-            self._has_state_of.add(state.id.fragment)
-        self._give_verdict(state, verdict)
-        if verdict.void:
-            vote = Vote(False, reason=verdict.reason)
-            self._cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
-        unshown, state.unshown = state.unshown, {}
-        for sender, said in unshown.items():
-            self._count(state, sender, said)
-
-    def _give_verdict(self, state: RoundState, verdict: Verdict) -> None:
-        state.verdict = verdict
-        if state.exchanging:
-            weights = state.weights(verdict.contributors, self._rules)
-            here = {} if verdict.void else state.headers_here(self.view.members, self._rules)
-            residuals = {member: header.residual for member, header in here.items()}
-            self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
-
-    def _cast(self, vote: RoundVote, state: RoundState) -> None:
-        if self.frozen or self._rules.rank in state.votes:
-            return
-        self._tell(vote.to_message(self.view.id))
-        self._count(state, self._rules.rank, vote)
-        if state.committed is None:
-            state.voted_s = self._outbox.now_s
-            self._wait_for_votes(state)
-
-    def _count(self, state: RoundState, sender: int, said: RoundVote) -> None:
-        if self.frozen or state.committed is not None or sender in state.votes:
-            return
-        if self._rules.replica in said.diverged and state.begun is not None and state.verdict is None:
-            state.unshown.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
-            return
-        state.votes[sender] = said.vote
-        decision = tally(self._ranks, state.votes, groups=self._positions)
-        if decision.committed is not None:
-            self._decide(state, decision.committed, decision.reason)
-
-    def _decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
-        state.committed, state.reason = committed, reason
-        self._stop_timers(state)
-        if committed:
-            self._decided.commit(state.key, state.votes[self._rules.rank].digest)
-        else:
-            self._decided.call_off(state.key)
-        if state.begun is not None:
-            self._conclude(state, failure)
-
-    def _conclude(self, state: RoundState, instead: TransportError | None = None) -> None:
-        """Report the outcome of a round."""
-        failure = state.failure(instead)
-        if failure is not None:
-            self._outbox.actions.append(Void(state.id, failure))
-        else:
-            assert state.mean is not None
-            assert state.plan is not None
-            assert state.verdict is not None
-            lost = state.lost_residual(self.view.members, self._rules)
-            note = "; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused])
-            self._refused = []
-            late_s = state.late_s(state.mean.contributors, self._rules)
-            self._outbox.actions.append(Commit(state.id, state.mean, self.view, state.plan, note, state.donor, late_s))
-        state.concluded = True
-        state.free()
-
-    def _timer(self, kind: Literal["expire", "look"], state: RoundState) -> Timer:
-        return Timer(kind, self.view.id, state.id)
-
-    def _stop_timers(self, state: RoundState) -> None:
-        """Cancel the timers of a round that is decided or carried over."""
-        if state.begun is not None:
-            self._outbox.actions += [CancelTimer(self._timer("expire", state)), CancelTimer(self._timer("look", state))]
-
-    def _tell(self, message: Mapping[str, object]) -> None:
-        self._outbox.send((rank for rank in self._ranks if rank != self._rules.rank), message)

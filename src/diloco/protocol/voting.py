@@ -1,0 +1,166 @@
+"""From the headers of all to a decision that is the same for all members: a verdict, votes, and their count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from diloco.algorithm.averaging import Verdict
+from diloco.errors import TransportError
+from diloco.membership.ballot import Vote, tally
+from diloco.membership.change import Rounds
+from diloco.membership.lateness import Lateness
+from diloco.membership.view import View
+from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
+from diloco.protocol.events import Outbox
+from diloco.protocol.messages import RoundVote
+from diloco.protocol.round_state import Decided, RoundState
+from diloco.protocol.rules import Rules
+
+__all__ = ["Voting"]
+
+_MOST_TOLD = 8
+"""Refused headers that are reported with the next average."""
+
+
+class Voting:
+    """One rank's part in the decisions of a view.
+
+    Args:
+        view: the members.
+        rules: this rank, and how rounds go.
+        words: rank -> number of messages that have come from it; kept up to date by the roster.
+        outbox: collects actions.
+        void: rounds of earlier views that others have found void.
+        has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
+
+    Attributes:
+        frozen: whether voting and deciding have stopped, because the view is ending.
+        ranks: all of the view.
+        decided: what was committed lately, and what is void.
+        has_state_of: as given.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        rules: Rules,
+        words: Mapping[int, int],
+        outbox: Outbox,
+        void: Rounds,
+        has_state_of: set[int],
+    ) -> None:
+        self.frozen = False
+        self.ranks = rules.ranks(view.members)
+        self.decided = Decided(void)
+        self.has_state_of = has_state_of
+        self._view = view
+        self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
+        self._rules = rules
+        self._words = words
+        self._outbox = outbox
+        self._refused: list[str] = []
+
+    def note_refusal(self, refusal: str) -> None:
+        """A header was refused, as ``refusal`` says; told with the next average."""
+        self._refused = [*self._refused, refusal][-_MOST_TOLD:]
+
+    def judge(self, state: RoundState) -> None:
+        """Decide whose contributions are summed, once all have been announced."""
+        if self.frozen or state.begun is None or state.verdict is not None:
+            return
+        if any(rank not in state.headers for rank in self.ranks):
+            return
+        verdict = state.judge(self._view.members, self._rules)
+        if state.taking_over and state.donor is None:  # this rank's state is the majority's
+            self.has_state_of.add(state.id.fragment)
+        self.give_verdict(state, verdict)
+        if verdict.void:
+            vote = Vote(False, reason=verdict.reason)
+            self.cast(RoundVote(state.id, vote, verdict.diverged, verdict.donor), state)
+        unshown, state.unshown = state.unshown, {}
+        for sender, said in unshown.items():
+            self.count(state, sender, said)
+
+    def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
+        """Tell the round's exchange, if payloads are still moving."""
+        state.verdict = verdict
+        if state.exchanging:
+            weights = state.weights(verdict.contributors, self._rules)
+            here = {} if verdict.void else state.headers_here(self._view.members, self._rules)
+            residuals = {member: header.residual for member, header in here.items()}
+            self._outbox.actions.append(GiveVerdict(self._view.id, state.id, verdict, weights, residuals))
+
+    def cast(self, vote: RoundVote, state: RoundState) -> None:
+        """Vote, unless this rank has voted or may not."""
+        if self.frozen or self._rules.rank in state.votes:
+            return
+        self.tell(vote.to_message(self._view.id))
+        self.count(state, self._rules.rank, vote)
+        if state.committed is None:
+            state.voted_s = self._outbox.now_s
+            self.wait_for_votes(state)
+
+    def count(self, state: RoundState, sender: int, said: RoundVote) -> None:
+        """Count a vote; the one that decides the round ends it."""
+        if self.frozen or state.committed is not None or sender in state.votes:
+            return
+        if self._rules.replica in said.diverged and state.begun is not None and state.verdict is None:
+            state.unshown.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
+            return
+        state.votes[sender] = said.vote
+        decision = tally(self.ranks, state.votes, groups=self._positions)
+        if decision.committed is not None:
+            self.decide(state, decision.committed, decision.reason)
+
+    def decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
+        """The round is committed, or void for ``reason``; ``failure``: what this rank gets in that case."""
+        state.committed, state.reason = committed, reason
+        self.stop_timers(state)
+        if committed:
+            self.decided.commit(state.key, state.votes[self._rules.rank].digest)
+        else:
+            self.decided.call_off(state.key)
+        if state.begun is not None:
+            self.conclude(state, failure)
+
+    def conclude(self, state: RoundState, instead: TransportError | None = None) -> None:
+        """Report the outcome of a round."""
+        failure = state.failure(instead)
+        if failure is not None:
+            self._outbox.actions.append(Void(state.id, failure))
+        else:
+            assert state.mean is not None
+            assert state.plan is not None
+            assert state.verdict is not None
+            lost = state.lost_residual(self._view.members, self._rules)
+            note = "; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused])
+            self._refused = []
+            late_s = state.late_s(state.mean.contributors, self._rules)
+            self._outbox.actions.append(Commit(state.id, state.mean, self._view, state.plan, note, state.donor, late_s))
+        state.concluded = True
+        state.free()
+
+    def timer(self, kind: Literal["expire", "look"], state: RoundState) -> Timer:
+        """A timer of a round."""
+        return Timer(kind, self._view.id, state.id)
+
+    def stop_timers(self, state: RoundState) -> None:
+        """Cancel the timers of a round that is decided or carried over."""
+        if state.begun is not None:
+            self._outbox.actions += [CancelTimer(self.timer("expire", state)), CancelTimer(self.timer("look", state))]
+
+    def tell(self, message: Mapping[str, object]) -> None:
+        """Send a message to all other ranks of the view."""
+        self._outbox.send((rank for rank in self.ranks if rank != self._rules.rank), message)
+
+    def look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
+        """As `RoundState.look`, and set the timer for the next look."""
+        self._outbox.actions.append(SetTimer(self.timer("look", state), late_s / Lateness.LOOKS))
+        return state.look(self.ranks, self._rules, self._words)
+
+    def wait_for_votes(self, state: RoundState) -> frozenset[int]:
+        """Look at whose votes on a round are missing, and set the timer for the next look; who has been late."""
+        timer, delay_s = self.timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
+        self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
+        return state.owing.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
