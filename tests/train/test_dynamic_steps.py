@@ -16,7 +16,7 @@ from diloco.errors import ConfigurationError
 from diloco.events import Event, RoundCommitted, RoundSent
 from diloco.membership.view import View
 from diloco.train.components import make_transport
-from diloco.train.dynamic_steps import DynamicSteps
+from diloco.train.dynamic_steps import DynamicSteps, make_pace
 from diloco.train.fleet.base import InProcessFleet
 from diloco.train.resolve import resolve
 from diloco.train.session import Session
@@ -121,6 +121,36 @@ def test_without_grace_nobody_asks_how_much_time_is_left() -> None:
     others.left_s = 0.0
     assert measured(others).trains(0)
     assert not others.asked
+
+
+@pytest.mark.parametrize(
+    ("words", "slow_one_trains", "late_one_trains"),
+    [
+        ("", None, None),
+        ("--swarm.straggler skip", None, None),
+        ("--swarm.straggler grace", True, False),
+        ("--swarm.dynamic-steps", False, True),
+        ("--swarm.dynamic-steps --swarm.straggler grace", False, False),
+    ],
+)
+def test_settings_say_why_a_step_may_be_left_out(
+    data: Path, words: str, slow_one_trains: bool | None, late_one_trains: bool | None
+) -> None:
+    configuration = load_configuration(
+        [*SMALL.split(), str(data), "--transport", "hivemind", "--run", "r", *words.split()]
+    )
+    others = Others(speeds={1: 1e6})
+    pace = make_pace(resolve(configuration, num_layers=2), 0, others)
+    if slow_one_trains is None:
+        assert pace is None
+        return
+    assert pace is not None
+    for _ in range(6):
+        pace.trained(1.0)
+    assert all(pace.trains(step) for step in range(4)) == slow_one_trains
+    others.known, others.left_s = {}, 0.0
+    assert all(pace.trains(step) for step in range(4)) == late_one_trains
+    assert set(others.asked) <= {2}, "tau of the run"
 
 
 def test_who_is_late_leaves_out_the_rest_of_its_window_and_its_work_weighs_less(data: Path) -> None:
