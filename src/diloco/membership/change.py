@@ -31,12 +31,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Any, TypedDict, Unpack
 
 from diloco.membership.hearing import largest_set, within_reach
-from diloco.membership.quorum import Decision, Policy, decide, more_than_could_lie
+from diloco.membership.quorum import Policy, decide, more_than_could_lie
 from diloco.membership.view import View
 
-__all__ = ["Agreed", "Change", "Commits", "NextView", "Report", "Rounds"]
+__all__ = ["Agreed", "Change", "Commits", "News", "NextView", "Report", "Rounds"]
 
 Commits = Mapping[tuple[int, int], str]
 """(fragment, outer step) -> digest of the average that was committed."""
@@ -55,8 +56,7 @@ class NextView:
         from_step: one more than any survivor has begun to synchronise. Where replicas joined, rounds sent at this inner
             step or later are the next view's, and earlier ones that were not decided are void.
         commits: rounds of the old view that are committed.
-        void: rounds of the old view that are void. Every other one that was not decided goes on in the next view, if
-            there is one and nobody joined.
+        void: rounds of the old view that are void; as for the rest see `carries_over`.
         reason: in words.
         joined: replicas that were not members before.
         left: members of the old view that left of their own accord, and after which inner step; ascending.
@@ -73,7 +73,7 @@ class NextView:
 
     @property
     def carries_over(self) -> bool:
-        """Whether rounds that are neither committed nor void go on in the next view."""
+        """Whether rounds that are neither committed nor void go on in the next view; else they are void, too."""
         return self.view is not None and not self.joined
 
 
@@ -142,6 +142,19 @@ class Report:
         return self.unheard, self.lacking, self.behind, self.gone, self.joining, self.left, self.left_commits
 
 
+class News(TypedDict, total=False):
+    """What happened to a view: replicas that this one can't hear (``unheard``), or hears and whose contribution it has
+    waited for too long (``behind``); the others are those of a `Report`."""
+
+    unheard: frozenset[int]
+    behind: frozenset[int]
+    lacking: frozenset[int]
+    gone: frozenset[int]
+    joining: frozenset[int]
+    left: frozenset[tuple[int, int]]
+    left_commits: frozenset[tuple[int, int, str]]
+
+
 class Change:
     """One rank's side of the end of a view.
 
@@ -175,8 +188,7 @@ class Change:
         if late := self._late & there:
             in_time = largest_set(there - late, mine.unheard, mine.lacking)
             lost = frozenset(self.view.members) - frozenset(in_time)
-            decision = decide(self.view, lost=lost, gone=mine.gone, joining=(), policy=self._policy)
-            if decision.members is not None:
+            if decide(self.view, lost=lost, gone=mine.gone, joining=(), policy=self._policy).members is not None:
                 return in_time
         return largest_set(there, mine.unheard, mine.lacking)
 
@@ -184,8 +196,7 @@ class Change:
     def _late(self) -> frozenset[int]:
         """Who is behind, as more say than could lie."""
         said = Counter(late for _, late in self.mine.behind)
-        needed = more_than_could_lie(len(self.view.members))
-        return frozenset(late for late, times in said.items() if times >= needed)
+        return frozenset(late for late, times in said.items() if times >= more_than_could_lie(len(self.view.members)))
 
     @property
     def lost(self) -> frozenset[int]:
@@ -210,48 +221,21 @@ class Change:
         self._learn(report)
         return self._advance(before)
 
-    def extend(
-        self,
-        *,
-        unheard: frozenset[int] = frozenset(),
-        lacking: frozenset[int] = frozenset(),
-        behind: frozenset[int] = frozenset(),
-        gone: frozenset[int] = frozenset(),
-        joining: frozenset[int] = frozenset(),
-        left: frozenset[tuple[int, int]] = frozenset(),
-        left_commits: frozenset[tuple[int, int, str]] = frozenset(),
-    ) -> bool:
+    def extend(self, **news: Unpack[News]) -> bool:
         """More happened; True if my report changed by it and must be told to all again.
 
         A replica that wanted to join and is lost again neither joins nor counts as a loss of the old view. One that has
         left is gone.
-
-        Args:
-            unheard: replicas that this one can't hear.
-            lacking: those of them that have not contributed to a round that it waits for.
-            behind: replicas that this one hears, and whose contribution it has waited for too long.
-            gone, joining, left, left_commits: see `Report`.
         """
-        before = self.mine
-        self._learn(
-            Report(
-                before.rank,
-                before.view_id,
-                unheard=frozenset((self._replica, other) for other in unheard),
-                lacking=lacking,
-                behind=frozenset((self._replica, other) for other in behind),
-                gone=gone,
-                joining=joining,
-                left=left,
-                left_commits=left_commits,
-            )
-        )
+        before, more = self.mine, dict[str, Any](news)
+        for name in ("unheard", "behind"):
+            more[name] = frozenset((self._replica, other) for other in more.get(name, ()))
+        self._learn(replace(Report(before.rank, before.view_id), **more))
         return self._advance(before)
 
     def outcome(self) -> NextView | None:
         """What to adopt, once all who stay are ready for it, or know that they may not go on; None until then."""
-        alike = self._alike()
-        if alike is None:
+        if (alike := self._alike()) is None:
             return None
         following = self._following(alike)
         ready = all(report.agreed is not None and report.agreed.following == following for report in alike)
@@ -268,13 +252,12 @@ class Change:
         left = mine.left | frozenset(each for each in told.left if each[0] in members)
         joining = mine.joining | (told.joining - members)
         known = members | joining
-        gone = mine.gone | (told.gone & known) | frozenset(replica for replica, _ in left)
         self.mine = replace(
             mine,
             unheard=mine.unheard | frozenset(pair for pair in told.unheard if known.issuperset(pair)),
             lacking=mine.lacking | (told.lacking & members),
             behind=mine.behind | frozenset(pair for pair in told.behind if members.issuperset(pair)),
-            gone=gone,
+            gone=mine.gone | (told.gone & known) | frozenset(replica for replica, _ in left),
             joining=joining,
             left=left,
             left_commits=mine.left_commits | told.left_commits,
@@ -302,8 +285,7 @@ class Change:
 
     def reports_of_staying(self) -> list[tuple[int, Report | None]]:
         """Replica and report, if one has come, of each rank that is to stay."""
-        ranks = self._ranks(self.staying)
-        return [(rank // self._ranks_per_replica, self._reports.get(rank)) for rank in ranks]
+        return [(rank // self._ranks_per_replica, self._reports.get(rank)) for rank in self._ranks(self.staying)]
 
     def _following(self, told: Sequence[Report]) -> NextView:
         """What follows from the reports of all who stay, which say the same."""
@@ -321,9 +303,7 @@ class Change:
         wishing = mine.joining - mine.gone - {other for one, other in mine.unheard if one in staying}
         joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
         left = {replica: step for replica, step in sorted(mine.left)}  # two ranks of it may have named two steps
-        decision: Decision = decide(
-            self.view, lost=lost, gone=mine.gone, joining=joining, policy=self._policy, left=left
-        )
+        decision = decide(self.view, lost=lost, gone=mine.gone, joining=joining, policy=self._policy, left=left)
         return NextView(
             view=None if decision.members is None else View(self.view.id + 1, decision.members),
             previous=self.view,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack
 
-from diloco.membership.change import Change, NextView, Report
+from diloco.membership.change import Change, News, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.contributions import Contributions
@@ -44,22 +45,8 @@ class ViewChange:
         self._outbox = outbox
         self._said: dict[int, Report] = {}  # rank -> its last report, as it came
 
-    def extend(
-        self,
-        why: str,
-        *,
-        unheard: frozenset[int] = frozenset(),
-        behind: frozenset[int] = frozenset(),
-        gone: frozenset[int] = frozenset(),
-        joining: frozenset[int] = frozenset(),
-        left: frozenset[tuple[int, int]] = frozenset(),
-        left_commits: frozenset[tuple[int, int, str]] = frozenset(),
-    ) -> NextView | None:
+    def extend(self, why: str, **news: Unpack[News]) -> NextView | None:
         """Something happened, ``why`` in words, so the view ends; ignored if this rank does not take part.
-
-        Args:
-            why: in words.
-            unheard, behind, gone, joining, left, left_commits: see `Change.extend`.
 
         Returns:
             What to adopt now, if anything.
@@ -68,15 +55,8 @@ class ViewChange:
         if self._contributions.failure is not None or rounds is None:
             return None
         started, change = self._begin(why)
-        grew = change.extend(
-            unheard=unheard,
-            lacking=unheard & rounds.lacking(),
-            behind=behind,
-            gone=gone,
-            joining=joining,
-            left=left,
-            left_commits=left_commits,
-        )
+        news["lacking"] = news.get("unheard", frozenset()) & rounds.lacking()
+        grew = change.extend(**news)
         return self._settle(change, announce=self._weigh(change) or grew or started)
 
     def absorb(self, said: ChangeReport) -> NextView | None:

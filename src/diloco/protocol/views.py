@@ -340,11 +340,8 @@ class ViewManager:
         excluded = {"kind": "excluded", "view": following.previous.id, "reason": self.contributions.reason}
         left = dict(following.left)
         for rank in self._rules.ranks(lost):
-            knows = (
-                following.view is None or self._rules.replica_of(rank) in left
-            )  # nobody goes on, or it said so itself
             if self._roster.is_connected(rank):
-                if not knows:
+                if following.view is not None and self._rules.replica_of(rank) not in left:  # else it knows
                     self._outbox.send([rank], excluded)
                 self._hang_up(rank)
             self._roster.forget(rank)
