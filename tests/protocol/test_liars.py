@@ -18,6 +18,7 @@ from diloco.errors import DivergedError
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Agreed, NextView, Report
 from diloco.membership.view import View
+from diloco.protocol.conduct import Conduct
 from diloco.protocol.messages import RoundVote, adopted, change_message
 from tests.membership.network import NUMBERS, Network, explore
 from tests.protocol.simulated import begin, rank, settle, simulated
@@ -240,6 +241,41 @@ def test_who_has_waited_less_than_half_of_a_rounds_time_puts_nobody_out() -> Non
     tell(network, 2, change(2, behind=frozenset({(2, 1)})))
     explore(network, [])
     assert all(each.view.members == (0, 1, 2) for each in honest(network))
+
+
+@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (4, 1), (5, 4)])
+@pytest.mark.parametrize("fault", [{"weight": "nan"}, {"weight": "0.0"}, {"numel": 3}, {"buffers": 4}], ids=str)
+def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, fault: Message) -> None:
+    network = simulated(replicas)
+    rank(network, liar).lie = lambda receiver, message: [
+        {**message, **fault} if message["kind"] == "header" else message
+    ]
+    explore(network, [])
+    check_honest(network, liar)
+    for each in honest(network, liar):
+        assert liar not in each.view.members
+        assert sum(not committed for committed in each.outcomes.values()) == Conduct.MOST
+        why = each.machine.views.contributions.reason
+        assert why.startswith(f"replica {liar} has spoilt 3 rounds or more lately: ")
+
+
+@settings(max_examples=40, deadline=None)
+@given(NUMBERS, st.integers(3, 5), st.data())
+def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], replicas: int, data: Any) -> None:
+    """Property: also where the others are a round apart."""
+    liar = data.draw(st.integers(0, replicas - 1))
+    network = simulated(replicas)
+    for each in honest(network):
+        each.STEPS = 12
+    rank(network, liar).lie = lambda receiver, message: [
+        {**message, "weight": "nan"} if message["kind"] == "header" else message
+    ]
+    explore(network, numbers)
+    others = honest(network, liar)
+    assert [each.left for each in others] == [""] * len(others)
+    assert {each.view.members for each in others} == {tuple(each.rank for each in others)}
+    assert all(each.outcomes == others[0].outcomes and len(each.outcomes) == 12 for each in others)
+    assert sum(not committed for committed in others[0].outcomes.values()) <= 2 * Conduct.MOST
 
 
 LEAVING = {"kind": "leaving", "view": 0, "step": 1}

@@ -132,12 +132,14 @@ class Verdict:
         reason: why the round is void, or who was left out; empty when all is well.
         diverged: replicas whose digest differs from the majority's; the round is void when there are any.
         donor: a replica that holds what the majority holds.
+        refused: replicas whose contribution is one that no honest replica sends; ``reason`` says why.
     """
 
     contributors: tuple[int, ...]
     reason: str = ""
     diverged: tuple[int, ...] = ()
     donor: int = -1
+    refused: tuple[int, ...] = ()
 
     @property
     def void(self) -> bool:
@@ -230,10 +232,12 @@ def judge(
         if why := _refusal(contributions[replica], expected, contents=contents):
             reasons[replica] = f"the contribution of replica {replica} was refused: {why}"
     usable = tuple(replica for replica in ordered if replica not in reasons)
+    refused = tuple(each for each in ordered if each in reasons and not contributions[each].withdrawn)
     reason = "; ".join(reasons[replica] for replica in sorted(reasons))
     if len(usable) < min_contributors:
-        return Verdict((), f"{len(usable)} of {len(members)} contributions, {min_contributors} needed: {reason}")
-    return Verdict(usable, reason, donor=donor)
+        few = f"{len(usable)} of {len(members)} contributions, {min_contributors} needed: {reason}"
+        return Verdict((), few, refused=refused)
+    return Verdict(usable, reason, donor=donor, refused=refused)
 
 
 def _most_frequent(values: Sequence[Value]) -> Value:

@@ -9,6 +9,7 @@ from diloco.errors import RoundVoidError, TransportError, ViewChangedError
 from diloco.membership.change import Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import Void
+from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import HandedIn, Outbox
 from diloco.protocol.rounds import RoundTable
 from diloco.protocol.rules import Policies, Rules
@@ -50,6 +51,7 @@ class Contributions:
         self._outbox = outbox
         self._waiting: list[HandedIn] = []
         self._has_state_of: set[int] = set()
+        self._conduct = Conduct()
         self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
         self._widest_steps = 0
 
@@ -69,7 +71,14 @@ class Contributions:
         """
         if self.failure is None:
             self.rounds = RoundTable(
-                view, self._rules, self._policies, self._words, self._outbox, void, self._has_state_of
+                view,
+                self._rules,
+                self._policies,
+                self._words,
+                self._outbox,
+                void,
+                self._has_state_of,
+                self._conduct,
             )
             for handed in carried:
                 self.rounds.begin(handed, joined=self.joined)

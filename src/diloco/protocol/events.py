@@ -34,6 +34,7 @@ __all__ = [
     "Outbox",
     "Received",
     "Say",
+    "Spoilt",
     "TimerFired",
     "ViewBegan",
 ]
@@ -195,6 +196,15 @@ class ViewBegan:
     mine: Report | None = None
 
 
+@dataclass(frozen=True)
+class Spoilt:
+    """The machine tells itself that replicas have spoilt too many rounds of a view, and why in words."""
+
+    view_id: int
+    replicas: frozenset[int]
+    words: str
+
+
 Event: TypeAlias = (
     ConnectionMade
     | ConnectionEnded
@@ -211,6 +221,7 @@ Event: TypeAlias = (
     | Leave
     | Close
     | ViewBegan
+    | Spoilt
 )
 
 

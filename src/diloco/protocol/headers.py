@@ -169,9 +169,10 @@ def _combined(verdicts: Sequence[Verdict], needed: int) -> Verdict:
         return replace(worst, diverged=diverged, donor=donors[0] if donors else worst.donor)
     common = set(first.contributors).intersection(*(verdict.contributors for verdict in verdicts))
     worst = min(verdicts, key=lambda verdict: len(verdict.contributors))
+    refused = tuple(sorted({replica for verdict in verdicts for replica in verdict.refused}))
     if len(common) < needed:
-        return Verdict((), worst.reason or "the ranks of the replicas disagree")
-    return Verdict(tuple(sorted(common)), worst.reason, donor=first.donor)
+        return Verdict((), worst.reason or "the ranks of the replicas disagree", refused=refused)
+    return Verdict(tuple(sorted(common)), worst.reason, donor=first.donor, refused=refused)
 
 
 def _bare(header: Header, member: int, sample: Contribution) -> Contribution:

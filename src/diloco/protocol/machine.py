@@ -138,6 +138,9 @@ class Machine:
             case events.Begin(view, member, closed):
                 self._began = True
                 views.begin(view, member=member, closed=closed)
+            case events.Spoilt(view_id, replicas, words):
+                if view_id == views.view.id:
+                    views.give_up_late(replicas, frozenset(), words)
             case events.ViewBegan():
                 self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
                 self._release()

@@ -12,6 +12,7 @@ from diloco.membership.ballot import Vote
 from diloco.membership.change import Commits, NextView, Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
+from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
 from diloco.protocol.headers import Header
 from diloco.protocol.messages import RoundVote
@@ -39,9 +40,11 @@ class RoundTable:
         outbox: collects actions.
         void: rounds of earlier views that others have found void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
+        conduct: how often members have spoilt rounds; rounds add to it.
 
     Attributes:
         view: the members.
+        conduct: as given.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class RoundTable:
         outbox: Outbox,
         void: Rounds,
         has_state_of: set[int],
+        conduct: Conduct,
     ) -> None:
         self.view = view
-        self._voting = Voting(view, rules, words, outbox, void, has_state_of)
+        self.conduct = conduct
+        self._voting = Voting(view, rules, words, outbox, void, has_state_of, conduct)
         self._ranks = self._voting.ranks
         self._rules = rules
         self._policies = policies

@@ -9,8 +9,9 @@ from diloco.algorithm.averaging import RoundId
 from diloco.errors import ReplicaLostError
 from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
+from diloco.protocol.conduct import Conduct
 
-__all__ = ["Policies", "Rules", "expired_words", "late_words", "left_out", "owing_words", "stopped"]
+__all__ = ["Policies", "Rules", "expired_words", "late_words", "left_out", "owing_words", "spoilt_words", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,16 @@ def owing_words(round_id: RoundId, owing: frozenset[int], timeout_s: float) -> s
     'replicas 1, 2 have not voted on fragment 0, outer step 3 within 600 s'
     """
     return f"{_names(owing)} {'have' if len(owing) > 1 else 'has'} not voted on {round_id} within {timeout_s:g} s"
+
+
+def spoilt_words(spoilers: frozenset[int], reason: str) -> str:
+    """Why replicas are given up that contribute what nobody can use; ``reason``: the last time.
+
+    >>> spoilt_words(frozenset({2}), "the contribution of replica 2 was refused: has the weight nan")
+    'replica 2 has spoilt 3 rounds or more lately: the contribution of replica 2 was refused: has the weight nan'
+    """
+    has = "have" if len(spoilers) > 1 else "has"
+    return f"{_names(spoilers)} {has} spoilt {Conduct.MOST} rounds or more lately: {reason}"
 
 
 def expired_words(missing: Sequence[int], rules: Rules) -> str:

@@ -124,7 +124,7 @@ class ViewChange:
                 change.absorb(what)
             # what others say, and this rank sees as well
             mine = {late for one, late in change.mine.behind if one == rules.replica}
-            seen = rounds.lacking() | rounds.owing()
+            seen = rounds.lacking() | rounds.owing() | set(filter(rounds.conduct.has_spoilt, change.view.members))
             late = {late for _, late in change.mine.behind} & seen - mine - {rules.replica}
             absent = {each for each in change.mine.joining if not all(map(self._is_there, rules.ranks((each,))))}
             unheard = absent - apart - {rules.replica}

@@ -12,10 +12,11 @@ from diloco.membership.change import Rounds
 from diloco.membership.lateness import Lateness
 from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
-from diloco.protocol.events import Outbox
+from diloco.protocol.conduct import Conduct
+from diloco.protocol.events import Outbox, Spoilt
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import Decided, RoundState
-from diloco.protocol.rules import Rules
+from diloco.protocol.rules import Rules, spoilt_words
 
 __all__ = ["Voting"]
 
@@ -33,6 +34,7 @@ class Voting:
         outbox: collects actions.
         void: rounds of earlier views that others have found void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
+        conduct: how often members have spoilt rounds; rounds add to it.
 
     Attributes:
         frozen: whether voting and deciding have stopped, because the view is ending.
@@ -49,11 +51,13 @@ class Voting:
         outbox: Outbox,
         void: Rounds,
         has_state_of: set[int],
+        conduct: Conduct,
     ) -> None:
         self.frozen = False
         self.ranks = rules.ranks(view.members)
         self.decided = Decided(void)
         self.has_state_of = has_state_of
+        self._conduct = conduct
         self._view = view
         self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
         self._rules = rules
@@ -81,6 +85,9 @@ class Voting:
         unshown, state.unshown = state.unshown, {}
         for sender, said in unshown.items():
             self.count(state, sender, said)
+        spoilers = self._conduct.note(self._view.members, verdict.refused) - {self._rules.replica}
+        if spoilers:
+            self._outbox.queue.append(Spoilt(self._view.id, spoilers, spoilt_words(spoilers, verdict.reason)))
 
     def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
         """Tell the round's exchange, if payloads are still moving."""
