@@ -343,6 +343,6 @@ class Rank:
 
 
 def weight_of(replica: int, step: int) -> float:
-    """Of a contribution: the sum over any replicas tells which they were."""
+    """Of a contribution: the sum over any of forty replicas tells which they were, and is exact for sixty-four."""
     # about alike, as nobody weighs more than eight full windows
-    return float(64 + 2**replica) * (1 + step % 6) / 64
+    return (1 + 2.0 ** (replica % 40 - 42)) * (1 + step % 6)

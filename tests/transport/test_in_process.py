@@ -13,7 +13,7 @@ from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError,
 from diloco.transport.base import Average, Transport
 from diloco.transport.faults import Fault, parse_fault
 from diloco.transport.in_process import InProcessTransport
-from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
+from tests.transport.contract import SIZE, MakeEndpoints, TransportContract, contribution, exchange
 
 
 def endpoints_of(hub: InProcessTransport) -> list[Transport]:
@@ -148,3 +148,20 @@ def test_faults_that_cannot_be_read_are_refused(text: str) -> None:
 def test_impossible_minimum_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Use 1 to 2"):
         InProcessTransport(2, min_contributors=3)
+
+
+@pytest.mark.parametrize("number", [16, 64])
+@pytest.mark.parametrize("codec", ["float32", "fp4"])
+def test_many_replicas_share_one_mean_and_its_traffic_stops_growing(number: int, codec: str) -> None:
+    """A reduce-scatter from nine replicas on: each moves its payload and the float32 means, about once."""
+    endpoints = endpoints_of(InProcessTransport(number))
+    given = [contribution(m, codec=codec, weight=1.0 + m % 3) for m in range(number)]
+    averages = exchange(endpoints, given)
+    total = torch.zeros(SIZE, dtype=torch.float64)
+    for each in given:
+        total += each.weight * each.codec.decode(each.payload, SIZE).double()
+    assert averages[0].weight == sum(each.weight for each in given)
+    torch.testing.assert_close(averages[0].values.double(), total / averages[0].weight, rtol=0, atol=1e-5)
+    assert {id(average.values) for average in averages} == {id(averages[0].values)}
+    assert all(average.contributors == tuple(range(number)) for average in averages)
+    assert sum(average.sent_bytes for average in averages) == sum(average.received_bytes for average in averages)

@@ -8,7 +8,8 @@ The outer loop of Streaming DiLoCo, Algorithm 2, for one fragment p::
 
 Lasting memory: 4 bytes per parameter for the global parameters and 4 for Nesterov's momentum. While a fragment is in
 flight its payload stays, and under the rebase rule 4 bytes per value of that fragment. Where the ranks of a replica
-share its parameters out, each has this for its own shards, and never more.
+share its parameters out, each has this for its own shards, and never more. Replicas of one process hold what they
+agree on once (`OuterLoop.share`).
 """
 
 from __future__ import annotations
@@ -59,6 +60,17 @@ class OuterLoop:
             for fragment, parameters in zip(self.fragments, self.parameters, strict=True)
         ]
         self.outer_states = [outer_optimizer.init(values) for values in self.global_params]
+        self._shared: set[int] = set()  # fragments whose memory another loop may hold as well
+
+    def share(self, other: OuterLoop) -> None:
+        """Keep what both hold with the same bits only once: in the other's memory, until either changes its own."""
+        for index, (mine, theirs) in enumerate(zip(self.global_params, other.global_params, strict=True)):
+            if mine is theirs or not _same_bits(self._tensors(index), other._tensors(index)):
+                continue
+            state = other.outer_states[index]
+            self.global_params[index], self.outer_states[index] = theirs, OuterState(state.step, dict(state.slots))
+            self._shared.add(index)
+            other._shared.add(index)
 
     def local(self, index: int) -> Tensor:
         """The local parameters of a fragment, ``(numel,)`` float32, a fresh copy beside the global ones."""
@@ -96,6 +108,7 @@ class OuterLoop:
 
     def outer_step(self, index: int, mean: Tensor) -> None:
         """``global <- OuterOpt(global, mean)`` (Algorithm 2, line 11)."""
+        self._own(index)
         mean = mean.to(self.device)
         self.outer_optimizer.update(mean, self.outer_states[index], self.global_params[index])
 
@@ -147,10 +160,34 @@ class OuterLoop:
                 "the same model, fragments and outer optimizer. Nothing was taken over."
             )
         outer_step = int(state["outer_step"])  # may raise, while nothing has changed
+        self._own(index)
+        slots = self.outer_states[index].slots
         self.global_params[index].copy_(state["global_params"])
         for name, values in slots.items():
             values.copy_(state["slots"][name])
         self.outer_states[index] = OuterState(outer_step, slots)
 
+    def _tensors(self, index: int) -> dict[str, Tensor]:
+        """Outer step and name -> what this loop holds of a fragment."""
+        state = self.outer_states[index]
+        return {f"{state.step}": self.global_params[index], **state.slots}
+
+    def _own(self, index: int) -> None:
+        """Before a change: what other loops may hold as well is copied."""
+        if index in self._shared:
+            state, values = self.outer_states[index], self.global_params[index]
+            self.global_params[index] = self._empty(values.numel()).copy_(values)
+            self.outer_states[index] = OuterState(
+                state.step, {name: each.clone() for name, each in state.slots.items()}
+            )
+            self._shared.discard(index)
+
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32, device=self.device, pin_memory=self._pinned)
+
+
+def _same_bits(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return list(some) == list(others) and all(
+        torch.equal(one.view(torch.int32), other.view(torch.int32))
+        for one, other in zip(some.values(), others.values(), strict=True)
+    )

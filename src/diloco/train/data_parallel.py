@@ -46,9 +46,7 @@ class GradientAverager:
             step: of the run.
             weight: of these gradients in the mean; 0: they are of a batch in which nothing counts.
         """
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        self._fill_absent()
         numel = sum(local_shard(parameter).numel() for parameter in self.parameters)
         values = torch.empty(numel, dtype=torch.float32, device=self.parameters[0].device)
         flatten([parameter.grad for parameter in self.parameters if parameter.grad is not None], values)
@@ -88,8 +86,14 @@ class GradientAverager:
             ) from error
         finally:
             self._pending = self._contribution = None
+        self._fill_absent()
         unflatten_(average.values, [parameter.grad for parameter in self.parameters if parameter.grad is not None])
         return True
+
+    def _fill_absent(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _wait(self) -> Average:
         """The mean, from the view that can give it: the next one, if the present one ends."""

@@ -30,7 +30,7 @@ from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.trained.load import load_parameters
 
-__all__ = ["Replica", "make_diloco", "make_replica"]
+__all__ = ["Replica", "give_own_model", "make_diloco", "make_replica"]
 
 AHEAD = 4
 """Batches made ahead of the training while files are read, unless the settings say a number."""
@@ -62,6 +62,7 @@ def make_replica(
     number: int,
     initial: Mapping[str, Tensor] | None,
     definition: Mapping[str, Any] | None = None,
+    like: Replica | None = None,
 ) -> Replica:
     """Replica ``number`` at step 0, without an outer loop.
 
@@ -73,7 +74,41 @@ def make_replica(
         number: of the replica.
         initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
         definition: of the model, as `diloco.model.build.build_language_model` takes it.
+        like: a replica that holds the same as long as gradients are averaged, and whose model and inner loop this one
+            uses until `give_own_model`; None: it has its own.
     """
+    inner = like.inner if like else _make_inner(settings, corpus, fleet, device, initial, definition)
+    codec = settings.codec.name if settings.algorithm == "data-parallel" else None
+    gradients = GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), fleet.group)
+    batches = _make_batches(settings, corpus, number, elastic=fleet.elastic)
+    return Replica(number, inner.model, inner, batches, RandomState(settings.seed, number), gradients)
+
+
+def give_own_model(
+    settings: RunSettings,
+    corpus: Corpus,
+    fleet: Fleet,
+    device: torch.device,
+    replica: Replica,
+    definition: Mapping[str, Any] | None = None,
+) -> None:
+    """A copy of the model and the inner loop, with all that they hold, for a replica that used another's."""
+    shared = replica.inner
+    inner = _make_inner(settings, corpus, fleet, device, None, definition)
+    inner.model.load_saved_state(shared.model.saved_state())
+    inner.load_state_dict(shared.state_dict())
+    replica.model, replica.inner = inner.model, inner
+    replica.gradients = GradientAverager(inner.model, fleet.endpoint(replica.number), replica.gradients.codec)
+
+
+def _make_inner(
+    settings: RunSettings,
+    corpus: Corpus,
+    fleet: Fleet,
+    device: torch.device,
+    initial: Mapping[str, Tensor] | None,
+    definition: Mapping[str, Any] | None,
+) -> InnerLoop:
     group = fleet.group
     strategy: Strategy = settings.train.parallelism if group.size > 1 else "none"
     model = build_language_model(
@@ -84,7 +119,7 @@ def make_replica(
     prepare_model(model, settings.train)
     parallel = parallelise(model, strategy, group, device)
     end = corpus.tokenizer.eos_id if settings.train.document_masks else None
-    inner = InnerLoop(
+    return InnerLoop(
         parallel,
         make_inner_optimizer(settings.inner, model),
         learning_rate=inner_learning_rate(settings.inner, settings.train.steps),
@@ -93,10 +128,6 @@ def make_replica(
         accumulation=settings.train.gradient_accumulation,
         end_of_document=ENDS if corpus.train.marks_ends else end,
     )
-    codec = settings.codec.name if settings.algorithm == "data-parallel" else None
-    gradients = GradientAverager(model, fleet.endpoint(number), make_codec(codec or "float32"), group)
-    batches = _make_batches(settings, corpus, number, elastic=fleet.elastic)
-    return Replica(number, model, inner, batches, RandomState(settings.seed, number), gradients)
 
 
 def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:

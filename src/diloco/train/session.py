@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.algorithm.buffers import collect_buffers
 from diloco.algorithm.digest import digest_tensors
 from diloco.checkpoint.parts import Whole
 from diloco.data.corpus import Corpus
@@ -21,8 +22,8 @@ from diloco.model.language_model import LanguageModel
 from diloco.outer.diloco import DiLoCo
 from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet.base import Fleet
-from diloco.train.inner import InnerStep
-from diloco.train.local_replica import Replica, make_diloco, make_replica
+from diloco.train.inner import InnerLoop, InnerStep
+from diloco.train.local_replica import Replica, give_own_model, make_diloco, make_replica
 from diloco.train.settings import RunSettings
 
 __all__ = ["Session", "Totals"]
@@ -72,9 +73,12 @@ class Session:
         self.device = device
         self.on_event = on_event
         self.totals = Totals()
-        self.replicas = [
-            make_replica(settings, corpus, fleet, device, number, initial, definition) for number in fleet.local
-        ]
+        self._definition = definition
+        self.replicas: list[Replica] = []
+        for number in fleet.local:
+            like = self.replicas[0] if self.replicas and self._may_share_a_model else None
+            made = make_replica(settings, corpus, fleet, device, number, initial, definition, like)
+            self.replicas.append(made)
         self.pace: DynamicSteps | None = None
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # of the last step that was trained
@@ -85,6 +89,20 @@ class Session:
         """Whether the next step is a data-parallel one."""
         in_start = self.totals.steps < self.settings.train.data_parallel_steps
         return self.settings.algorithm == "data-parallel" or in_start
+
+    @property
+    def _may_share_a_model(self) -> bool:
+        """Whether the replicas hold the same after every step for now, so that one model serves all of this process."""
+        model, float16 = self.replicas[0].model, self.settings.train.precision == "float16"
+        plain = not model.source_has and collect_buffers(model) == (None, None)  # batches change buffers
+        return self.averages_gradients and plain and not float16  # whose scaler looks at each one's gradients
+
+    def part_models(self) -> None:
+        """Where gradients are not averaged any more, each replica needs a model of its own."""
+        if not self.averages_gradients:
+            for replica in self.replicas[1:]:
+                if replica.model is self.replicas[0].model:
+                    give_own_model(self.settings, self.corpus, self.fleet, self.device, replica, self._definition)
 
     def open_to_joiners(self) -> None:
         """All is in place here: let others join, unless the replicas average gradients at every step."""
@@ -180,8 +198,15 @@ class Session:
         if replica.diloco is None:
             replica.diloco = make_diloco(self.settings, replica, self.fleet, self._emit)
             replica.diloco.shared.data_order = replica.sampler.order
+            self.share_global_state(replica)
             self.fleet.close_to_joiners("")
         return replica.diloco
+
+    def share_global_state(self, replica: Replica) -> None:
+        """Hold what a replica agrees on with the first one of this process only once."""
+        first = self.replicas[0].diloco
+        if replica.diloco and first and first is not replica.diloco:
+            replica.diloco.outer_loop.share(first.outer_loop)
 
     def close(self) -> None:
         """End what runs beside the training."""
@@ -193,6 +218,7 @@ class Session:
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.drain()
+                self.share_global_state(replica)
 
     def global_params(self) -> dict[str, Tensor]:
         """Parameter name -> what the replicas agree on; of the first replica alone where nothing is exchanged.
@@ -242,17 +268,26 @@ class Session:
 
     def _train(self, step: int) -> float:
         """Inner step ``step`` of every replica; returns the seconds spent averaging gradients, which are no compute."""
-        losses = torch.stack([self._accumulate(replica) for replica in self.replicas])
-        if self.averages_gradients and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or the averaging would count what it waits for as its own
-        computed_s = time.perf_counter()
-        keep = self._average_gradients(step) if self.averages_gradients else True
-        averaging_s = time.perf_counter() - computed_s
-        # All replicas' work is handed to the device before any of it is waited for: once a step, whatever their number.
-        norms = [replica.inner.begin(step, skip=not keep) for replica in self.replicas]
-        self._loss, *read = torch.stack([losses.mean(), *norms]).tolist()
-        both = zip(self.replicas, read, strict=True)
-        self._inner = tuple(replica.inner.end(step, norm, skip=not keep) for replica, norm in both)
+        losses, averaging_s = [], 0.0
+        done: dict[InnerLoop, InnerStep] = {}
+        for replica in self.replicas:
+            losses.append(self._accumulate(replica))
+            if self.averages_gradients:
+                averaging_s += self._send_gradients(replica, step)
+            elif self.device.type == "cpu":  # where waiting costs nothing, no gradients need to be kept
+                done[replica.inner] = replica.inner.apply(step)
+        inners = dict.fromkeys(replica.inner for replica in self.replicas)
+        if done:
+            self._loss = float(torch.stack(losses).mean())
+        else:
+            computed_s = time.perf_counter()
+            keep = self._average_gradients() if self.averages_gradients else True
+            averaging_s += time.perf_counter() - computed_s
+            # All replicas' work is handed to the device before any of it is waited for: once, whatever their number.
+            norms = [inner.begin(step, skip=not keep) for inner in inners]
+            self._loss, *read = torch.stack([torch.stack(losses).mean(), *norms]).tolist()
+            done = {inner: inner.end(step, norm, skip=not keep) for inner, norm in zip(inners, read, strict=True)}
+        self._inner = tuple(done[replica.inner] for replica in self.replicas)
         return averaging_s
 
     def _synchronise(self, *, trained: bool) -> None:
@@ -263,6 +298,7 @@ class Session:
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.finish()
+                self.share_global_state(replica)
 
     def _accumulate(self, replica: Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()
@@ -271,14 +307,23 @@ class Session:
         replica.inner.unscale()
         return loss
 
-    def _average_gradients(self, step: int) -> bool:
-        for replica in self.replicas:
-            replica.gradients.begin(step, replica.inner.counted)
+    def _send_gradients(self, replica: Replica, step: int) -> float:
+        """Hand a replica's gradients in; the seconds that took."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or this would count what it waits for as its own
+        started_s = time.perf_counter()
+        replica.gradients.begin(step, replica.inner.counted)
+        if len(self.replicas) > 1 and not replica.inner.scaler.is_enabled():
+            replica.inner.optimizer.zero_grad(set_to_none=True)  # they come back as the mean
+        return time.perf_counter() - started_s
+
+    def _average_gradients(self) -> bool:
         applied = [replica.gradients.finish(may_skip=replica.inner.scaler.is_enabled()) for replica in self.replicas]
         return all(applied)
 
     def _begin_diloco_if_due(self) -> None:
         """Where the shared start ends, what the replicas hold becomes the global parameters."""
+        self.part_models()
         due = self.settings.algorithm in ("streaming", "diloco") and not self.averages_gradients
         if due and self.replicas[0].diloco is None:
             self.totals.shared_start_sent_bytes = self.traffic()[0]

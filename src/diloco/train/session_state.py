@@ -77,6 +77,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     """
     run = checkpoint.load("run")
     session.totals = Totals(**run["totals"])
+    session.part_models()
     saved = _saved_replicas(session, checkpoint, home)
     if saved.differ and session.settings.algorithm == "none":
         raise CheckpointError(
@@ -99,6 +100,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
             if source != replica.number:  # it keeps what all agree on; where gradients are averaged, that is everything
                 replica.diloco.begin_from_global()
                 replica.inner.optimizer.state.clear()
+        session.share_global_state(replica)
     words = (f"{round_id} was in flight between others, and counts as void." for round_id in void)
     return (*saved.words(), *dict.fromkeys(words))
 
