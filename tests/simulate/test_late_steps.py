@@ -35,8 +35,8 @@ def run(step_times_s: list[float], link: Link, *, overlap_steps: int, steps: int
 @pytest.mark.parametrize(
     ("overlap_steps", "trained"),
     # The others have sent at 10 s. Steps 6, 7 and 8 of the slow one would be over at 12, 14 and 16 s;
-    # its contribution is due at 10 s, 10 + 0.9 * 3 = 12.7 s and 10 + 0.9 * 5 = 14.5 s.
-    [(0, 5), (3, 6), (5, 7)],
+    # its contribution is due at 10 s, 10 + 0.9 * 2 = 11.8 s, 12.7 s and 14.5 s.
+    [(0, 5), (2, 5), (3, 6), (5, 7)],
 )
 def test_who_takes_twice_as_long_trains_what_fits_into_the_overlap(overlap_steps: int, trained: int) -> None:
     slow = run([1.0, 1.0, 2.0], Link(), overlap_steps=overlap_steps, steps=10)
@@ -60,6 +60,20 @@ def test_a_latency_and_what_an_exchange_took_shorten_the_grace() -> None:
     # the seventh would be over at 22.5 s, and 20 + 0.9 (3 - 1) = 21.8 s are allowed
     assert after[2] - before[2] == 4
     assert 20 + SHARE * (3 - 1) < 22.5 < 20 + SHARE * 3, "so it would be 3 without counting the exchange"
+
+
+def test_whoever_has_not_heard_of_the_others_goes_on() -> None:
+    """They have sent at 10 s, which is heard of at 10.6 s. The eighth step begins at 10.5 s, the ninth at 12 s."""
+    done = run([1.0, 1.0, 1.5], Link(latency_s=0.6), overlap_steps=0, steps=10)
+    assert done.left_out.tolist() == [0, 0, 2]
+
+
+def test_who_leaves_out_the_step_of_a_send_sends_at_its_end_and_no_part_before() -> None:
+    """All leaves at the beginning of that step, which the others begin at 9 s; the slow one is there at 10 s."""
+    schedule = SyncSchedule(inner_steps=10, overlap_steps=0)
+    early = outer_traffic(schedule, [1], [FP4], 3, releases=[((0.0, 1.0),)])
+    done = simulate(early, Cluster.of([Link()] * 3, [1.0, 1.0, 2.0], grace=True), steps=10, history=True)
+    assert done.history[0].times.up_start_s.tolist() == [9, 9, 10]
 
 
 @settings(deadline=None)

@@ -82,7 +82,7 @@ class LateSteps:
         quorum = more_than_could_lie(self._shape[-1])
         quorum_s = np.partition(ready_s, quorum - 1, axis=-1)[..., quorum - 1 : quorum]
         lasts_until_s = ready_s + self._schedule.overlap_steps * self._cluster.step_time_s
-        first_s = np.where(ready_s <= quorum_s, lasts_until_s, np.inf).min(-1, keepdims=True)
+        first_s = lasts_until_s.min(-1, keepdims=True)
         left_s = first_s - quorum_s - self._sync_s.get(fragment, np.zeros(1))
         heard_s = quorum_s + self._cluster.latency_s
         return heard_s, np.maximum(heard_s, quorum_s + SHARE * np.maximum(0.0, left_s))
