@@ -6,6 +6,7 @@ import pytest
 
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import ViewChangedError
+from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.events import Received
 from diloco.protocol.messages import Leaving
@@ -52,6 +53,19 @@ def test_what_was_sent_before_somebody_joined_stays_void_in_all_later_views() ->
     explore(network, [])
     for number in (0, 1):
         assert rank(network, number).outcomes == {1: False} | dict.fromkeys(range(2, Rank.STEPS + 1), True)
+
+
+def test_nobody_stops_before_all_who_stay_know_the_same() -> None:
+    """Else who stops first says nothing more, and the others wait for it to say what it had not noticed yet."""
+    network = simulated(3, Limits(ends=1), quorum=Policy(3))
+    begin(network, 0, 2)
+    network.happen("ends", 1, 0, 0)
+    network.happen("notice", 2, 1, 0)
+    network.happen("deliver", 2, 0, 0)
+    assert not rank(network, 0).left, "it still hears the one that has ended, as 2 says"
+    settle(network)
+    for number in (0, 2):
+        assert "2 of at least 3 replicas are left" in rank(network, number).left
 
 
 def test_who_is_late_is_lost_and_told_so() -> None:

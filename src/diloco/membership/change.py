@@ -214,10 +214,17 @@ class Change:
         there = (member for member in self.view.members if member not in self.mine.gone)
         return tuple(rank for rank in self._ranks(there) if rank != self.mine.rank)
 
-    def absorb(self, report: Report) -> bool:
-        """Take in another rank's report; True if mine changed by it and must be told to all again."""
+    def absorb(self, report: Report, *, whole: bool = True) -> bool:
+        """Take in another rank's report; True if mine changed by it and must be told to all again.
+
+        Args:
+            report: as far as it is believed.
+            whole: whether all of it is. If not, its rank knows something else than I do, and can't be ready with me.
+        """
         before = self.mine
-        self._reports[report.rank] = report
+        self._reports.pop(report.rank, None)
+        if whole:
+            self._reports[report.rank] = report
         self._learn(report)
         return self._advance(before)
 
@@ -284,7 +291,7 @@ class Change:
         return alike if len(alike) == len(reports) else None
 
     def reports_of_staying(self) -> list[tuple[int, Report | None]]:
-        """Replica and report, if one has come, of each rank that is to stay."""
+        """Replica and report, if one has come that is believed, of each rank that is to stay."""
         return [(rank // self._ranks_per_replica, self._reports.get(rank)) for rank in self._ranks(self.staying)]
 
     def _following(self, told: Sequence[Report]) -> NextView:

@@ -86,7 +86,7 @@ def to_blame(mine: Report, reports: Collection[tuple[int, Report | None]], *, me
 
     Args:
         mine: what this rank knows.
-        reports: replica and what is believed of its rank's report, None where none has come, of all who stay.
+        reports: replica and its rank's report, None where none has come that is wholly believed, of all who stay.
         me: this replica.
     """
     blamed: set[int] = set()

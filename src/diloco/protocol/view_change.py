@@ -121,7 +121,7 @@ class ViewChange:
                     me=rules.replica,
                     hears=hears,
                 )
-                change.absorb(what)
+                change.absorb(what, whole=what.known == report.known)
             # what others say, and this rank sees as well
             mine = {late for one, late in change.mine.behind if one == rules.replica}
             seen = rounds.lacking() | rounds.owing() | set(filter(rounds.conduct.has_spoilt, change.view.members))
