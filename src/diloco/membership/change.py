@@ -28,7 +28,7 @@ Pure: messages in, messages out; nothing here sends, waits or reads a clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, TypedDict, Unpack
@@ -214,18 +214,19 @@ class Change:
         there = (member for member in self.view.members if member not in self.mine.gone)
         return tuple(rank for rank in self._ranks(there) if rank != self.mine.rank)
 
-    def absorb(self, report: Report, *, whole: bool = True) -> bool:
-        """Take in another rank's report; True if mine changed by it and must be told to all again.
+    def absorb(self, *told: Report, in_part: Collection[int] = ()) -> bool:
+        """Take in other ranks' reports; True if mine changed by them and must be told to all again.
 
         Args:
-            report: as far as it is believed.
-            whole: whether all of it is. If not, its rank knows something else than I do, and can't be ready with me.
+            told: as far as they are believed.
+            in_part: ranks of which not all is believed: they know something else than I do, and can't be ready with me.
         """
         before = self.mine
-        self._reports.pop(report.rank, None)
-        if whole:
-            self._reports[report.rank] = report
-        self._learn(report)
+        for report in told:
+            self._reports.pop(report.rank, None)
+            if report.rank not in in_part:
+                self._reports[report.rank] = report
+            self._learn(report)
         return self._advance(before)
 
     def extend(self, **news: Unpack[News]) -> bool:

@@ -113,15 +113,11 @@ class ViewChange:
             apart = {other for one, other in before.unheard if one == rules.replica}
             candidates = {*change.view.members, *before.joining}
             hears = {each for each in candidates if all(map(self._is_there, rules.ranks((each,))))} - apart
-            for rank, report in self._said.items():
-                what = believed(
-                    report,
-                    change.mine,
-                    sender=rules.replica_of(rank),
-                    me=rules.replica,
-                    hears=hears,
-                )
-                change.absorb(what, whole=what.known == report.known)
+            told = {
+                rank: believed(report, before, sender=rules.replica_of(rank), me=rules.replica, hears=hears)
+                for rank, report in self._said.items()
+            }
+            change.absorb(*told.values(), in_part={rank for rank in told if told[rank].known != self._said[rank].known})
             # what others say, and this rank sees as well
             mine = {late for one, late in change.mine.behind if one == rules.replica}
             seen = rounds.lacking() | rounds.owing() | set(filter(rounds.conduct.has_spoilt, change.view.members))
