@@ -53,16 +53,15 @@ def test_packages_are_installed_as_the_makefile_does() -> None:
     """Constraints, torch first, and no build isolation; extras are those that the project has."""
     project = (ROOT / "pyproject.toml").read_text()
     pip = [words for words in of("RUN") if words[:4] == ["python", "-m", "pip", "install"]]
-    made = [
-        line.split("pip install ")[1] for line in (ROOT / "Makefile").read_text().splitlines() if "pip inst" in line
-    ]
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    made = [line.split("pip install ")[1] for line in lines if "pip inst" in line]
     noise = {"--quiet", "--disable-pip-version-check", "--editable", "--extra-index-url", "${TORCH_INDEX}"}
     ours, theirs = ([[w for w in words if w not in noise] for words in each] for each in (
         [words[4:] for words in pip], [shlex.split(line) for line in made]
     ))  # fmt: skip
     assert ours[0] == theirs[0]
     assert ours[1][:-1] == theirs[1][:-1]
-    assert (ours[1][-1], theirs[1][-1]) == (".[${EXTRAS}]", ".[dev]")
+    assert (ours[1][-1], theirs[1][-1]) == (".[${EXTRAS}]", ".[watch]")
     (extras,) = (words[0].removeprefix("EXTRAS=") for words in of("ARG") if words[0].startswith("EXTRAS="))
     for extra in extras.split(","):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
