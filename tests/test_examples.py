@@ -75,7 +75,7 @@ def test_a_swarm_on_one_machine() -> None:
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell runs, with fewer steps than a reader takes."""
     nbclient, nbformat = importlib.import_module("nbclient"), importlib.import_module("nbformat")
-    monkeypatch.setenv("STEPS", "10")
+    monkeypatch.setenv("STEPS", "5")
     monkeypatch.setenv("OUT", str(tmp_path / "runs"))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # where jupyter looks for its settings; without it, it warns
     notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", as_version=4)
