@@ -29,7 +29,7 @@ train: $(TO_TRAIN) ## make .venv, install what training needs, and train the qui
 	$(BIN)/diloco train $(ARGS)
 
 test: $(STAMP) ## run the tests, in three processes (TESTERS=1: in one)
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-browser: $(STAMP) ## install a browser if need be, test the page of diloco watch in it, and make the pictures of docs/watch.md
 	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install --yes --no-install-recommends chromium fonts-dejavu-core

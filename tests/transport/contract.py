@@ -78,8 +78,8 @@ def _exchanged_once(endpoint: Transport, codec: str) -> Average:
     return endpoint.average(contribution(endpoint.replica)).wait()
 
 
-class TransportContract:
-    """Subclasses give the fixture ``make_endpoints``."""
+class PayloadContract:
+    """What moves from one replica to another, whatever carries it."""
 
     @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
     def test_every_replica_gets_the_same_weighted_mean(self, make_endpoints: MakeEndpoints, num_replicas: int) -> None:
@@ -102,6 +102,77 @@ class TransportContract:
                 assert average.buffers is not None
                 mean = sum(w * m for m, w in enumerate(weights)) / sum(weights)
                 assert average.buffers.tolist() == pytest.approx([mean, 1.0])
+
+    def test_several_rounds_in_flight_do_not_mix(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(2)
+        first = [endpoint.average(contribution(m, outer_step=1)) for m, endpoint in enumerate(endpoints)]
+        second = [endpoint.average(contribution(m, fragment=1, outer_step=2)) for m, endpoint in enumerate(endpoints)]
+        later, earlier = [each.wait() for each in second], [each.wait() for each in first]
+        assert {average.round for average in later} == {RoundId(1, 2)}
+        assert {average.round for average in earlier} == {RoundId(0, 1)}
+        assert not torch.equal(later[0].values, earlier[0].values)
+
+    def test_traffic_is_counted_each_way(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(3)
+        average = exchange(endpoints, [contribution(m, codec="fp4") for m in range(3)])[0]
+        extra = 2 * 4 + 2
+        assert average.sent_bytes == 2 * (make_codec("fp4").payload_bytes(SIZE) + extra)
+        assert [endpoint.sent_bytes for endpoint in endpoints] == [average.sent_bytes] * 3
+        assert [endpoint.received_bytes for endpoint in endpoints] == [average.received_bytes] * 3
+
+    @pytest.mark.parametrize(("num_replicas", "codecs"), [(3, ["float32"]), (7, ["float16", "int8"])])
+    def test_traffic_is_that_of_the_plan_for_every_replica(
+        self, make_endpoints: MakeEndpoints, num_replicas: int, codecs: Sequence[str]
+    ) -> None:
+        """1000 values can't be shared alike by 3 or 7; in 4 blocks they aren't worth sharing, and are all-gathered."""
+        endpoints, sent, received = make_endpoints(num_replicas), [0] * num_replicas, [0] * num_replicas
+        for outer_step, codec in enumerate(codecs):
+            given = [contribution(m, outer_step=outer_step, codec=codec) for m in range(num_replicas)]
+            averages = exchange(endpoints, given)
+            plan = plan_exchange(make_codec(codec), SIZE, num_replicas, extra_bytes=2 * 4 + 2)
+            assert [average.sent_bytes for average in averages] == list(plan.sent)
+            assert [average.received_bytes for average in averages] == list(plan.received)
+            sent = [a + b for a, b in zip(sent, plan.sent, strict=True)]
+            received = [a + b for a, b in zip(received, plan.received, strict=True)]
+            assert [endpoint.sent_bytes for endpoint in endpoints] == sent
+            assert [endpoint.received_bytes for endpoint in endpoints] == received
+
+    def test_what_was_lost_in_another_view_is_handed_over_to_the_owners_in_this_one(
+        self, make_endpoints: MakeEndpoints
+    ) -> None:
+        """From a view of two, one of five, and one whose last third is gone with its owner."""
+        mean = MeanEncoding(make_codec("int8", block_size=4), 1.0)
+        lost = 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(5))
+        endpoints = make_endpoints(3)
+        cuts = ((None, (0, 500), (500, SIZE)), ((400, 600), (0, 200), (200, 400)), ((300, 600), None, (0, 300)))
+        gone = (0, 400, 400)
+        for outer_step, stretches in enumerate(cuts):
+            held = [None if each is None else Residual(each[0], lost[slice(*each)]) for each in stretches]
+            given = [contribution(m, outer_step=outer_step, mean=mean, residual=held[m]) for m in range(3)]
+            averages, expected = exchange(endpoints, given), weighted_mean(given).values
+            shards = plan_exchange(make_codec("float32"), SIZE, 3, mean_codec=mean.codec).shards
+            whole = encode_all_means(expected, [each for each in held if each is not None], shards, mean)
+            for average, residual in zip(averages, whole, strict=True):
+                assert torch.equal(average.values, expected)
+                assert average.residual is not None
+                assert torch.equal(average.residual.values, residual.values)
+                words = f"the error feedback of the mean of {gone[outer_step]} of 1000 values is gone with its owner"
+                assert average.note == (words if gone[outer_step] else "")
+
+    def test_what_is_fetched_is_the_donors_and_a_copy(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(2)
+        held = {"global_params": torch.ones(3), "outer_step": 5, "slots": {"momentum": torch.zeros(3)}}
+        endpoints[1].publish(lambda fragment: {**held, "outer_step": fragment})
+        got = endpoints[0].fetch(4, [1])
+        got["global_params"].fill_(9)
+        got["slots"]["momentum"].fill_(9)
+        assert got["outer_step"] == 4
+        assert held["global_params"].tolist() == [1, 1, 1]  # type: ignore[attr-defined]  # a tensor
+        assert held["slots"]["momentum"].tolist() == [0, 0, 0]  # type: ignore[index]  # a dictionary
+
+
+class TransportContract(PayloadContract):
+    """Subclasses give the fixture ``make_endpoints``."""
 
     def test_nothing_is_kept_of_a_round_that_is_over(self, make_endpoints: MakeEndpoints) -> None:
         """A run has millions of rounds, and each is as large as the model."""
@@ -126,15 +197,6 @@ class TransportContract:
                 take_part(fragment, outer_step, withdrawn)
         assert len(freed) == 12 + 6
         assert all(event.wait(10.0) for event in freed)
-
-    def test_several_rounds_in_flight_do_not_mix(self, make_endpoints: MakeEndpoints) -> None:
-        endpoints = make_endpoints(2)
-        first = [endpoint.average(contribution(m, outer_step=1)) for m, endpoint in enumerate(endpoints)]
-        second = [endpoint.average(contribution(m, fragment=1, outer_step=2)) for m, endpoint in enumerate(endpoints)]
-        later, earlier = [each.wait() for each in second], [each.wait() for each in first]
-        assert {average.round for average in later} == {RoundId(1, 2)}
-        assert {average.round for average in earlier} == {RoundId(0, 1)}
-        assert not torch.equal(later[0].values, earlier[0].values)
 
     @pytest.mark.parametrize("weights", [(0.0, -1.0), (float("nan"), float("inf"))])
     def test_a_weight_that_is_none_is_refused_and_named(
@@ -192,31 +254,6 @@ class TransportContract:
     def test_nobody_contributes_in_anothers_name(self, make_endpoints: MakeEndpoints) -> None:
         with pytest.raises(TransportError, match="in the name of replica 1"):
             make_endpoints(2)[0].average(contribution(1))
-
-    def test_traffic_is_counted_each_way(self, make_endpoints: MakeEndpoints) -> None:
-        endpoints = make_endpoints(3)
-        average = exchange(endpoints, [contribution(m, codec="fp4") for m in range(3)])[0]
-        extra = 2 * 4 + 2
-        assert average.sent_bytes == 2 * (make_codec("fp4").payload_bytes(SIZE) + extra)
-        assert [endpoint.sent_bytes for endpoint in endpoints] == [average.sent_bytes] * 3
-        assert [endpoint.received_bytes for endpoint in endpoints] == [average.received_bytes] * 3
-
-    @pytest.mark.parametrize(("num_replicas", "codecs"), [(3, ["float32"]), (7, ["float16", "int8"])])
-    def test_traffic_is_that_of_the_plan_for_every_replica(
-        self, make_endpoints: MakeEndpoints, num_replicas: int, codecs: Sequence[str]
-    ) -> None:
-        """1000 values can't be shared alike by 3 or 7; in 4 blocks they aren't worth sharing, and are all-gathered."""
-        endpoints, sent, received = make_endpoints(num_replicas), [0] * num_replicas, [0] * num_replicas
-        for outer_step, codec in enumerate(codecs):
-            given = [contribution(m, outer_step=outer_step, codec=codec) for m in range(num_replicas)]
-            averages = exchange(endpoints, given)
-            plan = plan_exchange(make_codec(codec), SIZE, num_replicas, extra_bytes=2 * 4 + 2)
-            assert [average.sent_bytes for average in averages] == list(plan.sent)
-            assert [average.received_bytes for average in averages] == list(plan.received)
-            sent = [a + b for a, b in zip(sent, plan.sent, strict=True)]
-            received = [a + b for a, b in zip(received, plan.received, strict=True)]
-            assert [endpoint.sent_bytes for endpoint in endpoints] == sent
-            assert [endpoint.received_bytes for endpoint in endpoints] == received
 
     def test_clipping_gives_every_replica_the_bits_of_the_pure_function(self, make_endpoints: MakeEndpoints) -> None:
         """Four replicas: without clipping some codecs would be reduced by stretches."""
@@ -283,28 +320,6 @@ class TransportContract:
                         assert torch.equal(average.residual.values, whole[position].values)
                 held = [average.residual for average in averages]
 
-    def test_what_was_lost_in_another_view_is_handed_over_to_the_owners_in_this_one(
-        self, make_endpoints: MakeEndpoints
-    ) -> None:
-        """From a view of two, one of five, and one whose last third is gone with its owner."""
-        mean = MeanEncoding(make_codec("int8", block_size=4), 1.0)
-        lost = 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(5))
-        endpoints = make_endpoints(3)
-        cuts = ((None, (0, 500), (500, SIZE)), ((400, 600), (0, 200), (200, 400)), ((300, 600), None, (0, 300)))
-        gone = (0, 400, 400)
-        for outer_step, stretches in enumerate(cuts):
-            held = [None if each is None else Residual(each[0], lost[slice(*each)]) for each in stretches]
-            given = [contribution(m, outer_step=outer_step, mean=mean, residual=held[m]) for m in range(3)]
-            averages, expected = exchange(endpoints, given), weighted_mean(given).values
-            shards = plan_exchange(make_codec("float32"), SIZE, 3, mean_codec=mean.codec).shards
-            whole = encode_all_means(expected, [each for each in held if each is not None], shards, mean)
-            for average, residual in zip(averages, whole, strict=True):
-                assert torch.equal(average.values, expected)
-                assert average.residual is not None
-                assert torch.equal(average.residual.values, residual.values)
-                words = f"the error feedback of the mean of {gone[outer_step]} of 1000 values is gone with its owner"
-                assert average.note == (words if gone[outer_step] else "")
-
     def test_where_everybody_sums_everything_nothing_is_encoded(self, make_endpoints: MakeEndpoints) -> None:
         """As under clipping, which needs whole contributions; what was lost before stays with whoever holds it."""
         mean, clipping = MeanEncoding(make_codec("fp4"), 1.0), Clipping(max_norm=1e9)
@@ -348,17 +363,6 @@ class TransportContract:
         endpoints = make_endpoints(3)
         found = at_once([lambda m=m: _exchanged_once(endpoints[m], "fp4") for m in range(3)])
         assert all(each.contributors == (0, 1, 2) for each in found), found
-
-    def test_what_is_fetched_is_the_donors_and_a_copy(self, make_endpoints: MakeEndpoints) -> None:
-        endpoints = make_endpoints(2)
-        held = {"global_params": torch.ones(3), "outer_step": 5, "slots": {"momentum": torch.zeros(3)}}
-        endpoints[1].publish(lambda fragment: {**held, "outer_step": fragment})
-        got = endpoints[0].fetch(4, [1])
-        got["global_params"].fill_(9)
-        got["slots"]["momentum"].fill_(9)
-        assert got["outer_step"] == 4
-        assert held["global_params"].tolist() == [1, 1, 1]  # type: ignore[attr-defined]  # a tensor
-        assert held["slots"]["momentum"].tolist() == [0, 0, 0]  # type: ignore[index]  # a dictionary
 
     def test_a_donor_with_nothing_to_give_is_named(self, make_endpoints: MakeEndpoints) -> None:
         with pytest.raises(TransportError, match="replica 1 was asked for fragment 0"):

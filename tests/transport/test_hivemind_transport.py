@@ -1,4 +1,4 @@
-"""The hivemind transport: the contract, over direct streams and over libp2p's."""
+"""The hivemind transport: the contract over direct streams, and what concerns payloads over libp2p's as well."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from diloco.transport.base import Transport
-from tests.transport.contract import MakeEndpoints, TransportContract
+from tests.transport.contract import MakeEndpoints, PayloadContract, TransportContract
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
@@ -22,7 +22,7 @@ class TestDirectStreamsContract(TransportContract):
         return make
 
 
-class TestLibp2pStreamsContract(TransportContract):
+class TestLibp2pStreamsContract(PayloadContract):
     @pytest.fixture
     def make_endpoints(self, swarms: Swarms) -> MakeEndpoints:
         def make(num_replicas: int) -> Sequence[Transport]:
