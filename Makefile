@@ -1,7 +1,7 @@
 # make train: train a small language model with four replicas. make test: run the tests. Both install first if needed.
 PYTHON ?= python3
 VENV ?= .venv
-TESTERS ?= 3
+TESTERS ?= 2
 BIN := $(VENV)/bin
 TO_TRAIN := $(VENV)/.installed-to-train
 STAMP := $(VENV)/.installed
@@ -28,7 +28,7 @@ setup: $(STAMP) ## make .venv and install all that tests, documentation and extr
 train: $(TO_TRAIN) ## make .venv, install what training needs, and train the quick start: 4 replicas of Streaming DiLoCo on the standard library's text
 	$(BIN)/diloco train $(ARGS)
 
-test: $(STAMP) ## run the tests, in three processes (TESTERS=1: in one)
+test: $(STAMP) ## run the tests, in two processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-browser: $(STAMP) ## install a browser if need be, test the page of diloco watch in it, and make the pictures of docs/watch.md

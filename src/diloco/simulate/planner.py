@@ -274,7 +274,7 @@ def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Seque
             overlap_steps=schedule.overlap_steps,
             codec=codec,
             compute_utilization=float(reached[index]),
-            sure_utilization=float(sure[index]),
+            sure_utilization=min(float(sure[index]), float(reached[index])),  # but for round-off it is
             step_s=float(walls[index]) / result.steps,
             sent_bytes_per_step=float(sent[index]) / result.steps,
             longest_round_s=float(longest[index]) + overlapped_s,
