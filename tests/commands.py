@@ -51,7 +51,7 @@ class Command:
                 return found
             assert runs, f"ended without {what}:\n{self.words}"
             assert time.monotonic() < until_s, f"no {what} in time:\n{self.words}"
-            time.sleep(0.05)
+            time.sleep(0.05)  # files of another program tell of nothing, and each look may read all of one
 
     def end(self, code: int = 0, limit_s: float = LIMIT_S) -> None:
         """Wait for it to end with ``code``."""
