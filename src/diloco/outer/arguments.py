@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -96,6 +96,7 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
     check_coverage(model, arguments.fragments)
     check_buffers(model)
     trainable = trainable_parameters(model)
+    _check_devices(trainable)
     sharded = [name for name, parameter in trainable.items() if hasattr(parameter, "to_local")]
     if arguments.clipping.active and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(
@@ -125,6 +126,18 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
         raise ConfigurationError(
             f"{given} fragments were given with a schedule for {schedule.num_fragments}. Both must have the "
             "same number. Nothing was started."
+        )
+
+
+def _check_devices(trainable: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters on several devices, or on none: copies between devices are waited for on one of them only."""
+    by_device = {str(parameter.device): name for name, parameter in trainable.items()}
+    if len(by_device) > 1 or "meta" in by_device:
+        places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
+        raise ConfigurationError(
+            f"The parameters that are trained are not all on one device: {places} (meta: offloaded). Load the model "
+            "without a device_map, or with one that leaves what is trained on one device; what is frozen may be "
+            "anywhere. Nothing was started."
         )
 
 

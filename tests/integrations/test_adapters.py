@@ -1,0 +1,248 @@
+"""PEFT in others' trainers: TRL's `SFTTrainer` and `DPOTrainer`, Accelerate with FSDP2, Lightning; and `device_map`.
+
+Each is a replica: adapters travel, what is frozen does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from datasets import Dataset
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+
+from diloco import DiLoCo, SyncSchedule
+from diloco.algorithm.fragments import local_shard
+from diloco.algorithm.outer_optimizer import Sgd
+from diloco.errors import ConfigurationError
+from diloco.integrations import lightning, transformers
+from diloco.integrations.accelerate import AcceleratedDiLoCo
+from diloco.transport.base import Transport
+from tests.finetuning import write_base
+from tests.integrations.turns import in_turns
+
+# what these libraries say about themselves and each other is no concern of ours
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = 4
+OURS: dict[str, Any] = {
+    "schedule": SyncSchedule(inner_steps=2),
+    "codec": "fp4",
+    "outer_optimizer": Sgd(learning_rate=1.0),
+}
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "per_device_train_batch_size": 2,
+    "max_steps": STEPS,
+    "learning_rate": 1e-2,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def lora(targets: str | list[str] = "all-linear") -> LoraConfig:
+    return LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def adapted(base: Path, adapters: LoraConfig, **how: Any) -> PeftModel:
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base, **how), adapters)
+
+
+def batches(replica: int) -> Tensor:
+    """``(STEPS, 2, 8)``."""
+    return torch.randint(60, 90, (STEPS, 2, 8), generator=torch.Generator().manual_seed(replica))
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local_shard(value).clone() for name, value in model.named_parameters()}
+
+
+class Trained:
+    """What a replica began and ended with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before = values(model)
+
+    def end(self, model: nn.Module, diloco: DiLoCo | None) -> Trained:
+        assert diloco is not None
+        self.after, self.diloco = values(model), diloco
+        return self
+
+
+def train_by_trl(trainer: Trainer, transport: Transport) -> Trained:
+    trained = Trained(trainer.model)
+    callback = transformers.DiLoCoCallback(transport=transport, **OURS).add_to(trainer)
+    trainer.train()
+    return trained.end(trainer.model, callback.diloco)
+
+
+def sft(base: Path, out: Path, transport: Transport, *, checkpointing: bool = False) -> Trained:
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"prompt": f"{transport.replica}{number}?", "completion": str(number)} for number in range(8)]
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base),
+        args=SFTConfig(output_dir=str(out), max_length=32, gradient_checkpointing=checkpointing, **QUIET),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        peft_config=lora(),
+    )
+    return train_by_trl(trainer, transport)
+
+
+def sft_with_checkpointing(base: Path, out: Path, transport: Transport) -> Trained:
+    return sft(base, out, transport, checkpointing=True)
+
+
+def dpo(base: Path, out: Path, transport: Transport) -> Trained:
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [{"prompt": f"{transport.replica}{n}?", "chosen": str(n), "rejected": "no"} for n in range(8)]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = tokenizer.eos_token
+    trainer = DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base),
+        args=DPOConfig(output_dir=str(out), max_length=32, gradient_checkpointing=False, **QUIET),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=lora(),
+    )
+    return train_by_trl(trainer, transport)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of one. Accelerate takes FSDP for GPUs alone, so it is told that the rank has one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dist.destroy_process_group()
+
+
+def by_accelerate(base: Path, out: Path, transport: Transport) -> Trained:
+    """Sharded by FSDP2."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    assert accelerator.is_fsdp2
+    model = adapted(base, lora())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    trained = Trained(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with AcceleratedDiLoCo(accelerator, model, optimizer, transport=transport, **OURS) as diloco:
+        for tokens in batches(transport.replica):
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+    assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
+    with diloco.global_model():
+        return trained.end(model, diloco)
+
+
+class Module(LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: tuple[Tensor], index: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def by_lightning(base: Path, out: Path, transport: Transport) -> Trained:
+    module = Module(adapted(base, lora()))
+    trained = Trained(module)
+    callback = lightning.DiLoCoCallback(transport=transport, **OURS)
+    trainer = LightningTrainer(
+        accelerator="cpu",
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    trainer.fit(module, DataLoader(batches(transport.replica), batch_size=None))
+    return trained.end(module, callback.diloco)
+
+
+Train = Callable[[Path, Path, Transport], Trained]
+
+
+def check_two_replicas(train: Train, base: Path, tmp_path: Path) -> None:
+    """They end with the same adapters, and nothing else has changed."""
+
+    def run(replica: int, transport: Transport) -> Trained:
+        torch.manual_seed(0)  # of the adapters
+        return train(base, tmp_path / str(replica), transport)
+
+    one, other = in_turns(run)
+    assert one.diloco.rounds_committed == 2
+    travelled = {name for fragment in one.diloco.fragments for name in fragment.names}
+    assert travelled
+    assert all("lora_" in name for name in travelled)
+    for name, value in one.after.items():
+        assert torch.equal(value, other.after[name]), name
+        if name.removeprefix("model.") not in travelled and name not in travelled:
+            assert torch.equal(value, one.before[name]), name
+    assert any(not torch.equal(one.after[name], one.before[name]) for name in travelled)
+
+
+@pytest.mark.parametrize("train", [sft, sft_with_checkpointing, dpo, by_lightning])
+def test_two_replicas_end_with_the_same_adapters(train: Train, base: Path, tmp_path: Path) -> None:
+    check_two_replicas(train, base, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_two_sharded_replicas_end_with_the_same_adapters(base: Path, tmp_path: Path) -> None:
+    check_two_replicas(by_accelerate, base, tmp_path)
+
+
+def test_what_is_frozen_may_lie_where_a_device_map_says_and_what_is_trained_may_not(base: Path, tmp_path: Path) -> None:
+    """Frozen weights on the disk are read as they are needed; trained ones would be on no device."""
+    places = {name: "cpu" for name in ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")}
+    places |= {f"model.layers.{layer}": ("cpu", "disk", "cpu")[layer] for layer in range(3)}
+    spread = {"device_map": places, "offload_folder": tmp_path}
+
+    def trained(*layers: int, **how: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = adapted(base, lora([f"layers.{layer}.self_attn.q_proj" for layer in layers]), **how)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        with DiLoCo(model, optimizer, **OURS) as diloco:
+            for tokens in batches(0):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+        return diloco.outer_loop.named_global_params()
+
+    here, away = trained(0, 2), trained(0, 2, **spread)
+    assert all(torch.equal(away[name], value) for name, value in here.items())
+    with pytest.raises(ConfigurationError, match=r"not all on one device: .*layers\.1.* on meta .* a device_map"):
+        trained(0, 1, **spread)
