@@ -79,3 +79,13 @@ def test_settings_do_not_import_torch() -> None:
     """So that help and configuration errors come at once."""
     for path in ROOT.rglob("settings.py"):
         assert "import torch" not in path.read_text(encoding="utf-8")
+
+
+def test_what_windows_lacks_is_not_imported_there() -> None:
+    """It stands under `if sys.platform != "win32"`, never at the top of a file."""
+    lacking = {"fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not lacking.intersection(names), f"{path.name} imports {names}"

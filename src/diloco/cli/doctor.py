@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,14 @@ from tyro.conf import Positional, arg
 from diloco.cli.tables import columns
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
+from diloco.train.stopping import StopRequest
 from diloco.transport.address import parse_address
 from diloco.transport.secret import read_secret
 from diloco.units import format_rate
 
 __all__ = ["run"]
 
+_LOOK_S = 0.2
 
 DESCRIPTION = """Check names, ports, latency and bandwidth of the way to other replicas.
 
@@ -100,16 +102,18 @@ def _listen(text: str, secret_file: Path | None) -> int:
     from diloco.transport.torch_distributed.doctor import serve_probes
 
     secret = read_secret(secret_file, "--secret-file")
-    address, ends = parse_address(text, key="--listen"), {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, which inherit it
+    address = parse_address(text, key="--listen")
     connections = ConnectionManager(-1, Timing(), TcpStreams(secret=secret))
     try:
         heard = connections.listen(address.host, range(address.port, address.port + 1), address.host)
         serve_probes(connections)
-        print(
-            f"listening at {heard}; `diloco doctor {heard}` elsewhere examines the way here. Ctrl-C ends.", flush=True
-        )
-        signal.sigwait(ends)
+        with StopRequest() as asked:
+            print(
+                f"listening at {heard}; `diloco doctor {heard}` elsewhere examines the way here. Ctrl-C ends.",
+                flush=True,
+            )
+            while asked.signal is None:
+                time.sleep(_LOOK_S)
     finally:
         connections.close()
     return 0

@@ -87,7 +87,7 @@ def _watch(
     def forward(number: int, frame: object) -> None:
         asked.append((number, time.monotonic()))
         for process in running.values():
-            if process.poll() is None:
+            if process.poll() is None and sys.platform != "win32":  # whose console tells all of its processes
                 process.send_signal(number)
 
     def kill_all() -> None:

@@ -56,7 +56,8 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._pipe = os.pipe()
-            os.set_blocking(self._pipe[1], False)
+            if sys.platform != "win32":  # which needs no such pipe, and before Python 3.12 can't make one
+                os.set_blocking(self._pipe[1], False)
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=self._pipe[:1], name="diloco-signals", daemon=True).start()
             for number in SIGNALS:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
 import struct
 import sys
 from dataclasses import dataclass
 
 from diloco.errors import ConfigurationError, TransportError
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["Address", "address_of_interface", "local_host_towards", "parse_address", "parse_ports"]
 
@@ -79,18 +81,18 @@ def address_of_interface(name: str) -> str:
     >>> address_of_interface("lo")
     '127.0.0.1'
     """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            request = struct.pack("256s", name.encode()[:15])
-            answer = fcntl.ioctl(asking, _INTERFACE_ADDRESS[sys.platform], request)
-    except (OSError, KeyError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"{sys.platform} can't be asked"
-        raise TransportError(
-            f"the IPv4 address of the interface {name!r} of this machine can't be found: {why}. Choose an interface "
-            "(see `ip address`; transport.interface), or an address of this machine (transport.host). Nothing was "
-            "started."
-        ) from error
-    return socket.inet_ntoa(answer[20:24])
+    why: str | None = f"{sys.platform} can't be asked"
+    if sys.platform != "win32" and sys.platform in _INTERFACE_ADDRESS:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+                request = struct.pack("256s", name.encode()[:15])
+                return socket.inet_ntoa(fcntl.ioctl(asking, _INTERFACE_ADDRESS[sys.platform], request)[20:24])
+        except OSError as error:
+            why = error.strerror
+    raise TransportError(
+        f"the IPv4 address of the interface {name!r} of this machine can't be found: {why}. Choose an interface (see "
+        "`ip address`; transport.interface), or an address of this machine (transport.host). Nothing was started."
+    )
 
 
 def local_host_towards(remote: Address) -> str:
