@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from diloco.algorithm.numbers import check_whole
 from diloco.errors import ConfigurationError
@@ -104,12 +105,8 @@ class SyncSchedule:
         >>> SyncSchedule(inner_steps=10, overlap_steps=10).actions(20)
         (Merge(fragment=0, outer_step=0), Send(fragment=0, outer_step=1))
         """
-        sends = [Send(p, k) for p in range(self.num_fragments) if (k := self._outer_step(p, step)) is not None]
-        merges = [
-            Merge(p, k)
-            for p in range(self.num_fragments)
-            if (k := self._outer_step(p, step - self.overlap_steps)) is not None
-        ]
+        sends = [Send(p, k) for p, k in self._sent(step)]
+        merges = [Merge(p, k) for p, k in self._sent(step - self.overlap_steps)]
         return (*merges, *sends) if self.whole_round_late else (*sends, *merges)
 
     def busy_steps(self, steps: int) -> tuple[int, ...]:
@@ -145,7 +142,13 @@ class SyncSchedule:
         """
         return self.inner_steps + (self.fragment_offsets[fragment] if outer_step == 0 else 0)
 
-    def _outer_step(self, fragment: int, step: int) -> int | None:
-        """The round of ``fragment`` that is sent at ``step``, or None."""
-        cycles, rest = divmod(step - self.fragment_offsets[fragment], self.inner_steps)
-        return cycles - 1 if rest == 0 and cycles >= 1 else None
+    def _sent(self, step: int) -> list[tuple[int, int]]:
+        """The fragments that are sent after ``step``, each with its round."""
+        begun, offset = divmod(step, self.inner_steps)
+        return [(p, begun - 1) for p in self._fragments_at.get(offset, ())] if begun >= 1 else []
+
+    @cached_property
+    def _fragments_at(self) -> dict[int, tuple[int, ...]]:
+        """The fragments of each offset that some have."""
+        offsets = self.fragment_offsets
+        return {at: tuple(p for p, offset in enumerate(offsets) if offset == at) for at in set(offsets)}

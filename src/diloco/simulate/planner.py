@@ -154,7 +154,8 @@ def candidates(
 
 def predict(site: Site, candidate: Candidate, overheads: Overheads) -> float:
     """The compute utilisation of ``candidate`` with other overheads."""
-    result = _steady(site, candidate.algorithm, _schedule(candidate), [candidate.codec], overheads)
+    traffic = _traffic(site, _schedule(candidate), [candidate.codec])
+    result = _steady(site, candidate.algorithm, traffic, overheads)
     return float(np.sum(result.compute_utilization))
 
 
@@ -246,20 +247,19 @@ def _encoded_means(site: Site, schedule: SyncSchedule, codec: str) -> str:
     return site.mean_codec if plan.pattern == "reduce-scatter" else ""
 
 
-def _steady(
-    site: Site, algorithm: str, schedule: SyncSchedule, codecs: Sequence[str], overheads: Overheads
-) -> Simulated:
+def _steady(site: Site, algorithm: str, traffic: Traffic, overheads: Overheads) -> Simulated:
     """One cycle, all codecs at once. The work of data-parallel steps counts as hidden: their best case."""
     if algorithm == "data-parallel":
         overheads = replace(overheads, average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0)
-    return simulate_cycles(_traffic(site, schedule, codecs), site.cluster(overheads), cycles=1)
+    return simulate_cycles(traffic, site.cluster(overheads), cycles=1)
 
 
 def _simulated(site: Site, algorithm: str, schedule: SyncSchedule, codecs: Sequence[str]) -> list[Candidate]:
     """All codecs at once, as scenarios."""
     if not codecs:
         return []
-    result, careful = (_steady(site, algorithm, schedule, codecs, each) for each in (site.overheads, site.careful))
+    traffic = _traffic(site, schedule, codecs)
+    result, careful = (_steady(site, algorithm, traffic, overheads) for overheads in (site.overheads, site.careful))
     reached, sure = (np.broadcast_to(each.compute_utilization, len(codecs)) for each in (result, careful))
     walls = np.broadcast_to(result.wall_s, len(codecs))
     sent = np.broadcast_to(result.sent_bytes.max(-1), len(codecs))

@@ -163,11 +163,11 @@ def simulate(
         for fragment in tuple(run.in_flight):  # in the order in which they were sent
             run.merge(fragment, steps)
     counted = {name: after - before[name] for name, after in run.totals().items()}
-    computed_s = run.computed_s[steps] - run.computed_s[measure_from]
+    computed_s = run.computed_s[steps] - run.computed_s[measure_from] - counted.pop("saved_s")
     return Simulated(
         steps=steps - measure_from,
         rounds=int(counted.pop("rounds")),
-        compute_s=computed_s - counted.pop("saved_s"),
+        compute_s=np.broadcast_to(computed_s, run.shape),
         longest_wait_s=run.longest_wait_s,
         history=(*run.history, *run.in_flight.values()) if history else (),
         **counted,
@@ -195,7 +195,8 @@ class _Run:
         self.up_free_s, self.down_free_s = np.zeros(self.shape), np.zeros(self.shape)
         self.sent_bytes, self.received_bytes = np.zeros(self.shape), np.zeros(self.shape)
         self.late_steps = LateSteps(cluster, traffic, self.computed_s, self.shape) if cluster.grace else None
-        self.saved_s, self.left_out = np.zeros(self.shape), np.zeros(self.shape)
+        self.left_out = np.zeros(self.shape)
+        self.saved_s = np.zeros(self.shape if cluster.grace else 1)  # one zero, as long as nothing can be left out
         self.rounds = 0
         self.measured_from: int | None = None
         self.in_flight: dict[int, SimulatedRound] = {}

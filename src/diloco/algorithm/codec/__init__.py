@@ -57,12 +57,9 @@ def make_codec(name: str, **parameters: Any) -> Codec:
         own: Codec = call("codec.name", name, arguments=parameters)
         return own
     codec = codec_class(name)
-    known = [
-        parameter.name
-        for parameter in inspect.signature(codec).parameters.values()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
     for parameter in parameters:
+        taken = inspect.signature(codec).parameters.values()
+        known = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
         if parameter not in known:
             hint = nearest(parameter, known) if known else "it has none."
             raise ConfigurationError(f"codec {name!r} has no parameter {parameter!r}; {hint} Nothing was started.")
