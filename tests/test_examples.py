@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
+import multiprocessing
+import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+
+from tests.processes import Processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = "--steps 12 --inner-steps 5 --overlap-steps 1 --save-steps 6 --batch-size 2 --sequence-length 16 --width 16"
@@ -64,22 +70,36 @@ def test_a_codec_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain < one_bit < 0.5
 
 
-def test_a_swarm_on_one_machine() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "swarm.py")], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "all replicas hold the same bits" in done.stdout
+def test_a_swarm_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are forked from one that has imported torch, where the example starts them from nothing."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    swarm = importlib.import_module("swarm")
+    forked = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forked)
+    with Processes():  # which starts that one
+        digests = swarm.main()
+    assert len(digests) == swarm.REPLICAS
+    assert len(set(digests)) == 1
 
 
-def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook(tmp_path: Path) -> None:
     """Every cell runs, with fewer steps than a reader takes."""
-    nbclient, nbformat = importlib.import_module("nbclient"), importlib.import_module("nbformat")
-    monkeypatch.setenv("STEPS", "5")
-    monkeypatch.setenv("OUT", str(tmp_path / "runs"))
-    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # where jupyter looks for its settings; without it, it warns
-    notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    with Processes() as processes:
+        processes.start(1, run_cells, EXAMPLES / "first_steps.ipynb", tmp_path)
+        printed = processes.results(300)[0]
     assert printed.count("held-out loss") == 3
     assert "10 rounds" in printed
+
+
+def run_cells(rank: int, path: Path, folder: Path) -> str:
+    """In a process of its own: what the cells of a notebook print."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    os.environ |= {"STEPS": "2", "OUT": str(folder / "runs"), "IPYTHONDIR": str(folder), "MPLBACKEND": "agg"}
+    notebook, shell = nbformat.read(path, as_version=4), InteractiveShell.instance()
+    nbformat.validate(notebook)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                shell.run_cell(cell.source).raise_error()
+    return printed.getvalue()
