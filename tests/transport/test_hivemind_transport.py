@@ -1,31 +1,44 @@
-"""The hivemind transport: the contract over direct streams, and what concerns payloads over libp2p's as well."""
+"""Payloads of a swarm, over direct streams and libp2p's. All else of the contract is the same code as over torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import itertools
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from diloco.transport.base import Transport
-from tests.transport.contract import MakeEndpoints, PayloadContract, TransportContract
+from tests.transport import contract
+from tests.transport.contract import MakeEndpoints
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
+FIRSTS = itertools.count(step=100)
 
-class TestDirectStreamsContract(TransportContract):
+
+@pytest.fixture(scope="class")
+def swarm_of(request: pytest.FixtureRequest, keys: Path) -> Iterator[MakeEndpoints]:
+    """One swarm of each size for all tests of a class: a peer takes long to start."""
+    swarms = Swarms(keys)
+    yield cache(partial(swarms.meet, **request.cls.options))
+    swarms.close()
+    gc.collect()
+
+
+class SharedSwarms(contract.PayloadContract):
     @pytest.fixture
-    def make_endpoints(self, swarms: Swarms) -> MakeEndpoints:
-        def make(num_replicas: int) -> Sequence[Transport]:
-            return swarms.meet(num_replicas, direct="only", streams=2)
-
-        return make
+    def make_endpoints(self, swarm_of: MakeEndpoints, monkeypatch: pytest.MonkeyPatch) -> MakeEndpoints:
+        monkeypatch.setattr(contract, "FIRST", next(FIRSTS))
+        return swarm_of
 
 
-class TestLibp2pStreamsContract(PayloadContract):
-    @pytest.fixture
-    def make_endpoints(self, swarms: Swarms) -> MakeEndpoints:
-        def make(num_replicas: int) -> Sequence[Transport]:
-            return swarms.meet(num_replicas, direct="never")
+class TestDirectStreamsContract(SharedSwarms):
+    options: ClassVar[dict[str, Any]] = {"direct": "only", "streams": 2}
 
-        return make
+
+class TestLibp2pStreamsContract(SharedSwarms):
+    options: ClassVar[dict[str, Any]] = {"direct": "never"}
