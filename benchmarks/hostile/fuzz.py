@@ -58,7 +58,6 @@ _REPORT = {
     "kind": "change",
     "view": 0,
     "unheard": [[0, 1]],
-    "lacking": [1],
     "behind": [],
     "gone": [2],
     "joining": [5],

@@ -76,7 +76,7 @@ def changes_often(receiver: int, message: Message) -> Iterable[Message]:
 
 def change(view: int, **fields: Any) -> dict[str, Any]:
     """A report about the end of a view."""
-    lists = ("unheard", "lacking", "behind", "gone", "joining", "voted", "left", "left_commits")
+    lists = ("unheard", "behind", "gone", "joining", "voted", "left", "left_commits")
     empty: dict[str, Any] = {name: [] for name in lists}
     more = {"step": 1, "commits": [], "void": [], "ready": False, "agreed": None, "why": "a lie"}
     return {"kind": "change", "view": view, **empty, **more, **fields}
@@ -236,8 +236,8 @@ ATTACKS = [
     says("a report with a list for a number", [change(0, step=[[1]])], "given up"),
     says("a report nested 30 levels deep", [change(0, agreed=_DEEP)], "given up"),
     says("a report in which all is text", [change(0, unheard="all", gone="all")], "given up"),
-    says("65,536 are missing", [change(0, lacking=list(range(65_536)))]),
-    says("65,537 are missing", [change(0, lacking=list(range(65_537)))]),
+    says("65,536 are missing", [change(0, gone=list(range(65_536)))]),
+    says("65,537 are missing", [change(0, gone=list(range(65_537)))]),
     says("steps of 2^53", [change(0, step=1 << 53)]),
     says("a vote that is no vote", [{"kind": "vote", "view": 0}], "given up"),
     says("a vote with a number for ok", [{**VOTE, "ok": 1}], "given up"),

@@ -77,8 +77,17 @@ def told(rank: int, **known: Any) -> Report:
     return Report(rank, 0, **({} if something else {"gone": frozenset({2})}), **known)
 
 
-def change(*, rank: int = 0, replicas: int = 3, size: int = 1, policy: Policy | None = None, **known: Any) -> Change:
-    return Change(told(rank, **known), View.of(replicas), size, policy or Policy(), "replica 2 is lost")
+def change(
+    *,
+    rank: int = 0,
+    replicas: int = 3,
+    size: int = 1,
+    policy: Policy | None = None,
+    latest: tuple[int, ...] = (),
+    **known: Any,
+) -> Change:
+    view = replace(View.of(replicas), latest=latest)
+    return Change(told(rank, **known), view, size, policy or Policy(), "replica 2 is lost")
 
 
 def agree(ours: Change, *reports: Report) -> bool:
@@ -168,14 +177,24 @@ def test_one_that_accuses_two_others_is_the_one_to_go(accuser: int) -> None:
     assert members_of(ours) == others
 
 
-def test_a_single_bad_pair_costs_the_one_that_owes_a_contribution_or_has_the_higher_number() -> None:
-    assert change(unheard=frozenset({(2, 0)})).staying == (0, 1)
-    ours = change(unheard=frozenset())
-    ours.extend(unheard=frozenset({2}))
-    assert ours.staying == (0, 1)
-    theirs = change(rank=2, unheard=frozenset())
-    theirs.extend(unheard=frozenset({0}), lacking=frozenset({0}))
-    assert theirs.staying == (1, 2)
+def test_a_single_bad_pair_costs_the_one_that_came_last_or_has_the_higher_number() -> None:
+    """Whichever of the two says so."""
+    for rank, other in ((0, 2), (2, 0)):
+        ours = change(rank=rank, unheard=frozenset())
+        ours.extend(unheard=frozenset({other}))
+        assert ours.staying == (0, 1)
+        assert change(rank=rank, latest=(0,), unheard=ours.mine.unheard).staying == (1, 2)
+
+
+def test_who_came_last_is_known_until_another_one_comes() -> None:
+    ours = change(latest=(1,), gone=frozenset({2}), unheard=frozenset())
+    agree(ours, replace(ours.mine, rank=1))
+    assert (following := ours.outcome()) is not None
+    assert following.view == View(1, (0, 1), latest=(1,))
+    ours = change(latest=(1,), joining=frozenset({4, 5}), unheard=frozenset())
+    agree(ours, *(replace(ours.mine, rank=other) for other in (1, 2)))
+    assert (following := ours.outcome()) is not None
+    assert following.view == View(1, (0, 1, 2, 4), latest=(4,))
 
 
 def test_who_is_behind_goes_where_the_others_are_enough() -> None:

@@ -14,8 +14,8 @@ PAIRS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)))
 
 @settings(max_examples=300, deadline=None)
 @given(st.sets(st.integers(0, 7)), PAIRS, st.sets(st.integers(0, 7)))
-def test_it_is_the_first_of_all_sets_by_size_then_contributions_then_numbers(
-    members: set[int], unheard: set[tuple[int, int]], lacking: set[int]
+def test_it_is_the_first_of_all_sets_by_size_then_who_came_last_then_numbers(
+    members: set[int], unheard: set[tuple[int, int]], latest: set[int]
 ) -> None:
     apart = {frozenset(pair) for pair in unheard}
     order = sorted(members)
@@ -26,8 +26,8 @@ def test_it_is_the_first_of_all_sets_by_size_then_contributions_then_numbers(
         if not any(frozenset(pair) in apart for pair in combinations(chosen, 2))
     ]
     # of two sets of one size, tuples compare by the lowest number in which they differ
-    best = min(sets, key=lambda chosen: (-len(chosen), len(lacking & set(chosen)), chosen))
-    assert largest_set(members, unheard, lacking) == best
+    best = min(sets, key=lambda chosen: (-len(chosen), len(latest & set(chosen)), chosen))
+    assert largest_set(members, unheard, latest) == best
 
 
 @given(st.sets(st.integers(0, 7), min_size=3), st.data())

@@ -211,7 +211,7 @@ def heaviest(kept: object) -> int:
     return num_bytes
 
 
-FAR = {"kind": "change", "view": 99, "why": "x" * 60_000, "lacking": [[]] * 100}
+FAR = {"kind": "change", "view": 99, "why": "x" * 60_000, "gone": [[]] * 100}
 FLOODS: dict[str, Callable[[int], dict[str, Any]]] = {
     "welcomes": lambda n: WELCOME | {"note": {"x": [[]] * 100}},
     "meetings": lambda n: {"kind": "meet", "name": f"{n}".rjust(64), "value": n},

@@ -72,7 +72,7 @@ def test_messages_say_what_was_meant() -> None:
     assert read(1, VOTE, view) == (0, RoundVote(RoundId(1, 0), Vote(False, reason="no"), (1,), 0))
     assert read(1, LEAVING, view) == (0, Leaving(3, {(1, 2): "d"}))
     assert next_view(json.loads(json.dumps(ADOPTED)), view) == NEXT
-    known = {name: frozenset({2}) for name in ("lacking", "gone")} | {"joining": frozenset({3})}
+    known = {"gone": frozenset({2}), "joining": frozenset({3})}
     known |= {"behind": frozenset({(1, 2)}), "unheard": frozenset({(0, 2)}), "left": frozenset({(2, 8)})}  # type: ignore[dict-item]
     known |= {"agreed": Agreed(3, NEXT), "ready": True, "heard": {0: "d"}}  # type: ignore[dict-item]
     report = Report(1, 4, **known, step=9, commits={(0, 1): "d"}, void=frozenset({(-1, 9)}))  # type: ignore[arg-type]

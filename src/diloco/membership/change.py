@@ -98,7 +98,6 @@ class Report:
         rank: who says it.
         view_id: of the view that ends.
         unheard: pairs of replicas of which the first one can't hear the second one.
-        lacking: those of ``unheard`` whose contribution somebody who can't hear them still waits for.
         behind: pairs of replicas of which the first one hears the second one, and waited for its contribution too long.
         gone: replicas whose process is known to have ended.
         joining: replicas that want to be members of the next view.
@@ -116,7 +115,6 @@ class Report:
     rank: int
     view_id: int
     unheard: frozenset[tuple[int, int]] = frozenset()
-    lacking: frozenset[int] = frozenset()
     behind: frozenset[tuple[int, int]] = frozenset()
     gone: frozenset[int] = frozenset()
     joining: frozenset[int] = frozenset()
@@ -139,7 +137,7 @@ class Report:
     @property
     def known(self) -> tuple[frozenset[object], ...]:
         """All that every rank must know alike."""
-        return self.unheard, self.lacking, self.behind, self.gone, self.joining, self.left, self.left_commits
+        return self.unheard, self.behind, self.gone, self.joining, self.left, self.left_commits
 
 
 class News(TypedDict, total=False):
@@ -148,7 +146,6 @@ class News(TypedDict, total=False):
 
     unheard: frozenset[int]
     behind: frozenset[int]
-    lacking: frozenset[int]
     gone: frozenset[int]
     joining: frozenset[int]
     left: frozenset[tuple[int, int]]
@@ -186,11 +183,11 @@ class Change:
         if self._policy.split == "go-on" and self._replica in there:
             there = within_reach(self._replica, there, mine.unheard)
         if late := self._late & there:
-            in_time = largest_set(there - late, mine.unheard, mine.lacking)
+            in_time = largest_set(there - late, mine.unheard, self.view.latest)
             lost = frozenset(self.view.members) - frozenset(in_time)
             if decide(self.view, lost=lost, gone=mine.gone, joining=(), policy=self._policy).members is not None:
                 return in_time
-        return largest_set(there, mine.unheard, mine.lacking)
+        return largest_set(there, mine.unheard, self.view.latest)
 
     @property
     def _late(self) -> frozenset[int]:
@@ -263,7 +260,6 @@ class Change:
         self.mine = replace(
             mine,
             unheard=mine.unheard | frozenset(pair for pair in told.unheard if known.issuperset(pair)),
-            lacking=mine.lacking | (told.lacking & members),
             behind=mine.behind | frozenset(pair for pair in told.behind if members.issuperset(pair)),
             gone=mine.gone | (told.gone & known) | frozenset(replica for replica, _ in left),
             joining=joining,
@@ -312,13 +308,14 @@ class Change:
         joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
         left = {replica: step for replica, step in sorted(mine.left)}  # two ranks of it may have named two steps
         decision = decide(self.view, lost=lost, gone=mine.gone, joining=joining, policy=self._policy, left=left)
+        members, joined = decision.members, tuple(sorted(joining - frozenset(self.view.members)))
         return NextView(
-            view=None if decision.members is None else View(self.view.id + 1, decision.members),
+            view=None if members is None else self.view.followed_by(self.view.id + 1, members, joined),
             previous=self.view,
             from_step=max(report.step for report in told) + 1,
             commits=commits,
             reason=decision.reason,
-            joined=tuple(sorted(joining - frozenset(self.view.members))),
+            joined=joined,
             void=frozenset().union(*(report.void for report in told)) - commits.keys(),
             left=tuple(left.items()),
         )

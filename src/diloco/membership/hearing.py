@@ -8,18 +8,19 @@ __all__ = ["largest_set", "within_reach"]
 
 
 def largest_set(
-    members: Collection[int], unheard: Iterable[tuple[int, int]], lacking: Collection[int] = ()
+    members: Collection[int], unheard: Iterable[tuple[int, int]], latest: Collection[int] = ()
 ) -> tuple[int, ...]:
     """A largest set of ``members`` who all hear each other.
 
-    Of several largest sets it is the one with the fewest members that are ``lacking``, then the one that holds the
-    lowest-numbered members. So a single bad pair costs one member, and one that has lost sight of two goes itself.
+    Of several largest sets it is the one with the fewest of the ``latest`` members, then the one that holds the
+    lowest-numbered members. So a single bad pair costs one member, and one that has lost sight of two goes itself; one
+    whose link comes and goes has often come last.
 
     Args:
         members: to choose from.
         unheard: pairs of which one can't hear the other, in either order; pairs with others than members count for
             nothing.
-        lacking: members whose contribution somebody who can't hear them waits for.
+        latest: members who came last.
 
     Returns:
         The set, ascending.
@@ -28,7 +29,7 @@ def largest_set(
     (0, 1, 2)
     >>> largest_set(range(4), [(0, 3), (0, 1)])
     (1, 2, 3)
-    >>> largest_set(range(3), [(0, 2)]), largest_set(range(3), [(0, 2)], lacking={0})
+    >>> largest_set(range(3), [(0, 2)]), largest_set(range(3), [(0, 2)], latest={0})
     ((0, 1), (1, 2))
     """
     order = sorted(members)
@@ -41,7 +42,7 @@ def largest_set(
     size = len(order)
     ahead, one_more = 1 << size, (size + 1) << size
     weight = {
-        member: one_more + (0 if member in lacking else ahead) + (1 << (size - 1 - index))
+        member: one_more + (0 if member in latest else ahead) + (1 << (size - 1 - index))
         for index, member in enumerate(order)
     }
     return tuple(sorted(_heaviest(frozenset(order), apart, weight, {})))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from diloco.errors import ConfigurationError
 
@@ -16,6 +17,7 @@ class View:
     Attributes:
         id: grows by one whenever the members change.
         members: replica numbers in ascending order, which is also the order of every sum.
+        latest: those of them who came last, ascending; none where all came at once.
 
     >>> View.of(3)
     View(id=0, members=(0, 1, 2))
@@ -23,6 +25,7 @@ class View:
 
     id: int
     members: tuple[int, ...]
+    latest: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.members or list(self.members) != sorted(set(self.members)):
@@ -35,3 +38,11 @@ class View:
     def of(cls, num_replicas: int) -> View:
         """The first view of ``num_replicas`` replicas, numbered from 0."""
         return cls(0, tuple(range(num_replicas)))
+
+    def followed_by(self, identity: int, members: Sequence[int], joined: Sequence[int]) -> View:
+        """The view ``identity`` of ``members``, of whom ``joined`` were not in this one.
+
+        >>> View.of(2).followed_by(1, (0, 1, 2), (2,)).followed_by(2, (0, 2), ()).latest
+        (2,)
+        """
+        return View(identity, tuple(members), tuple(joined) or tuple(each for each in self.latest if each in members))

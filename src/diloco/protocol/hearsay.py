@@ -53,7 +53,6 @@ def believed(
     return replace(
         report,
         unheard=unheard,
-        lacking=report.lacking & (mine.lacking | {other for _, other in unheard}),
         behind=frozenset(pair for pair in report.behind if pair in mine.behind or speaks_of(pair[0])),
         gone=frozenset(each for each in report.gone if each in ended or (each != me and each not in hears)),
         left=left,

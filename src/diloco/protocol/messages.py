@@ -31,7 +31,7 @@ __all__ = [
     "speed_of",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised whenever a replica of the version before would misread one of this version."""
 
 
@@ -142,7 +142,6 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "kind": "change",
         "view": mine.view_id,
         "unheard": sorted(map(list, mine.unheard)),
-        "lacking": sorted(mine.lacking),
         "behind": sorted(map(list, mine.behind)),
         "gone": sorted(mine.gone),
         "joining": sorted(mine.joining),
@@ -182,13 +181,14 @@ def next_view(message: Mapping[str, Any], previous: View) -> NextView:
     """
     fields = Fields(message)
     members = None if fields.is_none("members") else fields.ranks("members")
+    joined = fields.ranks("joined")
     return NextView(
-        view=None if members is None else View(fields.integer("view") + 1, members),
+        view=None if members is None else previous.followed_by(fields.integer("view") + 1, members, joined),
         previous=previous,
         from_step=fields.integer("from_step"),
         commits=fields.digests("commits"),
         reason=fields.words("reason"),
-        joined=fields.ranks("joined"),
+        joined=joined,
         void=fields.pairs("void", -1),
         left=tuple(sorted(fields.pairs("left"))),
     )
@@ -211,13 +211,12 @@ def read_answer(message: Mapping[str, Any], previous: View) -> dict[str, Any]:
 
 
 def _report_of(sender: int, fields: Fields, view: View) -> Report:
-    lacking, gone, joining = (frozenset(fields.ranks(name)) for name in ("lacking", "gone", "joining"))
+    gone, joining = frozenset(fields.ranks("gone")), frozenset(fields.ranks("joining"))
     left_commits = frozenset((*round_key, digest) for round_key, digest in fields.digests("left_commits").items())
     return Report(
         sender,
         fields.integer("view"),
         unheard=fields.pairs("unheard"),
-        lacking=lacking,
         behind=fields.pairs("behind"),
         gone=gone,
         joining=joining,

@@ -55,7 +55,6 @@ class ViewChange:
         if self._contributions.failure is not None or rounds is None:
             return None
         started, change = self._begin(why)
-        news["lacking"] = news.get("unheard", frozenset()) & rounds.lacking()
         grew = change.extend(**news)
         return self._settle(change, announce=self._weigh(change) or grew or started)
 
