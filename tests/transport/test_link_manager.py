@@ -209,6 +209,16 @@ def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> No
         wait(first.send(torch.empty(1), 0))
 
 
+def test_the_kernel_of_both_ends_notices_a_dead_way(pair: tuple[End, End]) -> None:
+    """Also of the end that has nothing to send: the other one may have given the connection up without its knowing."""
+    for link in linked(pair):
+        for connection in link.connections.values():
+            theirs = connection.transport.get_extra_info("socket")
+            options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
+            assert [theirs.getsockopt(socket.IPPROTO_TCP, each) for each in options] == [1000 * LIMIT_S, 5, 5]
+            assert theirs.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 @pytest.mark.parametrize("pair", [0.3], indirect=True)
 def test_nobody_at_the_other_end_is_an_error_in_time(pair: tuple[End, End]) -> None:
     with pytest.raises(TransportError, match="could not be made: the other side did not come"):

@@ -102,7 +102,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
     Args:
         messages: whose parts it carries.
         transport: of the connection.
-        silence_s: a connection on which nothing is acknowledged by TCP for twice as long ends.
+        silence_s: a connection on which TCP acknowledges nothing for so long ends.
 
     Attributes:
         ended: gets the reason when the connection has ended.
@@ -186,8 +186,10 @@ class PayloadConnection(asyncio.BufferedProtocol):
         connection = cast("socket.socket | None", self.transport.get_extra_info("socket"))
         if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
             return
-        self._set(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)
-        self._set(socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", int(2000 * silence_s))  # a dead way is noticed
+        self._set(socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", int(1000 * silence_s))  # a dead way is noticed
+        self._set(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)  # by the end that has nothing to send, too
+        for option in ("TCP_KEEPIDLE", "TCP_KEEPALIVE", "TCP_KEEPINTVL"):  # the second one is macOS' name of the first
+            self._set(socket.IPPROTO_TCP, option, max(1, int(silence_s / 4)))
         counters = self.counters()
         if counters is not None and counters.round_trip_s >= NEAR_S:
             self._unsent_bytes = _LEAST_UNSENT_BYTES
