@@ -46,45 +46,26 @@ class RoundId:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Contribution:
-    """What one replica gives to one round.
+    """What one replica gives to one round."""
 
-    Attributes:
-        round: which round.
-        replica: m.
-        codec: how ``payload`` was encoded.
-        numel: values behind the payload.
-        payload: ``(codec.payload_bytes(numel),)`` uint8.
-        weight: this replica's weight in the mean; 1e-18 to 1e18.
-        base_weight: what a full window of this replica weighs; see `bounded_weights`.
-        digest: of the fragment's global parameters and outer state, as this replica holds them.
-        buffers: ``(n,)`` float32, the model's floating buffers, or None.
-        integers: ``(n,)`` uint8, the bytes of its integer buffers, or None.
-        withdrawn: why the sender itself does not want it averaged, or "".
-        clipping: how large the contributions of the round may be; the same for all replicas.
-        average_rule: how the contributions are averaged; None: the weighted mean. The same for all replicas.
-        tensors: sizes of the tensors that the values are, one after the other, for ``average_rule``.
-        telemetry: whether the spread of the round's contributions is measured, where they are at hand.
-        mean: how the mean of a stretch travels in a reduce-scatter; the same for all replicas.
-        residual: what this replica has not sent yet of earlier means, or None.
-    """
-
-    round: RoundId
-    replica: int
-    codec: Codec
-    numel: int
-    payload: Tensor
-    weight: float = 1.0
-    base_weight: float = 1.0
-    digest: str = ""
-    buffers: Tensor | None = None
-    integers: Tensor | None = None
-    withdrawn: str = ""
-    clipping: Clipping = UNCLIPPED
+    round: RoundId  # which round
+    replica: int  # m
+    codec: Codec  # how ``payload`` was encoded
+    numel: int  # values behind the payload
+    payload: Tensor  # ``(codec.payload_bytes(numel),)`` uint8
+    weight: float = 1.0  # this replica's weight in the mean; 1e-18 to 1e18
+    base_weight: float = 1.0  # what a full window of this replica weighs; see `bounded_weights`
+    digest: str = ""  # of the fragment's global parameters and outer state, as this replica holds them
+    buffers: Tensor | None = None  # ``(n,)`` float32, the model's floating buffers, or None
+    integers: Tensor | None = None  # ``(n,)`` uint8, the bytes of its integer buffers, or None
+    withdrawn: str = ""  # why the sender itself does not want it averaged, or ""
+    clipping: Clipping = UNCLIPPED  # how large the contributions of the round may be; the same for all replicas
+    # how the contributions are averaged; None: the weighted mean. The same for all replicas.
     average_rule: AverageRule | None = None
-    tensors: tuple[int, ...] = ()
-    telemetry: bool = False
-    mean: MeanEncoding = PLAIN_MEAN
-    residual: Residual | None = None
+    tensors: tuple[int, ...] = ()  # sizes of the tensors that the values are, one after the other, for ``average_rule``
+    telemetry: bool = False  # whether the spread of the round's contributions is measured, where they are at hand
+    mean: MeanEncoding = PLAIN_MEAN  # how the mean of a stretch travels in a reduce-scatter; the same for all replicas
+    residual: Residual | None = None  # what this replica has not sent yet of earlier means, or None
 
     @property
     def whole(self) -> bool:
@@ -100,45 +81,30 @@ class Contribution:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mean:
-    """What every replica gets from a round.
+    """What every replica gets from a round."""
 
-    Attributes:
-        values: ``(numel,)`` float32; shared between replicas of one process, so never to be changed.
-        contributors: replicas in the mean, ascending.
-        weight: sum of their weights, the divisor.
-        buffers: ``(n,)`` float32 mean of the floating buffers, or None.
-        integers: ``(n,)`` uint8, the integer buffers of the first contributor, or None.
-        clipped: contributors whose values were scaled down, ascending.
-        spread: of the contributions, see `diloco.algorithm.telemetry.spread`; None where it was not measured.
-        residual: what this replica has not sent yet of the means that it encoded, should the round be committed.
-    """
-
-    values: Tensor
-    contributors: tuple[int, ...]
-    weight: float
-    buffers: Tensor | None = None
-    integers: Tensor | None = None
-    clipped: tuple[int, ...] = ()
+    values: Tensor  # ``(numel,)`` float32; shared between replicas of one process, so never to be changed
+    contributors: tuple[int, ...]  # replicas in the mean, ascending
+    weight: float  # sum of their weights, the divisor
+    buffers: Tensor | None = None  # ``(n,)`` float32 mean of the floating buffers, or None
+    integers: Tensor | None = None  # ``(n,)`` uint8, the integer buffers of the first contributor, or None
+    clipped: tuple[int, ...] = ()  # contributors whose values were scaled down, ascending
+    # of the contributions, see `diloco.algorithm.telemetry.spread`; None where it was not measured
     spread: float | None = None
+    # what this replica has not sent yet of the means that it encoded, should the round be committed
     residual: Residual | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision about a round, the same wherever the same contributions are seen.
+    """The decision about a round, the same wherever the same contributions are seen."""
 
-    Attributes:
-        contributors: replicas whose contributions are averaged; empty when the round is void.
-        reason: why the round is void, or who was left out; empty when all is well.
-        diverged: replicas whose digest differs from the majority's; the round is void when there are any.
-        donor: a replica that holds what the majority holds.
-        refused: replicas whose contribution is one that no honest replica sends; ``reason`` says why.
-    """
-
-    contributors: tuple[int, ...]
-    reason: str = ""
+    contributors: tuple[int, ...]  # replicas whose contributions are averaged; empty when the round is void
+    reason: str = ""  # why the round is void, or who was left out; empty when all is well
+    # replicas whose digest differs from the majority's; the round is void when there are any
     diverged: tuple[int, ...] = ()
-    donor: int = -1
+    donor: int = -1  # a replica that holds what the majority holds
+    # replicas whose contribution is one that no honest replica sends; ``reason`` says why
     refused: tuple[int, ...] = ()
 
     @property
@@ -306,7 +272,6 @@ def combined(
     """What ``rule`` makes of contributions.
 
     Args:
-        rule: how they are averaged.
         decoded: replica and values, ``(numel,)`` float32, ascending; the values may be overwritten.
         weights: replica -> weight.
         factors: replica -> by what its values are multiplied, where that is not 1.

@@ -84,7 +84,6 @@ def scale_factors(clipping: Clipping, norms: Mapping[int, float]) -> dict[int, f
     """``c / n``, rounded to float32, for those contributors whose norm n is above the bound c; nothing for the others.
 
     Args:
-        clipping: the policy.
         norms: replica -> norm of its contribution, of all contributors.
 
     >>> scale_factors(Clipping(max_norm=1.0), {0: 0.5, 1: 1.0, 2: 4.0})

@@ -19,7 +19,6 @@ def encode_with_residual(codec: Codec, values: Tensor, residual: Tensor, decay: 
     """Encode ``values + decay * residual``; returns what that loses, the next residual.
 
     Args:
-        codec: Q.
         values: ``(numel,)`` float32.
         residual: ``(numel,)`` float32, what was lost before.
         decay: beta.

@@ -19,20 +19,16 @@ class Exchange:
     """What every replica sends and receives in one round.
 
     A replica is named by its position: its index among the members of the view, from 0.
-
-    Attributes:
-        pattern: ``all-gather``: everybody gets every payload and sums for itself; ``reduce-scatter``: the replica at
-            position i owns stretch i of the values: it sums it and sends the mean of it to all others.
-        shards: ``(start, stop)`` of the stretch of each position, as `shard_bounds` cuts them. All-gather has them,
-            too, and makes no use of them.
-        sent: bytes by position; payloads, means and what travels beside them.
-        received: bytes by position.
     """
 
+    # ``all-gather``: everybody gets every payload and sums for itself; ``reduce-scatter``: the replica at position i
+    # owns stretch i of the values: it sums it and sends the mean of it to all others
     pattern: Literal["all-gather", "reduce-scatter"]
+    # ``(start, stop)`` of the stretch of each position, as `shard_bounds` cuts them. All-gather has them, too, and
+    # makes no use of them.
     shards: tuple[tuple[int, int], ...]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sent: tuple[int, ...]  # bytes by position; payloads, means and what travels beside them
+    received: tuple[int, ...]  # bytes by position
 
     def sent_bytes(self, position: int) -> int:
         """Bytes that the replica at ``position`` sends in this round."""

@@ -72,15 +72,10 @@ PLAIN_MEAN = MeanEncoding()
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """What an owner has not sent yet of the means of a stretch.
+    """What an owner has not sent yet of the means of a stretch."""
 
-    Attributes:
-        start: the first value of the stretch.
-        values: ``(n,)`` float32; never changed.
-    """
-
-    start: int
-    values: Tensor
+    start: int  # the first value of the stretch
+    values: Tensor  # ``(n,)`` float32; never changed
 
     @property
     def stretch(self) -> Stretch:
@@ -93,7 +88,6 @@ def encode_mean(values: Tensor, residual: Tensor | None, encoding: MeanEncoding)
     Args:
         values: ``(n,)`` float32, the mean; afterwards what the payload decodes to.
         residual: ``(n,)`` float32, what was lost of earlier means; None: nothing is kept of them.
-        encoding: the codec and how much is kept.
 
     Returns:
         The payload, ``(payload_bytes(n),)`` uint8, and the residual that is left, or None as before. With an exact
@@ -127,7 +121,6 @@ def encode_all_means(
         values: ``(numel,)`` float32, the mean; afterwards what everybody decodes.
         held: what the replicas hold of earlier means.
         shards: the stretch of each owner.
-        encoding: the codec and how much is kept.
 
     Returns:
         The residual of each owner, in the order of ``shards``; nothing where nothing is kept.
@@ -167,7 +160,6 @@ def lost_words(held: Iterable[Stretch], numel: int) -> str:
 
     Args:
         held: the stretches whose residuals the members of a round hold; all empty before the first mean was encoded.
-        numel: values of the fragment.
 
     >>> lost_words([(0, 10), (30, 40)], 40)
     'the error feedback of the mean of 20 of 40 values is gone with its owner'

@@ -141,7 +141,6 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
     Args:
         matrices: ``(n, rows, columns)``, left as they are. Computed in bfloat16 on CUDA, and for matrices of at least
             64 x 64 on CPUs that multiply it in hardware (AMX); in float32 elsewhere.
-        steps: of the iteration.
 
     Returns:
         ``(n, rows, columns)``, in the type of ``matrices``. A matrix of zeros stays one.

@@ -80,7 +80,6 @@ class OuterLoop:
         """``Delta = global - local`` (Algorithm 2, line 7).
 
         Args:
-            index: of the fragment.
             keep_local: also return the local parameters, which otherwise are overwritten to save memory.
 
         Returns:

@@ -30,21 +30,15 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class OuterStepMeasures:
-    """What one outer step did to a fragment. ``None``: not defined for this round.
+    """What one outer step did to a fragment. ``None``: not defined for this round."""
 
-    Attributes:
-        mean_norm: ``|Delta|``, the L2 norm of the mean pseudo-gradient.
-        mean_cosine: between this mean and the fragment's last one; None for the first.
-        momentum_cosine: between this mean and the momentum before it was added; None without momentum, or while it is
-            zero.
-        gain: how far the global parameters moved along the mean, in lengths of the mean:
-            ``<theta before - theta after, Delta> / |Delta|^2``. For Nesterov ``lr (1 + mu)`` in the first step, and
-            ``lr / (1 - mu)`` once equal means have gone on for long.
-    """
-
-    mean_norm: float
-    mean_cosine: float | None = None
+    mean_norm: float  # ``|Delta|``, the L2 norm of the mean pseudo-gradient
+    mean_cosine: float | None = None  # between this mean and the fragment's last one; None for the first
+    # between this mean and the momentum before it was added; None without momentum, or while it is zero
     momentum_cosine: float | None = None
+    # how far the global parameters moved along the mean, in lengths of the mean: ``<theta before - theta after, Delta>
+    # / |Delta|^2``. For Nesterov ``lr (1 + mu)`` in the first step, and ``lr / (1 - mu)`` once equal means have gone on
+    # for long.
     gain: float | None = None
 
 
@@ -54,8 +48,6 @@ def measured_outer_step(
     """`OuterLoop.outer_step`, with the same result, and what it did.
 
     Args:
-        loop: global parameters and outer state.
-        index: of the fragment.
         mean: ``(numel,)`` float32.
         last: the sample of the fragment's last mean, or None.
 
@@ -116,7 +108,6 @@ def spread_terms(
     """What `spread` is made of: ``(sum_m w_m |Delta_m|^2, |sum_m w_m Delta_m|^2)`` over some stretches of the values.
 
     Args:
-        codec: of the payloads.
         payloads: weight and payload of each contributor.
         numel: values behind each payload.
         stretches: ``(start, stop)``, cut between blocks.

@@ -85,9 +85,6 @@ class TrainedSteps:
     Like error feedback's residual it follows the rounds: what is handed in counts as taken once its round is applied
     with it (`commit`); until then it is in the next contribution again. Sums of whole steps are exact.
 
-    Args:
-        num_fragments: P.
-
     >>> steps = TrainedSteps(num_fragments=1)
     >>> for _ in range(3):
     ...     steps.add(1.0)

@@ -26,17 +26,12 @@ __all__ = ["SavedValues", "Shards", "load_own", "pieces_of"]
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """What this rank has of a sharded part.
+    """What this rank has of a sharded part."""
 
-    Attributes:
-        values: name -> a DTensor, of which each rank saves its shard, or a tensor that all ranks have alike.
-        own: a nested state that only a rank with the same shards can go on with.
-        num_shards: S where the ranks have shards; 1 where all have everything, and position 0 saves it.
-    """
-
+    # name -> a DTensor, of which each rank saves its shard, or a tensor that all ranks have alike
     values: Mapping[str, Tensor]
-    own: Any
-    num_shards: int = 1
+    own: Any  # a nested state that only a rank with the same shards can go on with
+    num_shards: int = 1  # S where the ranks have shards; 1 where all have everything, and position 0 saves it
 
 
 def load_own(checkpoint: Checkpoint, part: str, position: int, num_shards: int) -> Any:
@@ -79,10 +74,6 @@ def pieces_of(values: Mapping[str, Tensor], *, leads: bool) -> dict[str, Any]:
 
 class SavedValues:
     """The values of a sharded part, by however many ranks they were saved.
-
-    Args:
-        checkpoint: that holds them.
-        part: its name.
 
     Attributes:
         sizes: name -> shape of the whole tensor.

@@ -195,11 +195,6 @@ def _shown(text: str) -> str:
 class _Sample:
     """One text as it comes, and the part of it that is still to be shown.
 
-    Args:
-        stream: turns its tokens into text.
-        most_tokens: that it may have.
-        heading: shown before it.
-
     Attributes:
         text: so far, as much as is certain.
         tokens: how many it has.

@@ -190,12 +190,7 @@ def _state(status: Mapping[str, Any]) -> str:
 
 
 def row(peer: PeerReport, absent: str) -> list[str]:
-    """The cells of a peer in the table.
-
-    Args:
-        peer: what it says, with a status of which nothing is what it should not be.
-        absent: why it does not answer.
-    """
+    """The cells of a peer in the table."""
     peer_id, number, status = peer.peer_id, peer.number, dict(peer.status)
     if not status:
         return [peer_id, str(number), absent, *["-"] * 7]

@@ -27,9 +27,7 @@ def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dic
     """What a replica keeps beside activations, and what a round sends, in bytes.
 
     Args:
-        folder: of the model.
         rank: of the adapters; 0: all weights are trained.
-        base_dtype: of frozen weights.
     """
     values: dict[str, Any] = {"data.paths": (Path("chat.jsonl"),), "data.tokenizer": "bytes"}
     if rank:

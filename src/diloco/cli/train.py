@@ -30,7 +30,6 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
     """Train as a command line says.
 
     Args:
-        line: as parsed.
         typed: the command and what followed it, for the processes that it starts and for others who take part.
         notes: what the user should know beside what follows from the settings, a sentence each.
     """

@@ -101,8 +101,6 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
     """Be one rank of many.
 
     Args:
-        plan: of the run.
-        role: which rank.
         quiet: only rank 0 shows its progress.
 
     Raises:
@@ -168,8 +166,6 @@ def about_run(configuration: Configuration, folder: Path, role: Role | None = No
     """What tells this process apart in a tracker: one run where all replicas are in it, else one of a group.
 
     Args:
-        configuration: of the run.
-        folder: of this process.
         role: which rank it is; None: all replicas are in it, or it is a peer of a swarm.
     """
     wandb, group = configuration.monitor.wandb, None

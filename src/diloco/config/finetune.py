@@ -31,7 +31,6 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
 
     Args:
         line: as typed; its file is the folder of the model.
-        full: whether all weights are trained.
 
     Raises:
         ConfigurationError: no model, or no data, or both --full and a rank.
@@ -86,10 +85,8 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
     """The line with its lengths: steps, windows, warm-up, and the outer optimizer that fits their number.
 
     Args:
-        line: of `finetune_line`.
         rows: sequences of the training data.
         epochs: how often they are learned from, where no number of steps is given.
-        replicas: that train together.
 
     Returns:
         The line, and how the outer optimizer was chosen, in words; empty where it was given.

@@ -51,10 +51,6 @@ def parse_flags(
     and flags can be layered, and a resumed run can tell what is to change.
 
     Args:
-        settings_type: the dataclass whose keys become flags.
-        command: such as ``"train"``.
-        description: what stands above the list of flags.
-        arguments: what follows the command.
         shown: values that the help shows as defaults.
 
     Raises:
@@ -199,7 +195,6 @@ def _in_a_sentence(box: str, flags: Sequence[str]) -> str:
 
     Args:
         box: as tyro prints it, no line of it broken; it has no frame where the terminal takes only ASCII.
-        flags: all that there are.
 
     >>> box = '''
     ... ╭─ Unrecognized options ───────────────╮

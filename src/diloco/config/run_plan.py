@@ -58,19 +58,12 @@ CHANGEABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run that can begin.
+    """A run that can begin."""
 
-    Attributes:
-        configuration: resolved, with absolute paths.
-        record: the text of ``config.toml``: all of it but where the run goes, when it stops and what it goes on from.
-        source: the run folder that the run goes on from; None for a new run.
-        notes: what the user should know, a sentence each.
-    """
-
-    configuration: Configuration
-    record: str
-    source: Path | None
-    notes: tuple[str, ...]
+    configuration: Configuration  # resolved, with absolute paths
+    record: str  # the text of ``config.toml``: all of it but where the run goes, when it stops and what it goes on from
+    source: Path | None  # the run folder that the run goes on from; None for a new run
+    notes: tuple[str, ...]  # what the user should know, a sentence each
 
 
 def plan_run(line: CommandLine) -> RunPlan:

@@ -164,7 +164,6 @@ def to_toml(
     Keys that are None are left out, except where the layer beneath would fill them: there they are written "none".
 
     Args:
-        settings: a settings dataclass, such as a `Configuration`.
         beneath: values of a preset that may lie below the file when it is read.
         given: values before derivation; keys that were None there, and no longer are, are marked as derived.
         without: keys to leave out.

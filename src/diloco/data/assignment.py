@@ -38,13 +38,6 @@ class Assignment:
     The stream is the positions of ``returned`` in order, then ``start``, ``start + 1``, ... At inner step t the member
     at place i of ``members`` draws the B items of the stream from item ``((t - from_step) * len(members) + i) * B`` on.
 
-    Attributes:
-        from_step: the first inner step it is for.
-        members: replica numbers in ascending order.
-        start: from this position on, everything is still to be drawn.
-        returned: ranges of positions below ``start``, in ascending order and apart, that were assigned to a replica
-            which left without using them. They are drawn first.
-
     Raises:
         ConfigurationError: a number, the members or the ranges are not as described above.
 
@@ -59,9 +52,11 @@ class Assignment:
     [[36, 37, 38, 39], [44, 45, 46, 47], [48, 49, 50, 51]]
     """
 
-    from_step: int
-    members: tuple[int, ...]
-    start: int
+    from_step: int  # the first inner step it is for
+    members: tuple[int, ...]  # replica numbers in ascending order
+    start: int  # from this position on, everything is still to be drawn
+    # ranges of positions below ``start``, in ascending order and apart, that were assigned to a replica which left
+    # without using them. They are drawn first.
     returned: tuple[Range, ...] = ()
 
     def __post_init__(self) -> None:

@@ -82,7 +82,6 @@ def check_cursor(state: Cursor, origin: Cursor, more: Collection[str]) -> None:
     """Raise `CheckpointError` unless ``state`` is a cursor of the same batches.
 
     Args:
-        state: the cursor.
         origin: what a cursor must say of the data and the way of drawing from it.
         more: its other fields.
     """
@@ -128,7 +127,6 @@ def heldout_batches(
 
     Args:
         tokens: (n,) integers, the packed held-out tokens.
-        sequence_length: tokens per sequence.
         batch_size: sequences per batch; the last batch may be smaller.
         max_sequences: how many windows to use at most; 0: all.
 

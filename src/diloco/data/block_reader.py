@@ -27,12 +27,9 @@ class BlockReader:
     """Reads blocks of a source and tokenises their training documents.
 
     Args:
-        source: of the records.
         name: of the source, for messages and the shuffle.
         size: records of a block.
-        tokenizer: of the documents.
         heldout_fraction: of the documents, which are not trained on.
-        seed: of the shuffle.
 
     Attributes:
         blocks: of an epoch, once that is known.

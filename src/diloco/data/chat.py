@@ -26,17 +26,11 @@ _SHARE_GPT = {"human": "user", "gpt": "assistant"}
 
 @dataclass(frozen=True)
 class Question:
-    """What is said before an answer, and the answer.
+    """What is said before an answer, and the answer."""
 
-    Attributes:
-        messages: before it.
-        answer: its text.
-        more: further arguments of the template, such as ``tools``.
-    """
-
-    messages: tuple[Message, ...]
-    answer: str
-    more: Mapping[str, Any]
+    messages: tuple[Message, ...]  # before it
+    answer: str  # its text
+    more: Mapping[str, Any]  # further arguments of the template, such as ``tools``
 
     def prompt(self, tokenizer: ChatTokenizer) -> list[int]:
         """The tokens that a model is asked with."""
@@ -47,13 +41,9 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class ChatCorpus(Corpus):
-    """Conversations in rows of one length.
+    """Conversations in rows of one length."""
 
-    Attributes:
-        told: what was cut, left out or not counted, in words; empty where nothing was.
-    """
-
-    told: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()  # what was cut, left out or not counted, in words; empty where nothing was
 
     def description(self) -> str:
         rows = self.train

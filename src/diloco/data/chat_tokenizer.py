@@ -113,7 +113,6 @@ class ChatTokenizer(Tokenizer):
         conversation up to this answer ends. A template that marks them itself (``{% generation %}``) is believed.
 
         Args:
-            messages: in order.
             more: further arguments of the template, such as ``tools``.
 
         Returns:

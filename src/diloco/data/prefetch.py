@@ -37,7 +37,6 @@ class Prefetcher:
     Args:
         batches: only this object uses them from now on.
         ahead: batches made ahead, at least 1.
-        called: what the thread is called.
     """
 
     def __init__(self, batches: Batches, ahead: int, called: str = "prefetch") -> None:

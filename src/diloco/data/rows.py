@@ -24,14 +24,10 @@ __all__ = ["Example", "PackedRows", "fitting", "pack_rows"]
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """A conversation or document as tokens.
+    """A conversation or document as tokens."""
 
-    Attributes:
-        tokens: ``(n,)`` integers.
-        counted: ``(n,)`` bool: whether the loss counts a token; never the first, which nothing predicts.
-    """
-
-    tokens: NDArray[Any]
+    tokens: NDArray[Any]  # ``(n,)`` integers
+    # ``(n,)`` bool: whether the loss counts a token; never the first, which nothing predicts
     counted: NDArray[np.bool_]
 
 

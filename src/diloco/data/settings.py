@@ -23,29 +23,18 @@ _OF_HUB = ("config", "split", "data_files")
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """One source: what is read, and how much of it.
+    """One source: what is read, and how much of it."""
 
-    Attributes:
-        name: what it is called in reports; "" where it is the only one.
-        data: files, folders and ``hf:`` names, one after the other; none: the standard library.
-        weight: its fraction of the tokens drawn is this over the sum of all weights.
-        text_field: the field of records that holds the text.
-        document_separator: where a text file is cut into documents.
-        config: of a data set of several, for ``hf:`` names.
-        split: of a data set, such as "train" or "train[:10%]"; None: what follows the name, else "train".
-        data_files: files of a data set, or patterns, for ``hf:`` names.
-        streaming: read a data set record by record, without a copy of it on the disk.
-    """
-
-    name: str = ""
-    data: tuple[str, ...] = ()
-    weight: float = 1.0
-    text_field: str = "text"
-    document_separator: str | None = None
-    config: str | None = None
+    name: str = ""  # what it is called in reports; "" where it is the only one
+    data: tuple[str, ...] = ()  # files, folders and ``hf:`` names, one after the other; none: the standard library
+    weight: float = 1.0  # its fraction of the tokens drawn is this over the sum of all weights
+    text_field: str = "text"  # the field of records that holds the text
+    document_separator: str | None = None  # where a text file is cut into documents
+    config: str | None = None  # of a data set of several, for ``hf:`` names
+    # of a data set, such as "train" or "train[:10%]"; None: what follows the name, else "train"
     split: str | None = None
-    data_files: tuple[str, ...] = ()
-    streaming: bool = False
+    data_files: tuple[str, ...] = ()  # files of a data set, or patterns, for ``hf:`` names
+    streaming: bool = False  # read a data set record by record, without a copy of it on the disk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,6 @@ __all__ = ["Shares"]
 class Shares:
     """The assignments of a run that are not over yet.
 
-    Attributes:
-        chain: in the order in which they begin; each is in force until the next one begins.
-        aside: assignments of one member each, for those who joined, with the step from which the chain has them.
-
     >>> alone = Shares.of((0,))
     >>> both = alone.following(10, (0, 1), joined=(1,), left={}, margin=5, batch_size=4)
     >>> [each.from_step for each in both.of_member(0)]
@@ -35,7 +31,8 @@ class Shares:
     80
     """
 
-    chain: tuple[Assignment, ...]
+    chain: tuple[Assignment, ...]  # in the order in which they begin; each is in force until the next one begins
+    # assignments of one member each, for those who joined, with the step from which the chain has them
     aside: tuple[tuple[Assignment, int], ...] = ()
 
     @classmethod

@@ -65,13 +65,10 @@ class DocumentStream:
     """The batches of one replica, as `Batches`.
 
     Args:
-        readers: of the sources.
-        weights: of the sources.
         data: tells sources, tokenizer and settings apart; in the cursor.
         eos_id: the token that ends a document, which also stands before the first.
         sequence_length: tokens per sequence (L).
         batch_size: sequences per batch of this replica (B).
-        replica: which replica this is (m).
         num_replicas: M.
     """
 

@@ -80,9 +80,6 @@ class TokenSplit:
 class TokenFolder:
     """A folder of tokens. Opening one reads its manifest and looks at the sizes of its files.
 
-    Args:
-        path: the folder.
-
     Attributes:
         vocab_size: of its tokenizer.
         eos_id: the token that ends each document.

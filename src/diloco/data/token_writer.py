@@ -108,7 +108,6 @@ class TokenWriter:
 
     Args:
         place: where the folder shall be; not there yet, or empty.
-        tokenizer: of the documents.
         shard_tokens: a file ends with the document that makes it so long.
 
     Raises:

@@ -159,9 +159,6 @@ class StepWatch:
     It asks the optimizer, not the framework: a fused kernel is called with ``found_inf`` and skips the step by itself,
     which Accelerate, for one, counts as taken.
 
-    Args:
-        optimizer: of torch.
-
     >>> parameter = nn.Parameter(torch.zeros(1))
     >>> optimizer = torch.optim.SGD([parameter], lr=1.0)
     >>> watch = StepWatch(optimizer)

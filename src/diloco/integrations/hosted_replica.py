@@ -83,7 +83,6 @@ class HostedReplica:
 
     Args:
         parameters: whose values the model holds where it is evaluated and saved, and at the end.
-        arguments: of `DiLoCo`.
 
     Attributes:
         diloco: once training has begun.

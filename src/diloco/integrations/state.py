@@ -28,7 +28,6 @@ def exact_state(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str,
     """All that `restore` needs beside the framework's own state.
 
     Args:
-        diloco: of this rank.
         local: parameter name -> the local value, where the framework saves global ones as the model.
     """
     return {"diloco": diloco.state_dict(), "local": local}
@@ -46,7 +45,6 @@ def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | N
 
     Args:
         checkpoint: the framework's folder.
-        diloco: of this rank.
         local: parameter name -> the local value, where the framework saves global ones as the model.
 
     Raises:

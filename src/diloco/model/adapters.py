@@ -110,7 +110,6 @@ def save_adapter(folder: Path, model: HuggingFaceModel, values: Mapping[str, Ten
 
     Args:
         folder: made if missing; what is in it is written over.
-        model: with adapters.
         values: name of a parameter that is trained -> its value.
     """
     settings = model.adapters

@@ -32,7 +32,6 @@ def build_language_model(
 
     Args:
         settings: with ``vocab_size``, but where ``source`` says it.
-        seed: of fresh weights.
         device: to put it on; ``"meta"``: it takes no memory, and no weights are read or drawn.
         definition: what `LanguageModel.definition` gave when a checkpoint was made: the model is built from that, with
             weights that are to be replaced, and its source may be gone. Empty or None: from its source.
@@ -74,7 +73,6 @@ def base_digest(settings: ModelSettings, definition: Mapping[str, Any] | None = 
     """A digest of the stored weights that a model begins from; "" where there are none.
 
     Args:
-        settings: of the model.
         definition: as for `build_language_model`.
 
     Raises:

@@ -48,7 +48,6 @@ class HuggingFaceModel(LanguageModel):
     a coefficient of 0 leaves it out. Call `probe` once after building, before the model is divided among ranks.
 
     Args:
-        wrapped: the model.
         z_loss: weight of the squared log-partition in the loss.
 
     Attributes:

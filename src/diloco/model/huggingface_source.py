@@ -35,7 +35,6 @@ def build_huggingface(
     """The model that ``settings.source`` names, on the CPU in float32; initial values come from the global generators.
 
     Args:
-        settings: with ``source``, ``weights``, ``arguments``, ``vocab_size`` and ``z_loss``.
         on_meta: build it without memory, and read no weights.
         definition: what `HuggingFaceModel.definition` gave; the source is then not looked at, and weights are fresh.
 
@@ -99,7 +98,6 @@ def stored_digest(settings: ModelSettings, definition: Mapping[str, Any] | None 
     """A digest of the weights that a model of ``transformers`` begins from; "" where it begins from fresh ones.
 
     Args:
-        settings: with ``source``.
         definition: as for `build_huggingface`, which says what the digest was where the weights are not looked at.
 
     Raises:

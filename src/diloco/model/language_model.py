@@ -32,15 +32,10 @@ class LossParts(NamedTuple):
 
 @dataclass(frozen=True)
 class LossChunks:
-    """Whether a loss is computed together with the output projection, and how; see `projected_cross_entropy`.
+    """Whether a loss is computed together with the output projection, and how; see `projected_cross_entropy`."""
 
-    Attributes:
-        tokens: at most so many have logits at once. 0: all of a batch, as an array of their own.
-        compiled: with torch.compile.
-    """
-
-    tokens: int = 0
-    compiled: bool = False
+    tokens: int = 0  # at most so many have logits at once. 0: all of a batch, as an array of their own.
+    compiled: bool = False  # with torch.compile
 
     def serve(self, tokens: int) -> bool:
         """Whether a batch of ``tokens`` is computed so: when it is larger than a chunk, or compiled.
@@ -82,25 +77,17 @@ class TokensSeen:
 
 
 class LanguageModel(nn.Module, abc.ABC):
-    """A causal language model.
+    """A causal language model."""
 
-    Attributes:
-        vocab_size: number of logits; every token id is below it.
-        max_sequence_length: of the longest sequence that it serves, tokens.
-        num_layers: blocks, as fragments are made of.
-        loss_chunks: how `loss` is computed, for a model that can do it in chunks; set by who trains it.
-        whole_graphs: whether torch.compile traces its blocks without a break.
-        source_has: names of the state that no checkpoint holds, because the model's source does: frozen weights beside
-            adapters.
-        loss_calls_model: whether `loss` goes through ``self(tokens)``, and so through the hooks that are on it.
-    """
-
-    vocab_size: int
-    max_sequence_length: int
-    num_layers: int
+    vocab_size: int  # number of logits; every token id is below it
+    max_sequence_length: int  # of the longest sequence that it serves, tokens
+    num_layers: int  # blocks, as fragments are made of
+    # how `loss` is computed, for a model that can do it in chunks; set by who trains it
     loss_chunks: LossChunks = LossChunks()
-    whole_graphs: bool = True
+    whole_graphs: bool = True  # whether torch.compile traces its blocks without a break
+    # whether `loss` goes through ``self(tokens)``, and so through the hooks that are on it
     loss_calls_model: bool = True
+    # names of the state that no checkpoint holds, because the model's source does: frozen weights beside adapters
     source_has: frozenset[str] = frozenset()
 
     @abc.abstractmethod

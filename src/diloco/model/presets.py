@@ -50,7 +50,6 @@ def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int
     Q = 2 * head width with QK-norm, else 0.
 
     Args:
-        model: the sizes.
         vocab_size: V, in place of ``model.vocab_size``.
 
     Raises:

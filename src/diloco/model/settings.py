@@ -18,17 +18,12 @@ __all__ = ["ModelSettings", "Source", "native_keys", "native_only_error", "parse
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from.
+    """Where a model comes from."""
 
-    Attributes:
-        kind: ``hf``: a causal language model of ``transformers``; ``module``: somebody's own function.
-        place: folder or name on the hub; module, or path of a ``.py`` file.
-        function: of the module; empty for ``hf``.
-    """
-
+    # ``hf``: a causal language model of ``transformers``; ``module``: somebody's own function
     kind: Literal["hf", "module"]
-    place: str
-    function: str = ""
+    place: str  # folder or name on the hub; module, or path of a ``.py`` file
+    function: str = ""  # of the module; empty for ``hf``
 
     @property
     def label(self) -> str:

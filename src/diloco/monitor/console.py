@@ -35,7 +35,6 @@ class PlainConsole:
     Args:
         stream: default: the standard output at the time of the call.
         every_steps: steps between two rows, at least 1; the last step always has a row.
-        clock: seconds from any fixed moment.
     """
 
     def __init__(
@@ -123,7 +122,6 @@ class LiveConsole:
 
     Args:
         console: default: the standard output.
-        clock: seconds from any fixed moment.
         refresh_s: least time between two drawings.
     """
 

@@ -116,7 +116,6 @@ class TensorBoardSink:
     step that it resumed from.
 
     Args:
-        folder: where the files go.
         every_steps: steps between two points, at least 1.
 
     Raises:

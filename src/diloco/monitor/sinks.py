@@ -20,17 +20,11 @@ __all__ = ["About", "Sinks", "make_sinks", "say"]
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What tells runs apart in a tracker such as W&B.
+    """What tells runs apart in a tracker such as W&B."""
 
-    Attributes:
-        name: of the run, or of this replica of it; "": that of its folder.
-        group: shared by the replicas of the run; None where all are in this process.
-        config: the settings by section.
-    """
-
-    name: str = ""
-    group: str | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""  # of the run, or of this replica of it; "": that of its folder
+    group: str | None = None  # shared by the replicas of the run; None where all are in this process
+    config: Mapping[str, Any] = field(default_factory=dict)  # the settings by section
 
 
 class Sinks:
@@ -86,10 +80,8 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, ab
     """The sinks that ``settings`` ask for: a console, ``folder``/metrics.jsonl, ``folder``/tensorboard, trackers.
 
     Args:
-        settings: what to show and to write.
         folder: of the run; created if it does not exist.
         is_terminal: whether the standard output is a terminal that can move its cursor.
-        about: the run, for trackers.
 
     Raises:
         ConfigurationError: for settings that cannot work, before anything is written.

@@ -43,7 +43,6 @@ class WandbSink:
         settings: with a mode other than off.
         folder: of the run; wandb's own files go to its subfolder wandb.
         every_steps: steps between two points, unless the settings have a number.
-        about: name, group and settings of the run.
 
     Raises:
         ConfigurationError: if wandb can't be imported, or has no API key in mode online.

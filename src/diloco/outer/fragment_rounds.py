@@ -32,17 +32,12 @@ __all__ = ["FragmentRounds"]
 
 @dataclass(frozen=True, eq=False)
 class _InFlight:
-    """One fragment between sending and merging.
+    """One fragment between sending and merging."""
 
-    Attributes:
-        contribution: what the transport was given. Given again after a checkpoint, it makes the same average.
-        pending: the average on its way.
-        sent: ``(numel,)`` float32, the local parameters at sending, where the merge rule needs them.
-    """
-
+    # what the transport was given. Given again after a checkpoint, it makes the same average.
     contribution: Contribution
-    pending: Pending
-    sent: Tensor | None
+    pending: Pending  # the average on its way
+    sent: Tensor | None  # ``(numel,)`` float32, the local parameters at sending, where the merge rule needs them
 
 
 class FragmentRounds:
@@ -51,8 +46,6 @@ class FragmentRounds:
     Args:
         model: its buffers travel with the last fragment.
         loop: global parameters and outer state, which the rounds move.
-        transport: this replica's way to the others.
-        arguments: of `DiLoCo`.
 
     Attributes:
         codecs: one for each fragment.
@@ -101,7 +94,6 @@ class FragmentRounds:
         Args:
             round_id: of a fragment that is not in flight.
             base_weight: weight of a full window of this replica.
-            step: of the event.
 
         Raises:
             NonFiniteError: if the pseudo-gradient holds NaN or infinity; it names the parameters.
@@ -136,10 +128,6 @@ class FragmentRounds:
         """Wait for the average of a fragment in flight, and apply it.
 
         A replica whose work is not in the average, or whose round is void, has that work in its next contribution.
-
-        Args:
-            index: of the fragment.
-            step: of the event.
         """
         entry = self._in_flight[index]
         average, reason = None, ""

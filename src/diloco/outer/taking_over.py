@@ -78,10 +78,6 @@ class TakingOver:
     `poll`), one fragment at a time, and keeps the averages of the rounds that go by until the state is here (4 bytes
     per value and round). The outer optimizer's steps with these averages bring that state up to date, so a fetch is
     never too slow, and nobody waits.
-
-    Args:
-        shared: the state to be replaced.
-        transport: this replica's way to the others.
     """
 
     def __init__(self, shared: SharedState, transport: Transport) -> None:
@@ -103,9 +99,7 @@ class TakingOver:
         """Take over every fragment now; yields how much has come, once a second and when a fragment is here.
 
         Args:
-            donors: members to ask.
             keep_work: whether local parameters move along with the global ones; else they become the global ones.
-            step: inner steps done, for the events.
 
         Raises:
             TransportError: if none of ``donors`` answers.
@@ -179,9 +173,6 @@ class TakingOver:
 
     def poll(self, *, wait: bool = False) -> tuple[str, ...]:
         """Take over what has come, between two steps.
-
-        Args:
-            wait: whether to wait for what has not come yet.
 
         Returns:
             The failures, a sentence each.

@@ -39,17 +39,11 @@ SEARCHED_BITS_PER_S = np.logspace(4, 15, 2201)
 
 @dataclass(frozen=True)
 class Needed:
-    """What a target asks for.
+    """What a target asks for."""
 
-    Attributes:
-        target: a share.
-        bandwidth_bits_per_s: the least that reaches it, to 1.2 %; None if none does.
-        compute_utilization: at that bandwidth; without one, at the largest.
-    """
-
-    target: float
-    bandwidth_bits_per_s: float | None
-    compute_utilization: float
+    target: float  # a share
+    bandwidth_bits_per_s: float | None  # the least that reaches it, to 1.2 %; None if none does
+    compute_utilization: float  # at that bandwidth; without one, at the largest
 
 
 def utilization_curve(
@@ -82,21 +76,13 @@ def bandwidth_needed(traffic: Traffic, cluster: Cluster, targets: Sequence[float
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the paper's Table 4.
+    """A row of the paper's Table 4."""
 
-    Attributes:
-        name: on the command line.
-        streaming: fragments in turn; else the whole model at once.
-        overlap_steps: tau.
-        codec: of its payloads, by default.
-        data_parallel: gradients at every step instead.
-    """
-
-    name: str
-    streaming: bool = False
-    overlap_steps: int = 0
-    codec: str = "bfloat16"
-    data_parallel: bool = False
+    name: str  # on the command line
+    streaming: bool = False  # fragments in turn; else the whole model at once
+    overlap_steps: int = 0  # tau
+    codec: str = "bfloat16"  # of its payloads, by default
+    data_parallel: bool = False  # gradients at every step instead
 
     def schedule(
         self,
@@ -178,23 +164,15 @@ PUBLISHED: dict[tuple[str, str], tuple[float, ...]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of Table 4, published and simulated.
-
-    Attributes:
-        model, method, target: which cell.
-        published_gbit_per_s: as printed, with one decimal.
-        simulated_gbit_per_s: the first point of the grid that suffices.
-        grid_steps: how far apart the two are on the grid; above 0 where the simulator asks for more.
-        compute_utilization: simulated, at the simulated bandwidth.
-    """
+    """One cell of Table 4, published and simulated."""
 
     model: str
     method: str
     target: float
-    published_gbit_per_s: float
-    simulated_gbit_per_s: float
-    grid_steps: int
-    compute_utilization: float
+    published_gbit_per_s: float  # as printed, with one decimal
+    simulated_gbit_per_s: float  # the first point of the grid that suffices
+    grid_steps: int  # how far apart the two are on the grid; above 0 where the simulator asks for more
+    compute_utilization: float  # simulated, at the simulated bandwidth
 
 
 def paper_cells() -> tuple[Cell, ...]:

@@ -20,31 +20,22 @@ __all__ = ["Cluster"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Replicas, their links and their speeds. Arrays may have scenarios in front: ``(..., M)``.
+    """Replicas, their links and their speeds. Arrays may have scenarios in front: ``(..., M)``."""
 
-    Attributes:
-        bandwidth_bits_per_s: each way.
-        latency_s: one way.
-        step_time_s: compute time of one inner step, ``(M,)``.
-        half_duplex: ``(M,)``: sending and receiving take turns.
-        jitter: standard deviation of a step's time over its mean; step times are drawn independently from a gamma
-            distribution with the mean ``step_time_s``, by ``seed``.
-        seed: of the jitter.
-        dynamic_of: H, where replicas slower than the fastest leave out steps (DyLU); None: all take every step.
-        grace: whether replicas that are late leave out steps for which the others would wait, as with
-            ``swarm.straggler = "grace"``.
-        overheads: what a run spends beside that.
-    """
-
-    bandwidth_bits_per_s: NDArray[np.float64]
-    latency_s: NDArray[np.float64]
-    step_time_s: NDArray[np.float64]
-    half_duplex: NDArray[np.bool_]
+    bandwidth_bits_per_s: NDArray[np.float64]  # each way
+    latency_s: NDArray[np.float64]  # one way
+    step_time_s: NDArray[np.float64]  # compute time of one inner step, ``(M,)``
+    half_duplex: NDArray[np.bool_]  # ``(M,)``: sending and receiving take turns
+    # standard deviation of a step's time over its mean; step times are drawn independently from a gamma distribution
+    # with the mean ``step_time_s``, by ``seed``
     jitter: float = 0.0
-    seed: int = 0
+    seed: int = 0  # of the jitter
+    # H, where replicas slower than the fastest leave out steps (DyLU); None: all take every step
     dynamic_of: int | None = None
+    # whether replicas that are late leave out steps for which the others would wait, as with ``swarm.straggler =
+    # "grace"``
     grace: bool = False
-    overheads: Overheads = IDEAL
+    overheads: Overheads = IDEAL  # what a run spends beside that
 
     @classmethod
     def of(

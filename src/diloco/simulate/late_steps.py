@@ -23,8 +23,6 @@ class LateSteps:
     Before a step that sends, a replica leaves out steps since the last one that sent or merged, and no earlier ones.
 
     Args:
-        cluster: speeds and links.
-        traffic: its schedule.
         computed_s: compute time of the first so many steps, ``(steps + 1, M)``.
         shape: of the results, ``(..., M)``.
 

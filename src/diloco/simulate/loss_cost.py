@@ -48,17 +48,11 @@ MEANS = {"bfloat16": 0.0001, "int8": 0.0001, "fp4": 0.0023}
 
 @dataclass(frozen=True)
 class CostPart:
-    """One part of the cost.
+    """One part of the cost."""
 
-    Attributes:
-        what: the setting, in words.
-        cost: relative increase of the loss over data-parallel training, as a share.
-        source: where the figure is from.
-    """
-
-    what: str
-    cost: float
-    source: str
+    what: str  # the setting, in words
+    cost: float  # relative increase of the loss over data-parallel training, as a share
+    source: str  # where the figure is from
 
 
 def loss_cost(

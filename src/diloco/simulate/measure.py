@@ -29,23 +29,14 @@ __all__ = ["MeasuredStep", "measure_links", "measure_step", "synchronisation_s"]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The time of inner steps, and the work of a synchronisation.
+    """The time of inner steps, and the work of a synchronisation."""
 
-    Attributes:
-        median_s: of the steps that were timed.
-        spread: the largest over the smallest.
-        steps: how many were timed.
-        send_s_per_value: of the pseudo-gradient and its encoding, fp4.
-        merge_s_per_value: of the mean of one payload, the outer step and the merge.
-        device: that was timed.
-    """
-
-    median_s: float
-    spread: float
-    steps: int
-    send_s_per_value: float
-    merge_s_per_value: float
-    device: str
+    median_s: float  # of the steps that were timed
+    spread: float  # the largest over the smallest
+    steps: int  # how many were timed
+    send_s_per_value: float  # of the pseudo-gradient and its encoding, fp4
+    merge_s_per_value: float  # of the mean of one payload, the outer step and the merge
+    device: str  # that was timed
 
 
 def measure_step(
@@ -59,9 +50,6 @@ def measure_step(
 
     Args:
         settings: resolved, with the vocabulary known.
-        device: to run on.
-        steps: to time.
-        at_most_s: the limit.
 
     Raises:
         ConfigurationError: if the model does not fit on the device.
@@ -132,8 +120,6 @@ def measure_links(peers: Sequence[str], *, num_bytes: int, timeout_s: float) -> 
 
     Args:
         peers: addresses at which replicas or `diloco doctor --listen` answer.
-        num_bytes: to move each way.
-        timeout_s: for each step of it.
 
     Raises:
         TransportError: if the way to one of them does not work, with the reason.

@@ -29,27 +29,19 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """What a run spends beside computing and bits at the link's rate; the neutral values are the papers' ideal.
+    """What a run spends beside computing and bits at the link's rate; the neutral values are the papers' ideal."""
 
-    Attributes:
-        goodput: share of what connections get of a link that is payload; the rest is headers and retransmissions.
-        round_trips: that a round takes beside its payload's way and one vote, such as to hear that there is room.
-        queue_trips: that it takes for losses in queues while its payload fills the link, or a part of them.
-        tcp: what its connections make of a link; None: payload has it from the first moment.
-        average_s_per_value: time of a round for decoding, summing and hashing, per value; training goes on.
-        send_s_per_value: time that the training loop stands still for a send, per value: pseudo-gradient, encoding.
-        merge_s_per_value: and for a merge: outer step, merge.
-        pause_s: and for each of them whatever the size.
-    """
-
+    # share of what connections get of a link that is payload; the rest is headers and retransmissions
     goodput: float = 1.0
+    # that a round takes beside its payload's way and one vote, such as to hear that there is room
     round_trips: float = 0.0
-    queue_trips: float = 0.0
-    tcp: Tcp | None = None
-    average_s_per_value: float = 0.0
+    queue_trips: float = 0.0  # that it takes for losses in queues while its payload fills the link, or a part of them
+    tcp: Tcp | None = None  # what its connections make of a link; None: payload has it from the first moment
+    average_s_per_value: float = 0.0  # time of a round for decoding, summing and hashing, per value; training goes on
+    # time that the training loop stands still for a send, per value: pseudo-gradient, encoding
     send_s_per_value: float = 0.0
-    merge_s_per_value: float = 0.0
-    pause_s: float = 0.0
+    merge_s_per_value: float = 0.0  # and for a merge: outer step, merge
+    pause_s: float = 0.0  # and for each of them whatever the size
 
     def __post_init__(self) -> None:
         work = (self.average_s_per_value, self.send_s_per_value, self.merge_s_per_value)
@@ -83,23 +75,14 @@ Constants = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The constants of rounds over one wire, and how far off predictions with them are.
+    """The constants of rounds over one wire, and how far off predictions with them are."""
 
-    Attributes:
-        typical: every other round takes longer.
-        careful: one round in ten takes longer. Plans are made with these.
-        rounds: of real processes, each predicted.
-        rounds_error: of their time, the median, as a share.
-        runs: whole runs of real processes, predicted with the work of sends and merges.
-        median_error, largest_error: of the wall-clock time of these runs, as a share.
-    """
-
-    typical: Constants
-    careful: Constants
-    rounds: int = 0
-    rounds_error: float = 0.0
-    runs: int = 0
-    median_error: float = 0.0
+    typical: Constants  # every other round takes longer
+    careful: Constants  # one round in ten takes longer. Plans are made with these.
+    rounds: int = 0  # of real processes, each predicted
+    rounds_error: float = 0.0  # of their time, the median, as a share
+    runs: int = 0  # whole runs of real processes, predicted with the work of sends and merges
+    median_error: float = 0.0  # of the wall-clock time of these runs, as a share
     largest_error: float = 0.0
 
 
@@ -120,24 +103,15 @@ FITTED: dict[Wire, Fitted] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Under which replicas exchange their contributions.
+    """Under which replicas exchange their contributions."""
 
-    Attributes:
-        wire: what carries payloads.
-        congestion_control: of the senders' TCP.
-        loss: share of packets that get lost.
-        streams: connections to each other replica; None: the wire's own choice.
-        average_s_per_value: time of a round beside the training loop.
-        send_s_per_value, merge_s_per_value: time that the training loop stands still.
-    """
-
-    wire: Wire = "torch"
-    congestion_control: CongestionControl = "cubic"
-    loss: float = 0.0
-    streams: int | None = None
-    average_s_per_value: float = AVERAGE_S_PER_VALUE
-    send_s_per_value: float = SEND_S_PER_VALUE
-    merge_s_per_value: float = MERGE_S_PER_VALUE
+    wire: Wire = "torch"  # what carries payloads
+    congestion_control: CongestionControl = "cubic"  # of the senders' TCP
+    loss: float = 0.0  # share of packets that get lost
+    streams: int | None = None  # connections to each other replica; None: the wire's own choice
+    average_s_per_value: float = AVERAGE_S_PER_VALUE  # time of a round beside the training loop
+    send_s_per_value: float = SEND_S_PER_VALUE  # time that the training loop stands still for a send
+    merge_s_per_value: float = MERGE_S_PER_VALUE  # and for a merge
 
     def overheads(self, others: int, *, careful: bool = False) -> Overheads:
         """What a run spends beside computing and its payload's way.

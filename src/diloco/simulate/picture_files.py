@@ -75,7 +75,6 @@ def write_picture(figure: Figure, path: Path, names: Mapping[str, str], title: s
         figure: drawn within `picture_style`, which still applies.
         path: its suffix is the format.
         names: what each part of the figure is, by its ``gid`` ("part-" and a number).
-        title: of the page.
     """
     stream = io.BytesIO()
     if path.suffix == ".png":

@@ -59,7 +59,6 @@ def draw_timeline(spans: Sequence[Span], path: Path, *, title: str) -> None:
         spans: from `timeline`. Only the first `MOST_REPLICAS` and the first stretch of `MOST_SPANS` are drawn; the
             picture says so.
         path: .svg, .png or .html; an existing file is replaced.
-        title: the heading.
 
     Raises:
         ConfigurationError: as `check_picture_path`, and without any span.
@@ -195,7 +194,6 @@ def draw_utilization(
         curves: by method, bandwidths in Gbit/s, ``(n,)``, above 0 and ascending, and the compute utilisation of each,
             from 0 to 1.
         path: .svg, .png or .html; an existing file is replaced.
-        title: the heading.
         targets: utilisations from 0 to 1, as horizontal lines.
 
     Raises:

@@ -33,21 +33,13 @@ GRADIENT_CODECS = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where the run is to take place.
+    """Where the run is to take place."""
 
-    Attributes:
-        workload: the model; its step time is not used.
-        links: one for each replica.
-        step_time_s: of an inner step, one for each replica.
-        conditions: how replicas exchange their contributions.
-        mean_codec: what means are encoded as, by name.
-    """
-
-    workload: Workload
-    links: tuple[Link, ...]
-    step_time_s: tuple[float, ...]
-    conditions: Conditions = field(default_factory=Conditions)
-    mean_codec: str = "float32"
+    workload: Workload  # the model; its step time is not used
+    links: tuple[Link, ...]  # one for each replica
+    step_time_s: tuple[float, ...]  # of an inner step, one for each replica
+    conditions: Conditions = field(default_factory=Conditions)  # how replicas exchange their contributions
+    mean_codec: str = "float32"  # what means are encoded as, by name
 
     @property
     def overheads(self) -> Overheads:
@@ -76,33 +68,19 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Settings, and what they are predicted to do.
+    """Settings, and what they are predicted to do."""
 
-    Attributes:
-        algorithm: data-parallel, diloco or streaming.
-        inner_steps: H; 1 for data-parallel.
-        num_fragments: P.
-        overlap_steps: tau.
-        codec: by name.
-        compute_utilization: predicted, mean over replicas.
-        sure_utilization: what it seldom falls short of.
-        step_s: predicted wall time of an inner step, of the slowest replica.
-        sent_bytes_per_step: by the replica that sends most.
-        longest_round_s: upper bound of a round's time, from sending to having the average.
-        cost_parts: what the loss costs, and why.
-    """
-
-    algorithm: str
-    inner_steps: int
-    num_fragments: int
-    overlap_steps: int
-    codec: str
-    compute_utilization: float
-    sure_utilization: float
-    step_s: float
-    sent_bytes_per_step: float
-    longest_round_s: float
-    cost_parts: tuple[CostPart, ...] = field(repr=False)
+    algorithm: str  # data-parallel, diloco or streaming
+    inner_steps: int  # H; 1 for data-parallel
+    num_fragments: int  # P
+    overlap_steps: int  # tau
+    codec: str  # by name
+    compute_utilization: float  # predicted, mean over replicas
+    sure_utilization: float  # what it seldom falls short of
+    step_s: float  # predicted wall time of an inner step, of the slowest replica
+    sent_bytes_per_step: float  # by the replica that sends most
+    longest_round_s: float  # upper bound of a round's time, from sending to having the average
+    cost_parts: tuple[CostPart, ...] = field(repr=False)  # what the loss costs, and why
 
     @property
     def loss_cost(self) -> float:
@@ -112,23 +90,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The outcome.
+    """The outcome."""
 
-    Attributes:
-        target: the compute utilisation that was asked for.
-        choice: the settings that reach it with the least harm; None if none do.
-        others: the next best, and why they were not chosen.
-        nearest: the settings that come nearest to the target, whether they reach it or not.
-        bandwidth_needed_bits_per_s: with which ``nearest`` would reach it; None if no bandwidth would, or if it does.
-        searched: how many settings were compared.
-    """
-
-    target: float
-    choice: Candidate | None
-    others: tuple[tuple[Candidate, str], ...]
-    nearest: Candidate
+    target: float  # the compute utilisation that was asked for
+    choice: Candidate | None  # the settings that reach it with the least harm; None if none do
+    others: tuple[tuple[Candidate, str], ...]  # the next best, and why they were not chosen
+    nearest: Candidate  # the settings that come nearest to the target, whether they reach it or not
+    # with which ``nearest`` would reach it; None if no bandwidth would, or if it does
     bandwidth_needed_bits_per_s: float | None
-    searched: int
+    searched: int  # how many settings were compared
 
 
 def candidates(

@@ -28,23 +28,14 @@ LANES: tuple[Lane, ...] = ("compute", "wait", "spent", "send", "receive")
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that one replica or its link does without a break.
+    """One thing that one replica or its link does without a break."""
 
-    Attributes:
-        replica: m.
-        lane: where; spans of one lane of one replica do not overlap.
-        start_s: in seconds from the start of the run.
-        stop_s: ``start_s`` or later; the same only for payload on a link without limits.
-        label: what, for people.
-        fragment: p, where it is about one.
-    """
-
-    replica: int
-    lane: Lane
-    start_s: float
-    stop_s: float
-    label: str
-    fragment: int | None = None
+    replica: int  # m
+    lane: Lane  # where; spans of one lane of one replica do not overlap
+    start_s: float  # in seconds from the start of the run
+    stop_s: float  # ``start_s`` or later; the same only for payload on a link without limits
+    label: str  # what, for people
+    fragment: int | None = None  # p, where it is about one
 
 
 def timeline(simulated: Simulated, cluster: Cluster, steps: int, scenario: tuple[int, ...] = ()) -> tuple[Span, ...]:
@@ -56,8 +47,6 @@ def timeline(simulated: Simulated, cluster: Cluster, steps: int, scenario: tuple
 
     Args:
         simulated: of these or more steps, with ``history=True``.
-        cluster: that it was simulated on.
-        steps: inner steps to show, at least 1.
         scenario: which of the scenarios, an index for each of their axes.
 
     Raises:
@@ -98,7 +87,6 @@ def _loop(
     """Compute, wait and spent: where the replica stands still, and the inner steps between.
 
     Args:
-        replica: m.
         rounds: sent in the steps that are shown.
         at: takes this replica's value out of an array of `SimulatedRound`.
         computed_s: its compute time after each of the steps, ``(steps + 1,)``.

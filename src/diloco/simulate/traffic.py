@@ -33,19 +33,12 @@ AT_END_OF_STEP: Releases = ((1.0, 1.0),)
 
 @dataclass(frozen=True)
 class Parcel:
-    """What one round of one fragment moves.
+    """What one round of one fragment moves."""
 
-    Attributes:
-        sent_bytes: by replica, ``(..., M)``, or what broadcasts to it.
-        received_bytes: likewise.
-        releases: what may leave when.
-        numel: values in the fragment, which determine the cost of encoding and merging.
-    """
-
-    sent_bytes: NDArray[np.float64]
+    sent_bytes: NDArray[np.float64]  # by replica, ``(..., M)``, or what broadcasts to it
     received_bytes: NDArray[np.float64]
-    releases: Releases = AT_END_OF_STEP
-    numel: int = 0
+    releases: Releases = AT_END_OF_STEP  # what may leave when
+    numel: int = 0  # values in the fragment, which determine the cost of encoding and merging
 
 
 @dataclass(frozen=True)

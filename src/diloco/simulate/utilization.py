@@ -29,60 +29,36 @@ NEVER_S = np.array(math.inf)
 
 @dataclass(frozen=True)
 class SimulatedRound:
-    """One round, for drawing; times in seconds, ``(..., M)``.
+    """One round, for drawing; times in seconds, ``(..., M)``."""
 
-    Attributes:
-        fragment: p.
-        outer_step: counted from 0.
-        sent_bytes: by replica.
-        received_bytes: likewise.
-        times: on the links.
-        send_step: the inner step after which it was sent.
-        send_start_s, send_stop_s: when the replica began to encode, and when it went on.
-        merge_step: the inner step after which it was merged; None if the run ended before that.
-        merge_start_s, merge_stop_s, merged_s: when the replica asked for the average, got it, and went on; infinite if
-            the run ended before that.
-    """
-
-    fragment: int
-    outer_step: int
-    sent_bytes: Floats
+    fragment: int  # p
+    outer_step: int  # counted from 0
+    sent_bytes: Floats  # by replica
     received_bytes: Floats
-    times: RoundTimes
-    send_step: int
-    send_start_s: Floats
-    send_stop_s: Floats
-    merge_step: int | None
-    merge_start_s: Floats
-    merge_stop_s: Floats
-    merged_s: Floats
+    times: RoundTimes  # on the links
+    send_step: int  # the inner step after which it was sent
+    send_start_s: Floats  # when the replica began to encode
+    send_stop_s: Floats  # when it went on
+    merge_step: int | None  # the inner step after which it was merged; None if the run ended before that
+    merge_start_s: Floats  # when the replica asked for the average; infinite, as the next two, if the run ended before
+    merge_stop_s: Floats  # when it got it
+    merged_s: Floats  # when it went on
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The measured part of a run; arrays by scenario and replica, ``(..., M)``.
+    """The measured part of a run; arrays by scenario and replica, ``(..., M)``."""
 
-    Attributes:
-        steps: inner steps measured.
-        rounds: merges in them.
-        compute_s: time spent computing.
-        waited_s: time spent waiting for averages.
-        spent_s: time spent encoding, in outer steps and merging (`Overheads`).
-        longest_wait_s: the longest wait for a single average.
-        sent_bytes, received_bytes: payload.
-        left_out: inner steps that were not trained, being late (`Cluster.grace`).
-        history: all rounds of the run, if asked for; those in flight at its end come last.
-    """
-
-    steps: int
-    rounds: int
-    compute_s: Floats
-    waited_s: Floats
-    spent_s: Floats
-    longest_wait_s: Floats
-    sent_bytes: Floats
+    steps: int  # inner steps measured
+    rounds: int  # merges in them
+    compute_s: Floats  # time spent computing
+    waited_s: Floats  # time spent waiting for averages
+    spent_s: Floats  # time spent encoding, in outer steps and merging (`Overheads`)
+    longest_wait_s: Floats  # the longest wait for a single average
+    sent_bytes: Floats  # payload
     received_bytes: Floats
-    left_out: Floats
+    left_out: Floats  # inner steps that were not trained, being late (`Cluster.grace`)
+    # all rounds of the run, if asked for; those in flight at its end come last
     history: tuple[SimulatedRound, ...] = ()
 
     @property
@@ -122,9 +98,6 @@ def simulate(
     """Run ``steps`` inner steps.
 
     Args:
-        traffic: what is sent and merged, and when.
-        cluster: where the run takes place.
-        steps: inner steps of the whole run.
         measure_from: the measured part begins after this step.
         drain: wait at the end for what is in flight, as a finished run does.
         history: keep every round.
@@ -283,10 +256,8 @@ def handed_in_s(parcel: Parcel, began_s: Floats, lasted_s: Floats, bandwidth_bit
     """When the parcel would have to leave in one piece to be out at the same time as in its parts.
 
     Args:
-        parcel: what is sent.
         began_s: when the step of sending began, ``(..., M)``, like the result.
         lasted_s: how long that step computed, ``(..., M)`` or what broadcasts to it, like the next.
-        bandwidth_bits_per_s: of the links.
     """
     whole_s = 8 * parcel.sent_bytes / bandwidth_bits_per_s
     latest_s, gone = np.full_like(began_s, -np.inf), 0.0

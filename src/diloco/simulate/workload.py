@@ -28,19 +28,12 @@ LAYERS_PER_FRAGMENT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model of equal layers, and how long an inner step of it takes.
+    """A model of equal layers, and how long an inner step of it takes."""
 
-    Attributes:
-        parameters: trainable values in all.
-        layers: L.
-        outside: values in no layer (embeddings, head, final norm), which form a fragment of their own.
-        step_time_s: of one inner step, without any communication.
-    """
-
-    parameters: int
-    layers: int
-    step_time_s: float
-    outside: int = 0
+    parameters: int  # trainable values in all
+    layers: int  # L
+    step_time_s: float  # of one inner step, without any communication
+    outside: int = 0  # values in no layer (embeddings, head, final norm), which form a fragment of their own
 
     @classmethod
     def of_model(cls, model: ModelSettings, vocab_size: int, step_time_s: float) -> Workload:

@@ -24,15 +24,10 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        summary: what `diloco train` wrote of it; None: it failed.
-        error: why.
-    """
-
-    summary: dict[str, Any] | None
-    error: str = ""
+    summary: dict[str, Any] | None  # what `diloco train` wrote of it; None: it failed
+    error: str = ""  # why
 
 
 def run_all(runs: Iterable[Run], folder: Path, jobs: int) -> Iterator[tuple[Run, Ended | None]]:
@@ -42,9 +37,7 @@ def run_all(runs: Iterable[Run], folder: Path, jobs: int) -> Iterator[tuple[Run,
     SIGINT, upon which they save their states.
 
     Args:
-        runs: in the order to begin them.
         folder: gets a configuration, a log and a run folder for each.
-        jobs: so many processes at a time.
     """
     waiting, going = list(runs), dict[subprocess.Popen[bytes], Run]()
     try:

@@ -26,9 +26,6 @@ run's summary where it is done."""
 class Outcomes:
     """``results.jsonl``: the last outcome of each run, rewritten whole after each.
 
-    Args:
-        path: of the file; need not be there.
-
     Raises:
         ConfigurationError: if it is there and holds something else.
     """

@@ -24,17 +24,11 @@ _NOT_VARIED = ("out", "checkpoint.resume")
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a study.
+    """One run of a study."""
 
-    Attributes:
-        name: made of the values in which it differs from the others; a name of a folder.
-        settings: key -> value, of all that the study sets.
-        varied: key -> value, of the axes alone.
-    """
-
-    name: str
-    settings: Values
-    varied: Values
+    name: str  # made of the values in which it differs from the others; a name of a folder
+    settings: Values  # key -> value, of all that the study sets
+    varied: Values  # key -> value, of the axes alone
 
     def to_toml(self) -> str:
         """The settings as a file for `diloco train`."""
@@ -43,14 +37,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """A base and axes.
+    """A base and axes."""
 
-    Attributes:
-        base: key -> value, of all runs.
-        axes: keys that are varied together -> the values that they take, one tuple of values for each point.
-    """
-
-    base: Values
+    base: Values  # key -> value, of all runs
+    # keys that are varied together -> the values that they take, one tuple of values for each point
     axes: Mapping[tuple[str, ...], tuple[tuple[Any, ...], ...]]
 
     def runs(self) -> tuple[Run, ...]:

@@ -28,8 +28,6 @@ def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: 
     Args:
         session: at step 0.
         fleet: of the session; None: all replicas train in this process.
-        home: the replica's run folder.
-        emit: gets notes of what is different from now on.
 
     Returns:
         What it goes on from, in words; None: it begins at step 0.

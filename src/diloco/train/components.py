@@ -88,7 +88,6 @@ def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOpti
     """The outer optimizer of resolved settings.
 
     Args:
-        settings: of the outer optimizer.
         outer_steps: rounds of one fragment in the whole run, over which the schedules are laid out.
     """
     learning_rate: ScalarSchedule = settings.learning_rate if settings.learning_rate is not None else 0.7
@@ -197,7 +196,6 @@ def outline(settings: RunSettings, vocab_size: int) -> LanguageModel:
     """The model of ``settings`` on the meta device, where it takes no memory.
 
     Args:
-        settings: of the run.
         vocab_size: of the model where nothing else says it.
     """
     model = with_vocabulary(settings.model, vocab_size)

@@ -23,8 +23,6 @@ class GradientAverager:
     """Replaces the gradients of one replica by the mean over all, through the same transport and the same mean.
 
     Args:
-        model: whose gradients.
-        transport: this replica's way to the others.
         codec: how gradients travel; float32 is plain data-parallel training.
         group: the replica's ranks, each of which averages what it holds; None: this one alone.
     """
@@ -43,7 +41,6 @@ class GradientAverager:
         """Send the gradients of inner step ``step`` (counted from 0); absent ones count as zero.
 
         Args:
-            step: of the run.
             weight: of these gradients in the mean; 0: they are of a batch in which nothing counts.
         """
         self._fill_absent()

@@ -45,7 +45,6 @@ def describe(settings: RunSettings, model: LanguageModel) -> dict[str, str]:
     """Derived facts by name, in the order to print them.
 
     Args:
-        settings: resolved.
         model: the one to be trained; a model on the meta device will do.
     """
     parameters, total = model.num_trained(), model.num_parameters()

@@ -34,9 +34,7 @@ class DynamicSteps:
     """The pace of one replica.
 
     Args:
-        replica: its number.
         inner_steps: H.
-        others: its way to the others.
         shares: whether a replica slower than the fastest trains a share of the steps.
         grace_steps: tau, where steps are left out that don't fit into the time before the others stand still
             (`diloco.membership.grace`); None: others wait for whoever is late.

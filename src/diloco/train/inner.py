@@ -30,17 +30,11 @@ AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class InnerStep:
-    """What one inner step did.
+    """What one inner step did."""
 
-    Attributes:
-        learning_rate: of this step.
-        gradient_norm: global norm before clipping; infinite or NaN when the step was skipped.
-        skipped: whether the gradient scaler skipped it (float16 only).
-    """
-
-    learning_rate: float
-    gradient_norm: float
-    skipped: bool
+    learning_rate: float  # of this step
+    gradient_norm: float  # global norm before clipping; infinite or NaN when the step was skipped
+    skipped: bool  # whether the gradient scaler skipped it (float16 only)
 
 
 def inner_learning_rate(settings: InnerSettings, steps: int) -> ValueSchedule:

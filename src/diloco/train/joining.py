@@ -30,8 +30,6 @@ def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:
     afterwards, fragment by fragment. The inner optimizer starts fresh.
 
     Args:
-        session: at its beginning.
-        fleet: of the session.
         timeout_s: for becoming a member.
 
     Raises:
@@ -54,10 +52,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     """Between two steps: report the views that were adopted, and come back if this replica has lost the others.
 
     Args:
-        fleet: of the session.
-        session: whose replica it is.
         stop: a replica that was asked to stop does not look for the others.
-        emit: gets the events.
 
     Raises:
         TransportError: if the others aren't found within `transport.give_up_after_s`, where that is given.
@@ -117,9 +112,6 @@ def come_back(
     If all have lost each other, one of them founds another view instead, and goes on when enough are back.
 
     Args:
-        session: of the replica.
-        fleet: of the session.
-        patience_s: for how long to look for them.
         looking: entered while looking; whatever it raises leaves everything as it is.
 
     Raises:

@@ -44,10 +44,8 @@ def launch(
     """Start ``settings.num_ranks`` processes, wait for them, and start lost ones again as often as is allowed.
 
     Args:
-        settings: of the transport.
         command: (replica, position, rendezvous, inner store) -> arguments of that rank's process. The inner store is
             where the ranks of one replica meet; None where a replica is one rank.
-        say: gets sentences about what becomes of them.
         talking_ranks: ranks of each replica that talk to other replicas.
 
     Returns:
@@ -152,7 +150,6 @@ def exit_code(codes: Collection[int], *, go_on: bool, asked: bool) -> int:
     Args:
         codes: of the ranks; the negative number of a signal that ended one.
         go_on: whether the others go on without a lost replica; then it is 0 if any finished.
-        asked: whether somebody asked them to stop.
 
     >>> exit_code([0, -9], go_on=True, asked=False), exit_code([0, -9], go_on=False, asked=False)
     (0, 1)

@@ -67,11 +67,6 @@ def make_replica(
     """Replica ``number`` at step 0, without an outer loop.
 
     Args:
-        settings: resolved.
-        corpus: the data.
-        fleet: the replicas of this process.
-        device: to train on.
-        number: of the replica.
         initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
         definition: of the model, as `diloco.model.build.build_language_model` takes it.
         like: a replica that holds the same as long as gradients are averaged, and whose model and inner loop this one

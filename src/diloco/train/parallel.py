@@ -134,9 +134,6 @@ def parallelise(model: LanguageModel, strategy: Strategy, group: ReplicaGroup, d
     Args:
         model: with its initial weights, the same on all ranks. With ``fsdp`` it may be larger than the device's memory:
             it is taken from the host layer by layer.
-        strategy: how.
-        group: the replica's ranks.
-        device: to train on.
 
     Raises:
         ConfigurationError: if ``strategy`` does not fit the group.

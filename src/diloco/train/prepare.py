@@ -50,7 +50,6 @@ def prepare_blocks(
         checkpointing: ``none``; ``full``: a block's input is kept and everything in it is computed again in the
             backward pass; ``selective``: outputs of matrix products and attention are kept as well.
         compiled: with torch.compile, for the shapes that come.
-        backend: of torch.compile.
         whole_graphs: whether a break in a block's graph, which costs speed, is an error.
     """
     run = {"none": _whole, "full": _recomputed, "selective": _partly_recomputed}[checkpointing]

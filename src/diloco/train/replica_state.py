@@ -28,12 +28,7 @@ _OF_RANKS = ("fragments", "codecs", "in_flight", "mean_residuals")
 
 
 class ReplicaState:
-    """The state of an inner loop and, if there is one, of the `DiLoCo` around it.
-
-    Args:
-        inner: of this rank.
-        diloco: of this rank, or None.
-    """
+    """The state of an inner loop and, if there is one, of the `DiLoCo` around it."""
 
     def __init__(self, inner: InnerLoop, diloco: DiLoCo | None) -> None:
         self.inner = inner
@@ -95,8 +90,6 @@ class ReplicaState:
         """Go on where the three were saved, on any number of ranks; a `DiLoCo` must be there if one was saved.
 
         Args:
-            saved: the values.
-            common: of `common`.
             own: of `own`, from the same position among as many ranks; None: another number of ranks goes on, for which
                 the rounds in flight were not encoded, so they count as void.
             same_replicas: whether the rounds in flight were between the same replicas; else they count as void, too.

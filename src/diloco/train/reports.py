@@ -43,9 +43,7 @@ def handshake_facts(
     """Name -> value, the likeliest mistakes first.
 
     Args:
-        settings: resolved.
         model: the one to be trained; a model on the meta device will do.
-        corpus_fingerprint: of the training data.
         base: a digest of the weights that the model begins from, where they are stored ones.
     """
     train, transport = settings.train, settings.transport
@@ -110,12 +108,7 @@ def _device(session: Session) -> str:
 
 
 def evaluate_session(session: Session, *, final: bool) -> Evaluated:
-    """Evaluate what the replicas agree on, or the mean over replicas that are independent.
-
-    Args:
-        session: of the run.
-        final: whether training is over.
-    """
+    """Evaluate what the replicas agree on, or the mean over replicas that are independent."""
     settings, corpus = session.settings, session.corpus
     with session.evaluated_models() as models:
         found = [
@@ -145,10 +138,6 @@ def sample_session(session: Session, *, final: bool) -> Iterator[SampleGenerated
     """Let the first model continue each prompt of the settings.
 
     Samples are drawn by a generator of their own, the same each time, so training keeps its bits.
-
-    Args:
-        session: of the run.
-        final: whether training is over.
     """
     settings, tokenizer = session.settings.evaluation, session.corpus.tokenizer
     if not settings.sample_tokens:
@@ -217,8 +206,6 @@ def run_summary(
     """What is left to say when a run ends, as JSON. To be called on all ranks of a replica.
 
     Args:
-        session: of the run.
-        folder: of the run.
         evaluation: of the end; None: there was none.
         signal_name: what stopped the run; None: it is finished.
     """

@@ -47,7 +47,6 @@ def resolve(settings: S, *, num_layers: int | None = None, max_sequence_length: 
     the tokeniser's vocabulary.
 
     Args:
-        settings: what was asked for.
         num_layers: transformer layers of the model; None when unknown: P then has no default, and is not checked
             against them.
         max_sequence_length: of the model; None: that of ``settings.model``, or no limit where the model has a source.

@@ -19,17 +19,11 @@ _REPLICA = re.compile(r"replica-(\d+)\Z")  # the part of a checkpoint; its shard
 
 @dataclass(frozen=True)
 class Held:
-    """A peer's newest checkpoint, as far as it matters before it is loaded.
+    """A peer's newest checkpoint, as far as it matters before it is loaded."""
 
-    Attributes:
-        step: inner steps done; -1: there is none.
-        replica: whose state it is.
-        swarm: the swarm that it was a member of then; "" where that is not known.
-    """
-
-    step: int = -1
-    replica: int | None = None
-    swarm: str = ""
+    step: int = -1  # inner steps done; -1: there is none
+    replica: int | None = None  # whose state it is
+    swarm: str = ""  # the swarm that it was a member of then; "" where that is not known
 
 
 def held_checkpoint(resume: Path | None) -> Held:
@@ -70,7 +64,6 @@ def checkpoint_home(home: Path, replica: int, resume: Path) -> Path:
 
     Args:
         home: the replica's own run folder, which is in that of replica 0.
-        replica: its number.
         resume: what to go on from, as for `held_step`.
     """
     base = base_home(home, replica)

@@ -15,20 +15,13 @@ __all__ = ["Role", "TorchRun", "read_torchrun", "role_of"]
 
 @dataclass(frozen=True)
 class TorchRun:
-    """What ``torchrun`` tells the processes it starts.
+    """What ``torchrun`` tells the processes it starts."""
 
-    Attributes:
-        rank, world_size: of all processes it started, on all machines.
-        local_rank: on this machine.
-        master: address of its store.
-        attempt: how often it has started this group of processes anew.
-    """
-
-    rank: int
+    rank: int  # of all processes it started, on all machines
     world_size: int
-    local_rank: int
-    master: Address
-    attempt: str
+    local_rank: int  # on this machine
+    master: Address  # address of its store
+    attempt: str  # how often it has started this group of processes anew
 
 
 def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
@@ -56,25 +49,17 @@ def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
 
 @dataclass(frozen=True)
 class Role:
-    """What this process is to do.
+    """What this process is to do."""
 
-    Attributes:
-        kind: ``alone``: train all replicas here; ``launcher``: start a process for every rank; ``rank``: be one;
-            ``peer``: be a replica of a swarm.
-        replica, position: of a rank.
-        rendezvous: where the ranks meet; None under ``torchrun``.
-        torchrun: what it said.
-        inner_store: where the ranks of one replica meet, if it has several.
-        local_rank: a number of this process among those of its machine, where that is known.
-    """
-
+    # ``alone``: train all replicas here; ``launcher``: start a process for every rank; ``rank``: be one; ``peer``: be a
+    # replica of a swarm
     kind: Literal["alone", "launcher", "rank", "peer"]
-    replica: int = 0
+    replica: int = 0  # of a rank
     position: int = 0
-    rendezvous: Address | None = None
-    torchrun: TorchRun | None = None
-    inner_store: Address | None = None
-    local_rank: int = 0
+    rendezvous: Address | None = None  # where the ranks meet; None under ``torchrun``
+    torchrun: TorchRun | None = None  # what it said
+    inner_store: Address | None = None  # where the ranks of one replica meet, if it has several
+    local_rank: int = 0  # a number of this process among those of its machine, where that is known
 
     @property
     def is_first(self) -> bool:

@@ -72,7 +72,6 @@ def run_training(
     """Train as ``settings`` say, and leave everything in ``folder``.
 
     Args:
-        settings: resolved.
         folder: of the run; made if missing.
         sink: gets all events.
         config_toml: the settings as text, written to ``config.toml`` when the run is new.

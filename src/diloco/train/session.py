@@ -45,11 +45,6 @@ class Session:
     """All replicas of this process, in turns: a step begins on all of them before it is finished on any.
 
     Args:
-        settings: resolved.
-        corpus: tokens and tokeniser.
-        fleet: the replicas of this process and their ways to the others.
-        device: to train on.
-        on_event: called with the replicas' events.
         initial: parameter name -> value to begin from; None: the weights of the model's source, or fresh ones.
         definition: of a model whose source may be gone, as `diloco.model.build.build_language_model` takes it.
 

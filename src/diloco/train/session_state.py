@@ -64,9 +64,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     """Go on where `save_session` was called; to be called on all ranks of a replica.
 
     Args:
-        session: at its beginning.
         checkpoint: of its replicas, or, for a new replica in a process of its own, of replica 0.
-        home: this replica's run folder.
 
     Returns:
         What is different from then on, a sentence each: another number of replicas, and rounds that were in flight
@@ -107,19 +105,13 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
 
 @dataclass(frozen=True)
 class _SavedReplicas:
-    """The replicas that saved a checkpoint.
+    """The replicas that saved a checkpoint."""
 
-    Attributes:
-        checkpoint: what a replica goes on with: its own, or replica 0's where it is new.
-        base: run folder of replica 0, with those of the others in it; None: the checkpoint holds all replicas.
-        number: of replicas that saved it.
-        now: number of replicas that go on.
-    """
-
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # what a replica goes on with: its own, or replica 0's where it is new
+    # run folder of replica 0, with those of the others in it; None: the checkpoint holds all replicas
     base: Path | None
-    number: int
-    now: int
+    number: int  # of replicas that saved it
+    now: int  # number of replicas that go on
 
     @property
     def differ(self) -> bool:

@@ -98,10 +98,6 @@ class PeerThreads:
 
     What a peer computes need not have the same bits on every machine, so its threads may change while it trains. Peers
     of other users and in other containers are not seen.
-
-    Args:
-        wanted: ``train.threads``.
-        seats: of all peers on this machine.
     """
 
     def __init__(self, wanted: int | None, seats: Seats | None = None) -> None:

@@ -45,13 +45,8 @@ def answer(
     """The tokens of an answer, until the one that ends it; each is computed when asked for.
 
     Args:
-        model: on any device.
-        tokenizer: of the model.
-        prompt: what it answers.
-        max_new_tokens: the longest answer.
         window: tokens that the model sees at most.
         sampling: how they are drawn; default: the likeliest token each time.
-        seed: of the draws.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     tokens = generate(

@@ -72,10 +72,8 @@ def evaluate(
     """Evaluate ``model`` on held-out ``tokens``; its mode is put back afterwards.
 
     Args:
-        model: on any device.
         tokenizer: tells how many bytes each token stands for.
         tokens: ``(n,)`` packed held-out tokens.
-        sequence_length: tokens per sequence.
         batch_size: sequences per forward pass; fewer where their logits would take more than `LOGITS_BYTES`.
         sequences: how many, always the same ones, spread evenly; 0: all.
         document_masks: whether no token is to see those of other documents in its sequence.

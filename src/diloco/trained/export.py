@@ -46,8 +46,6 @@ def export_huggingface(
 
     Args:
         trained: model and tokeniser. The model is converted in place.
-        folder: to make.
-        dtype: of the weights.
         max_length: the longest sequence that the folder says it serves (``max_position_embeddings``), tokens; default:
             the sequence length it was trained with, beyond which a model does poorly.
         max_shard_size: of one file of weights, such as "5GB".

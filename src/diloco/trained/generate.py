@@ -70,7 +70,6 @@ def generate_together(
         prompt_tokens: token ids, at least one; of a prompt longer than the window, its end is read.
         generators: of the draws, one for each text, on the model's device.
         max_new_tokens: tokens to generate, at least 0.
-        sampling: how they are drawn.
         stop_token: end when the model gives this token.
         window: tokens of context; default: the model's ``max_sequence_length``. A model does poorly beyond the
             sequence length it was trained with, so that length is the one to give.
@@ -143,7 +142,6 @@ class TextStream:
     """Whole characters as soon as they are certain; all that was given is in the end what `Tokenizer.decode` gives.
 
     Args:
-        tokenizer: of the tokens.
         stops: texts that end it, and are left out with all that follows: of several, the one that is complete first.
 
     Attributes:

@@ -51,23 +51,14 @@ _USUAL_LENGTH = 2048
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A trained model, ready to use.
+    """A trained model, ready to use."""
 
-    Attributes:
-        model: in evaluation mode.
-        tokenizer: of the run.
-        step: inner steps of the checkpoint; None: of a folder of ``transformers``, which does not say.
-        sequence_length: that it was trained with; of a folder that does not say, at most 2048.
-        path: of the checkpoint or folder.
-        weights: what the model holds, in words: global parameters, or whose.
-    """
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    step: int | None
-    sequence_length: int
-    path: Path
-    weights: str = "global parameters"
+    model: LanguageModel  # in evaluation mode
+    tokenizer: Tokenizer  # of the run
+    step: int | None  # inner steps of the checkpoint; None: of a folder of ``transformers``, which does not say
+    sequence_length: int  # that it was trained with; of a folder that does not say, at most 2048
+    path: Path  # of the checkpoint or folder
+    weights: str = "global parameters"  # what the model holds, in words: global parameters, or whose
 
     @property
     def run(self) -> Path:
@@ -183,7 +174,6 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
     """Parameter name -> value, from a ``.safetensors`` file, a checkpoint, a run folder, or one of ``transformers``.
 
     Args:
-        path: where they are.
         model: what they are to be put into; None: anything.
 
     Raises:

@@ -69,8 +69,6 @@ def arrivals(
     """What becomes of one round's contributions.
 
     Args:
-        contributions: by replica, as they were sent.
-        faults: of any rounds.
         timeout_s: what is later than this counts as not arrived.
 
     Returns:

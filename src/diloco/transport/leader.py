@@ -30,7 +30,6 @@ class LeaderTransport(Transport):
     position 0 is raised on every rank, of the same class and with the same words.
 
     Args:
-        group: the replica's ranks.
         transport: position 0's way to the other replicas; None on the other ranks.
 
     Raises:

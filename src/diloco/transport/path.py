@@ -35,23 +35,15 @@ _BURST_S = 0.01  # of what may leave at once after a pause
 
 @dataclass(frozen=True)
 class PathSample:
-    """What connections did in an interval.
+    """What connections did in an interval."""
 
-    Attributes:
-        interval_s: its length.
-        acknowledged_bytes: that the other side has got.
-        sent_segments, resent_segments: of TCP; 0 where the kernel does not tell.
-        round_trip_s, least_round_trip_s: with queues on the way, and the shortest so far; 0: unknown.
-        busy: whether something was on its way all the time.
-    """
-
-    interval_s: float
-    acknowledged_bytes: int
-    sent_segments: int = 0
+    interval_s: float  # its length
+    acknowledged_bytes: int  # that the other side has got
+    sent_segments: int = 0  # of TCP; 0 where the kernel does not tell
     resent_segments: int = 0
-    round_trip_s: float = 0.0
-    least_round_trip_s: float = 0.0
-    busy: bool = True
+    round_trip_s: float = 0.0  # with queues on the way; 0: unknown
+    least_round_trip_s: float = 0.0  # the shortest so far; 0: unknown
+    busy: bool = True  # whether something was on its way all the time
 
     @property
     def full(self) -> bool:

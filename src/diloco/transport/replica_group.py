@@ -191,9 +191,6 @@ def open_replica_group(
 
     Args:
         store: that all ranks of the replica reach; other replicas may use it, too.
-        replica: m.
-        position: of this rank.
-        size: S.
         device: that the model is trained on.
         timeout_s: for the ranks to find each other, and after which a silent one counts as gone.
 

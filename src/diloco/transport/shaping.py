@@ -18,9 +18,6 @@ class Pacer:
 
     Times are seconds of any one clock that does not go back. Not for several threads at once.
 
-    Args:
-        link: this replica's own.
-
     >>> pacer = Pacer(Link(8e6, latency_s=0.1))    # 1 MB/s
     >>> pacer.departure_s(10.0, 500_000), pacer.departure_s(10.0, 500_000)
     (10.5, 11.0)
@@ -35,12 +32,7 @@ class Pacer:
         self._free_s = -math.inf
 
     def departure_s(self, now_s: float, num_bytes: int) -> float:
-        """When the last byte of a message handed over now has left; the uplink is taken until then.
-
-        Args:
-            now_s: the present time.
-            num_bytes: the message's length.
-        """
+        """When the last byte of a message handed over now has left; the uplink is taken until then."""
         self._free_s = max(self._free_s, now_s) + 8 * num_bytes / self.link.bandwidth_bits_per_s
         return self._free_s
 
@@ -50,8 +42,6 @@ class Pacer:
         From one replica to another that is the mean of the two links' latencies.
 
         Args:
-            now_s: the present time.
-            num_bytes: the message's length.
             to: the receiver's link, whose bandwidth is not emulated at this end; default: one like this replica's.
         """
         far = self.link if to is None else to

@@ -40,19 +40,15 @@ LARGEST_WINDOW_BYTES = 1 << 22
 class Tcp:
     """The connections by which a replica sends.
 
-    Attributes:
-        congestion_control: bbr keeps its rate over pauses and losses; cubic and reno start anew after a pause, and take
-            a loss for a full link.
-        loss: share of packets that get lost, other than in a full queue.
-        connections: to all other replicas together.
-
     Raises:
         ConfigurationError: for a loss that is no share below 1, or without connections.
     """
 
+    # bbr keeps its rate over pauses and losses; cubic and reno start anew after a pause, and take a loss for a full
+    # link
     congestion_control: CongestionControl = "bbr"
-    loss: float = 0.0
-    connections: int = 4
+    loss: float = 0.0  # share of packets that get lost, other than in a full queue
+    connections: int = 4  # to all other replicas together
 
     def __post_init__(self) -> None:
         if self.congestion_control not in CONGESTION_CONTROLS or not 0 <= self.loss < 1 or self.connections < 1:
@@ -171,19 +167,13 @@ def _burst_s(connections: int, sent_bytes: float, trip_s: float, loss: float, ba
 
 @dataclass(frozen=True)
 class Counters:
-    """What the kernel has counted on a connection since it was made, and its round trips.
+    """What the kernel has counted on a connection since it was made, and its round trips."""
 
-    Attributes:
-        acknowledged_bytes: by the other side's kernel.
-        sent_segments, resent_segments: with payload.
-        round_trip_s, least_round_trip_s: of late, with queues on the way, and ever.
-    """
-
-    acknowledged_bytes: int
-    sent_segments: int
+    acknowledged_bytes: int  # by the other side's kernel
+    sent_segments: int  # with payload
     resent_segments: int
-    round_trip_s: float
-    least_round_trip_s: float
+    round_trip_s: float  # of late, with queues on the way
+    least_round_trip_s: float  # ever
 
     @classmethod
     def of(cls, connection: _Asked | None) -> Counters | None:

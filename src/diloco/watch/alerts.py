@@ -50,21 +50,13 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Alert:
-    """Something to look at.
+    """Something to look at."""
 
-    Attributes:
-        level: "error" where the run is harmed, "warning" where it may be.
-        kind: which threshold it is about.
-        who: the culprit, in words; "" where nobody is.
-        words: a sentence.
-        step: of the run, where it belongs to one.
-    """
-
-    level: Literal["error", "warning"]
-    kind: str
-    who: str
-    words: str
-    step: int | None = None
+    level: Literal["error", "warning"]  # "error" where the run is harmed, "warning" where it may be
+    kind: str  # which threshold it is about
+    who: str  # the culprit, in words; "" where nobody is
+    words: str  # a sentence
+    step: int | None = None  # of the run, where it belongs to one
 
 
 def find_alerts(
@@ -73,9 +65,7 @@ def find_alerts(
     """All there is to look at now, errors first.
 
     Args:
-        run: what its records say.
         seen: the peers of a swarm, as they were found last; empty for a folder.
-        thresholds: from where on.
         now_s: seconds since 1970, by the clock that wrote the records or that received them.
         free_bytes: disk space where the run is written; None if that is not known.
     """

@@ -20,32 +20,20 @@ _MOST_REPLICAS = 1_024
 
 @dataclass(slots=True)
 class Cell:
-    """One round, as far as replicas have told of it.
+    """One round, as far as replicas have told of it."""
 
-    Attributes:
-        step: of its newest record.
-        sent: replicas that handed in a contribution -> digest of the state behind it.
-        merged: replicas that applied the mean.
-        contributors: replicas whose contributions are in the mean.
-        absent: replicas that took part in the run, and whose contributions are not in the mean.
-        void: why it was applied by nobody; "" if it is not void, or was merged by some.
-        note: who was left out, and why.
-        clipped: contributors whose contributions were scaled down.
-        wait_s: the longest that a replica stood still for it.
-        last, last_after_s: the contributor that was heard of last, and how long after the first one; None for nobody.
-    """
-
-    step: int = 0
+    step: int = 0  # of its newest record
+    # replicas that handed in a contribution -> digest of the state behind it
     sent: dict[int, str] = field(default_factory=dict)
-    merged: set[int] = field(default_factory=set)
-    contributors: tuple[int, ...] = ()
-    absent: tuple[int, ...] = ()
-    void: str = ""
-    note: str = ""
-    clipped: tuple[int, ...] = ()
-    wait_s: float | None = None
-    last: int | None = None
-    last_after_s: float | None = None
+    merged: set[int] = field(default_factory=set)  # replicas that applied the mean
+    contributors: tuple[int, ...] = ()  # replicas whose contributions are in the mean
+    absent: tuple[int, ...] = ()  # replicas that took part in the run, and whose contributions are not in the mean
+    void: str = ""  # why it was applied by nobody; "" if it is not void, or was merged by some
+    note: str = ""  # who was left out, and why
+    clipped: tuple[int, ...] = ()  # contributors whose contributions were scaled down
+    wait_s: float | None = None  # the longest that a replica stood still for it
+    last: int | None = None  # the contributor that was heard of last
+    last_after_s: float | None = None  # how long after the first one
 
     @property
     def state(self) -> str:
@@ -82,24 +70,15 @@ class Cell:
 
 @dataclass(slots=True)
 class Part:
-    """What one replica has had to do with the rounds.
+    """What one replica has had to do with the rounds."""
 
-    Attributes:
-        sent, counted: rounds that it contributed to, and whose mean its contribution is in.
-        missed: rounds in a row, the newest included, that were merged without it.
-        weight: of its last contribution.
-        payload_bytes: of its last contribution.
-        wait_s: how long it stood still for its last round that was merged.
-        late_s: how long after the first one it was heard of, in its last round.
-    """
-
-    sent: int = 0
-    counted: int = 0
-    missed: int = 0
-    weight: float | None = None
-    payload_bytes: int | None = None
-    wait_s: float | None = None
-    late_s: float | None = None
+    sent: int = 0  # rounds that it contributed to
+    counted: int = 0  # rounds whose mean its contribution is in
+    missed: int = 0  # rounds in a row, the newest included, that were merged without it
+    weight: float | None = None  # of its last contribution
+    payload_bytes: int | None = None  # of its last contribution
+    wait_s: float | None = None  # how long it stood still for its last round that was merged
+    late_s: float | None = None  # how long after the first one it was heard of, in its last round
 
 
 class Grid:

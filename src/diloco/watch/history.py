@@ -202,19 +202,13 @@ def _order(name: str) -> tuple[int, str]:
 
 @dataclass
 class RunHistory:
-    """All processes of a run.
+    """All processes of a run."""
 
-    Attributes:
-        processes: by name, such as "replica 3"; "" for one that is all of the run.
-        grid: of the rounds.
-        views: the newest changes, as records.
-        expected: replicas that take part: the members of the newest view, or all that are to begin.
-    """
-
+    # by name, such as "replica 3"; "" for one that is all of the run
     processes: dict[str, ProcessHistory] = field(default_factory=dict)
-    grid: Grid = field(default_factory=Grid)
-    views: deque[Record] = field(default_factory=lambda: deque(maxlen=100))
-    expected: tuple[int, ...] = ()
+    grid: Grid = field(default_factory=Grid)  # of the rounds
+    views: deque[Record] = field(default_factory=lambda: deque(maxlen=100))  # the newest changes, as records
+    expected: tuple[int, ...] = ()  # replicas that take part: the members of the newest view, or all that are to begin
     _told: set[int] = field(default_factory=set)
     _newest_view: int = -1
 

@@ -17,26 +17,16 @@ GONE = ("gone", "finished")
 
 @dataclass(frozen=True)
 class Seen:
-    """A peer of a swarm, as it was found when it was last asked.
+    """A peer of a swarm, as it was found when it was last asked."""
 
-    Attributes:
-        process: its name in `RunHistory.processes`.
-        replica: its number.
-        peer_id: its identity.
-        state: what it says it does, or "no answer", "gone" or "finished".
-        heard_s: when it last answered, by the clock of this machine; None for never.
-        way: how it is reached: "direct", "relayed", or through whom.
-        round_trip_s: how long it took to answer.
-        status: what it said last; of a stranger, so anything may be in it.
-    """
-
-    process: str
-    replica: int
-    peer_id: str
-    state: str
-    heard_s: float | None = None
-    way: str = ""
-    round_trip_s: float | None = None
+    process: str  # its name in `RunHistory.processes`
+    replica: int  # its number
+    peer_id: str  # its identity
+    state: str  # what it says it does, or "no answer", "gone" or "finished"
+    heard_s: float | None = None  # when it last answered, by the clock of this machine; None for never
+    way: str = ""  # how it is reached: "direct", "relayed", or through whom
+    round_trip_s: float | None = None  # how long it took to answer
+    # what it said last; of a stranger, so anything may be in it
     status: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -44,7 +34,6 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
     """Replica, as text -> what the page shows of it; None and "" where nothing is known.
 
     Args:
-        run: what the records say.
         seen: the peers of a swarm; empty for a folder.
         now_s: seconds since 1970, by the clock that `Seen.heard_s` is by.
     """

@@ -28,37 +28,20 @@ _APART = re.compile(r"out$|monitor\.|swarm\.(identity|listen|announce)")
 
 @dataclass
 class Watched:
-    """One run on the page.
+    """One run on the page."""
 
-    Attributes:
-        name: of the run.
-        where: its folder, or how its swarm is reached.
-        history: what its records say.
-        settings: key -> value, as words.
-        seen: peers of a swarm; empty for a folder.
-        free_bytes: disk space where it is written; None where that is not known.
-        problems: what is wrong with what was read, in words.
-        behind_bytes: what is still to be read.
-    """
-
-    name: str
-    where: str
-    history: RunHistory = field(default_factory=RunHistory)
-    settings: Mapping[str, str] = field(default_factory=dict)
-    seen: Sequence[Seen] = ()
-    free_bytes: int | None = None
-    problems: Sequence[str] = ()
-    behind_bytes: int = 0
+    name: str  # of the run
+    where: str  # its folder, or how its swarm is reached
+    history: RunHistory = field(default_factory=RunHistory)  # what its records say
+    settings: Mapping[str, str] = field(default_factory=dict)  # key -> value, as words
+    seen: Sequence[Seen] = ()  # peers of a swarm; empty for a folder
+    free_bytes: int | None = None  # disk space where it is written; None where that is not known
+    problems: Sequence[str] = ()  # what is wrong with what was read, in words
+    behind_bytes: int = 0  # what is still to be read
 
 
 def page_data(runs: Sequence[Watched], thresholds: Thresholds, now_s: float) -> dict[str, Any]:
-    """Everything on the page.
-
-    Args:
-        runs: in the order to show them.
-        thresholds: of alerts.
-        now_s: seconds since 1970.
-    """
+    """Everything on the page."""
     return {
         "version": __version__,
         "runs": {str(number): _run(run, thresholds, now_s) for number, run in enumerate(runs)},

@@ -92,9 +92,6 @@ class Tail:
     A line that is no record is counted in `damaged`. Half a line at the end is left for later. Records that a resumed
     run superseded are left out, as `diloco.monitor.files.read_metrics` does.
 
-    Args:
-        path: of the file, which need not exist yet.
-
     Attributes:
         damaged: lines so far that were no records.
         first_damaged: the number of the first of them, from 1; 0 for none.

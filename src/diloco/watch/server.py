@@ -93,7 +93,6 @@ def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = ""
     """The application.
 
     Args:
-        board: what to show.
         hosts: names by which it may be asked for, so that no other site's page can read it by a name of its own for
             this address; ``("*",)``: any.
         token: who comes without it is turned away; "": everybody may look.

@@ -21,10 +21,6 @@ _MOST_PEERS = 1_024
 class FollowedSwarm:
     """What is known of a run whose peers are asked again and again.
 
-    Args:
-        run: its name.
-        join: addresses of peers.
-
     Attributes:
         run: what the page shows.
         since: peer -> the number of the event to ask from.
@@ -39,7 +35,6 @@ class FollowedSwarm:
         """Take in what peers answered.
 
         Args:
-            found: by `diloco.transport.hivemind.visitor.Visitor.ask`.
             states: peer -> why it does not answer; of those that don't.
             now_s: seconds since 1970.
         """

@@ -17,17 +17,11 @@ __all__ = ["Fleet", "InProcessFleet"]
 
 
 class Fleet(abc.ABC):
-    """The replicas of this process. What is not overridden suits a fixed number of them.
+    """The replicas of this process. What is not overridden suits a fixed number of them."""
 
-    Attributes:
-        in_one_process: whether these are all replicas of the run.
-        elastic: whether replicas come and go.
-        group: the ranks of the local replica.
-    """
-
-    in_one_process: bool = False
-    elastic: bool = False
-    group: ReplicaGroup = ReplicaGroup()
+    in_one_process: bool = False  # whether these are all replicas of the run
+    elastic: bool = False  # whether replicas come and go
+    group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
 
     @property
     @abc.abstractmethod

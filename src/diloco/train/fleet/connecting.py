@@ -39,11 +39,8 @@ def connect_rank(
     """Meet the other ranks: those of this replica first, then those of the others.
 
     Args:
-        run: resolved.
-        role: of this process.
         facts: what all ranks must agree on.
         held_step: the newest step that this rank could resume from; -1 for none.
-        device: to train on.
 
     Raises:
         RendezvousError: if the ranks don't find each other in time or don't fit together.
@@ -64,7 +61,6 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
     """Become a replica of the swarm that ``run.swarm`` names, or found it.
 
     Args:
-        run: resolved.
         folder: of the run; its private key lies there where no other place is given.
         facts: what all replicas must agree on.
 

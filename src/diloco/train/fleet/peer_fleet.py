@@ -180,9 +180,6 @@ class PeerFleet(Fleet):
     def rejoin(self, patience_s: float) -> None:
         """After the others were lost: find them, to join them, or found another view for those who look, too.
 
-        Args:
-            patience_s: for how long to look.
-
         Raises:
             TransportError: if nobody is found in time, or they refuse. It may be called again.
         """

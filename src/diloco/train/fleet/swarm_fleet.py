@@ -43,10 +43,7 @@ class SwarmFleet(PeerFleet):
     `wait_for_start`.
 
     Args:
-        place: which peer this is.
-        wire: how contributions are exchanged.
         held: the checkpoint that it could go on from.
-        start_replicas: training begins with so many.
         margin: inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
         threads: its share of the cores, beside other peers on its machine.

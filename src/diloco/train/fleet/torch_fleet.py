@@ -21,9 +21,6 @@ class TorchFleet(PeerFleet):
 
     Args:
         connected: the way to the others; None on a rank for which position 0 of its replica talks.
-        place: which rank this is.
-        wire: how it is connected.
-        group: the replica's ranks.
     """
 
     def __init__(

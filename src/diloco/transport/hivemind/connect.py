@@ -30,13 +30,9 @@ _FAREWELL_S = 10.0  # for a peer that ends to tell that the run is over
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmConnected(Connected):
-    """Connected to the members of a swarm.
+    """Connected to the members of a swarm."""
 
-    Attributes:
-        node: this peer in the network.
-    """
-
-    node: Node
+    node: Node  # this peer in the network
     registry: Registry
     dialer: MemberDialer
     announcer: Announcer
@@ -62,8 +58,6 @@ def connect_swarm(place: SwarmPlace, wire: Wire, *, held_step: int = -1) -> Swar
     """Find the members of the run and connect to all of them, or found the swarm if there are none.
 
     Args:
-        place: which peer this is.
-        wire: how contributions are exchanged.
         held_step: the newest step that this peer could resume from; -1: none, so it can't take the place of a swarm
             that was there before.
 

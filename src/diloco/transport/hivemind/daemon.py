@@ -53,7 +53,6 @@ class Daemon:
 
     Args:
         p2p: as Hivemind started it.
-        protocol: name of the streams.
     """
 
     def __init__(self, p2p: Any, protocol: str) -> None:

@@ -42,7 +42,6 @@ class DirectStreams:
     """The direct streams of one peer.
 
     Args:
-        peer_id: of this peer.
         proven: gets the peer at the other end of every stream that comes in.
 
     Attributes:

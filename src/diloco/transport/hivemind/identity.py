@@ -40,17 +40,11 @@ _SHA2_256 = bytes((0x12, 32))  # what a multihash of that kind begins with: its 
 
 @dataclass(frozen=True)
 class Identity:
-    """A key pair.
+    """A key pair."""
 
-    Attributes:
-        path: file of the private key.
-        peer_id: by which others know this peer: a hash of the public key, in base 58.
-        private_key: signs the records of this peer.
-    """
-
-    path: Path
-    peer_id: str
-    private_key: Any
+    path: Path  # file of the private key
+    peer_id: str  # by which others know this peer: a hash of the public key, in base 58
+    private_key: Any  # signs the records of this peer
 
 
 def load_identity(path: Path) -> Identity:
@@ -98,31 +92,18 @@ def number_of(peer_id: str) -> int:
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """One peer of a run.
+    """One peer of a run."""
 
-    Attributes:
-        peer_id: who.
-        number: its replica number; -1 for one that does not train.
-        swarm: of which it is a member; "" while it looks for one.
-        held_step: the newest step that it could resume from; -1 for none.
-        addresses: multiaddresses, ``/p2p/`` and its identity left out.
-        finished: whether it has done all steps of the run, and is leaving.
-        beat: grows each time that the record is stored.
-        was: of a peer that looks, the swarm that it was a member of.
-        last: the newest view of that swarm that it was a member of, or had agreed to be.
-        proven: whether whoever has made the record knows the secret of the run.
-    """
-
-    peer_id: str
-    number: int
-    swarm: str = ""
-    held_step: int = -1
-    addresses: tuple[str, ...] = field(default=())
-    finished: bool = False
-    beat: int = 0
-    was: str = ""
-    last: View | None = None
-    proven: bool = True
+    peer_id: str  # who
+    number: int  # its replica number; -1 for one that does not train
+    swarm: str = ""  # of which it is a member; "" while it looks for one
+    held_step: int = -1  # the newest step that it could resume from; -1 for none
+    addresses: tuple[str, ...] = field(default=())  # multiaddresses, ``/p2p/`` and its identity left out
+    finished: bool = False  # whether it has done all steps of the run, and is leaving
+    beat: int = 0  # grows each time that the record is stored
+    was: str = ""  # of a peer that looks, the swarm that it was a member of
+    last: View | None = None  # the newest view of that swarm that it was a member of, or had agreed to be
+    proven: bool = True  # whether whoever has made the record knows the secret of the run
 
     def looker(self, swarm: str) -> Looker:
         """What it says, as a peer that looks, to those who were members of ``swarm``."""

@@ -35,11 +35,8 @@ class PayloadRoutes:
     reaches the other, libp2p does.
 
     Args:
-        connections: control connections of this peer.
-        streams: of this peer.
         entries: rank -> its entry; kept up to date by the caller.
         mailbox: where the other peers' words come in.
-        links: opens links over the way that was found.
     """
 
     def __init__(

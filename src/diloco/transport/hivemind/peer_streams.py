@@ -38,11 +38,6 @@ class PeerAddress(Address):
 class PeerStreams:
     """Streams of one peer.
 
-    Args:
-        identity: its own.
-        place: where it is.
-        admission: who may open streams.
-
     Attributes:
         place: as it was given.
         direct: streams to others without libp2p.

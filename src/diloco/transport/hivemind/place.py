@@ -20,16 +20,11 @@ class Admission:
 
     libp2p proves who is at the other end of a stream, and encrypts it. A proof is bound to both ends, so it is of no
     use to anybody else who sees it.
-
-    Attributes:
-        run: name of the run; peers of another one are turned away.
-        secret: shared by all peers of the run; "": the run's name is enough.
-        allowed: peers that may come; empty: all that have the secret.
     """
 
-    run: str
-    secret: str = ""
-    allowed: frozenset[str] = frozenset()
+    run: str  # name of the run; peers of another one are turned away
+    secret: str = ""  # shared by all peers of the run; "": the run's name is enough
+    allowed: frozenset[str] = frozenset()  # peers that may come; empty: all that have the secret
 
     def proof(self, prover: str, verifier: str) -> bytes:
         """What ``prover`` says to ``verifier``, both peer identities: ``(32,)`` bytes.
@@ -54,59 +49,40 @@ class Admission:
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Where a peer is, and whom it knows.
+    """Where a peer is, and whom it knows."""
 
-    Attributes:
-        join: multiaddresses of peers, each with its ``/p2p/`` identity; empty for the first one.
-        listen: multiaddresses to listen at; empty: none, as behind a router that lets nothing in.
-        announce: multiaddresses to tell others instead.
-        map_ports: ask the router to let others in (UPnP).
-        relay: be reached through others where nothing else works, and carry the streams of others.
-        direct: whether payloads go over direct streams where a peer can be reached ("auto"), have to, or never do.
-        direct_port: at which direct streams are listened for; 0: any.
-        insists: whether one of ``join`` must answer at the start; else `Node.enter` tries again later.
-    """
-
-    join: tuple[str, ...] = ()
+    join: tuple[str, ...] = ()  # multiaddresses of peers, each with its ``/p2p/`` identity; empty for the first one
+    # multiaddresses to listen at; empty: none, as behind a router that lets nothing in
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce: tuple[str, ...] = ()
-    map_ports: bool = True
-    relay: bool = True
+    announce: tuple[str, ...] = ()  # multiaddresses to tell others instead
+    map_ports: bool = True  # ask the router to let others in (UPnP)
+    relay: bool = True  # be reached through others where nothing else works, and carry the streams of others
+    # whether payloads go over direct streams where a peer can be reached ("auto"), have to, or never do
     direct: Literal["auto", "only", "never"] = "auto"
-    direct_port: int = 0
-    insists: bool = True
+    direct_port: int = 0  # at which direct streams are listened for; 0: any
+    insists: bool = True  # whether one of ``join`` must answer at the start; else `Node.enter` tries again later
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmPlace:
-    """Which peer this is, and which run it wants to take part in.
+    """Which peer this is, and which run it wants to take part in."""
 
-    Attributes:
-        identity: file of its private key.
-        admission: the run's name, and who may take part in it.
-        node: where this peer is, and whom it knows.
-        replica: its number; None: one that follows from its identity.
-        swarm: the swarm that it was a member of before; "": none.
-        last: the newest view of that swarm that it was a member of, or had agreed to be; None for a new process.
-        patience_s: how long it looks for the others; None: as long as a wire's ``rendezvous_timeout_s``.
-        held_swarm: the swarm in which it reached the newest step that it could resume from; "": unknown.
-        join_window_s: a peer that finds no member waits this long for others that look, too, before one founds a swarm.
-        status: gives what people that look are told of this peer, as JSON; with events from the number that it is
-            called with on, or without any for None.
-        closed: why nobody can join at first; "": all can.
-    """
-
-    identity: Path
-    admission: Admission
-    node: NodePlace = field(default_factory=NodePlace)
-    replica: int | None = None
-    swarm: str = ""
+    identity: Path  # file of its private key
+    admission: Admission  # the run's name, and who may take part in it
+    node: NodePlace = field(default_factory=NodePlace)  # where this peer is, and whom it knows
+    replica: int | None = None  # its number; None: one that follows from its identity
+    swarm: str = ""  # the swarm that it was a member of before; "": none
+    # the newest view of that swarm that it was a member of, or had agreed to be; None for a new process
     last: View | None = None
+    # how long it looks for the others; None: as long as a wire's ``rendezvous_timeout_s``
     patience_s: float | None = None
-    held_swarm: str = ""
+    held_swarm: str = ""  # the swarm in which it reached the newest step that it could resume from; "": unknown
+    # a peer that finds no member waits this long for others that look, too, before one founds a swarm
     join_window_s: float = 3.0
+    # gives what people that look are told of this peer, as JSON; with events from the number that it is called with on,
+    # or without any for None
     status: Callable[[int | None], Mapping[str, Any]] = lambda since: {}
-    closed: str = ""
+    closed: str = ""  # why nobody can join at first; "": all can
 
 
 def same_port(listen: tuple[str, ...], listened: tuple[str, ...]) -> tuple[str, ...]:

@@ -28,21 +28,13 @@ class NotNowError(OSError):
 
 @dataclass(frozen=True)
 class SwarmTable:
-    """Who takes part, as one member sees it.
+    """Who takes part, as one member sees it."""
 
-    Attributes:
-        swarm: its name, chosen by its founder.
-        entries: rank -> entry, of the members and of those who are about to join.
-        members: ranks of the view.
-        step: inner steps that the member has begun to synchronise.
-        founded_step: step of the checkpoint that the swarm was founded from; 0 for none.
-    """
-
-    swarm: str
-    entries: Mapping[int, Entry]
-    members: tuple[int, ...]
-    step: int
-    founded_step: int = 0
+    swarm: str  # its name, chosen by its founder
+    entries: Mapping[int, Entry]  # rank -> entry, of the members and of those who are about to join
+    members: tuple[int, ...]  # ranks of the view
+    step: int  # inner steps that the member has begun to synchronise
+    founded_step: int = 0  # step of the checkpoint that the swarm was founded from; 0 for none
 
     @property
     def first(self) -> Entry:
@@ -77,8 +69,6 @@ class MemberDialer:
     """Asks peers for their table, and opens connections to members. In the control thread.
 
     Args:
-        connections: of this peer.
-        streams: of this peer.
         registry: holds the entry of this peer, and gets those of the tables.
         silence_s: the longest that opening a connection may take.
     """
@@ -186,10 +176,6 @@ class SwarmService:
     """Answers questions of other peers. Made when the transport has begun.
 
     Args:
-        transport: of this peer.
-        streams: of this peer.
-        registry: of all that are known.
-        swarm: its name.
         founded_step: as in `SwarmTable`.
         status: as in `SwarmPlace`.
     """

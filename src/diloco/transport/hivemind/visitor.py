@@ -30,34 +30,21 @@ _NUMBERS = ("replica", "step", "view", "next_event", "sent_bytes", "received_byt
 
 @dataclass(frozen=True)
 class PeerReport:
-    """One peer of a run.
+    """One peer of a run."""
 
-    Attributes:
-        peer_id: its identity.
-        number: the replica number that it announced.
-        status: what it says of itself when asked; empty if it does not answer.
-        problem: why it does not answer; "" if it does.
-        finished: whether it has announced that it did all steps of the run.
-        way: how it was reached: "direct", "relayed", or through which other peer; "" if it was not.
-        round_trip_s: seconds from the question to the answer, with opening a stream; None if there was none.
-    """
-
-    peer_id: str
-    number: int
+    peer_id: str  # its identity
+    number: int  # the replica number that it announced
+    # what it says of itself when asked; empty if it does not answer
     status: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    finished: bool = False
-    way: str = ""
+    problem: str = ""  # why it does not answer; "" if it does
+    finished: bool = False  # whether it has announced that it did all steps of the run
+    way: str = ""  # how it was reached: "direct", "relayed", or through which other peer; "" if it was not
+    # seconds from the question to the answer, with opening a stream; None if there was none
     round_trip_s: float | None = None
 
 
 class Visitor:
-    """Asks the peers of a run, as often as wanted. Made by `visiting`.
-
-    Args:
-        streams: of a peer that listens already.
-        admission: the run's name, and its secret.
-    """
+    """Asks the peers of a run, as often as wanted. Made by `visiting`."""
 
     def __init__(self, streams: PeerStreams, admission: Admission) -> None:
         self._streams = streams
@@ -143,7 +130,6 @@ async def visiting(identity: Path, place: NodePlace, admission: Admission) -> As
     Args:
         identity: file of a private key; made if it does not exist.
         place: whom to ask first.
-        admission: the run's name, and its secret.
 
     Raises:
         RendezvousError: if no peer of ``place.join`` answers.

@@ -36,26 +36,18 @@ _LISTEN_AGAIN_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which rank this is, and where it meets the others.
+    """Which rank this is, and where it meets the others."""
 
-    Attributes:
-        replica: m.
-        num_replicas: M.
-        position: of this rank inside its replica.
-        ranks_per_replica: S.
-        rendezvous: an address that all ranks are given: of rank 0, which listens there unless somebody else does, of a
-            launcher, or of any replica of a run that is going on.
-        torchrun: instead of ``rendezvous``: the address of ``torchrun``'s own store, where rank 0 leaves its address.
-        attempt: of ``torchrun``, which restarts a group of workers together.
-    """
-
-    replica: int
-    num_replicas: int
-    position: int = 0
-    ranks_per_replica: int = 1
+    replica: int  # m
+    num_replicas: int  # M
+    position: int = 0  # of this rank inside its replica
+    ranks_per_replica: int = 1  # S
+    # an address that all ranks are given: of rank 0, which listens there unless somebody else does, of a launcher, or
+    # of any replica of a run that is going on
     rendezvous: Address | None = None
+    # instead of ``rendezvous``: the address of ``torchrun``'s own store, where rank 0 leaves its address
     torchrun: Address | None = None
-    attempt: str = "0"
+    attempt: str = "0"  # of ``torchrun``, which restarts a group of workers together
 
     @property
     def rank(self) -> int:
@@ -64,21 +56,15 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class TcpWire(Wire):
-    """How ranks are connected over TCP.
+    """How ranks are connected over TCP."""
 
-    Attributes:
-        host: address of this machine to listen at; "": the one from which the rendezvous is reached.
-        ports: of the control connection: ``0`` for any, ``FIRST`` or ``FIRST-LAST``.
-        interface: network interface of the payload connections; "": that of ``host``.
-        secret: what all ranks know, and prove to each other before anything else is said; "": nothing is asked.
-        join_window_s: a rank that has lost its view and finds no member waits this long for others that look, too,
-            before one of them founds a view.
-    """
-
-    host: str = ""
-    ports: str = "0"
-    interface: str = ""
+    host: str = ""  # address of this machine to listen at; "": the one from which the rendezvous is reached
+    ports: str = "0"  # of the control connection: ``0`` for any, ``FIRST`` or ``FIRST-LAST``
+    interface: str = ""  # network interface of the payload connections; "": that of ``host``
+    # what all ranks know, and prove to each other before anything else is said; "": nothing is asked
     secret: str = field(default="", repr=False)
+    # a rank that has lost its view and finds no member waits this long for others that look, too, before one of them
+    # founds a view
     join_window_s: float = 3.0
 
 
@@ -86,8 +72,6 @@ def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
     """Find the others and connect to all of them.
 
     Args:
-        place: which rank this is.
-        wire: how.
         held_step: the newest step that this rank could resume from; told to the others.
 
     Raises:
@@ -108,12 +92,9 @@ def connect_again(
     """For a rank that has lost its view and closed its transport: find the others, or found another view with them.
 
     Args:
-        place: which rank this is.
-        wire: how.
         lost: its connection before.
         listening: the socket that it listened at, as `TcpStreams.keep` gave it.
         last: the newest view that it was a member of, or had agreed to be.
-        patience_s: how long it looks.
 
     Raises:
         TransportError: if that does not succeed in time; nothing stays open.

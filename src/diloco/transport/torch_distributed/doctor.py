@@ -31,26 +31,16 @@ _SECRETS = "give both ends the same words as --secret-file"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found out about one peer.
+    """What was found out about one peer."""
 
-    Attributes:
-        address: as it was given.
-        resolved: the addresses that its name stands for.
-        ok: whether everything works.
-        latency_s: median of the round trips, or None.
-        up_bits_per_s, down_bits_per_s: to the peer and from it, or None.
-        problem: what does not work, or "".
-        advice: what to do about it, or "".
-    """
-
-    address: str
-    resolved: tuple[str, ...] = ()
-    ok: bool = False
-    latency_s: float | None = None
-    up_bits_per_s: float | None = None
-    down_bits_per_s: float | None = None
-    problem: str = ""
-    advice: str = ""
+    address: str  # as it was given
+    resolved: tuple[str, ...] = ()  # the addresses that its name stands for
+    ok: bool = False  # whether everything works
+    latency_s: float | None = None  # median of the round trips, or None
+    up_bits_per_s: float | None = None  # to the peer
+    down_bits_per_s: float | None = None  # from it
+    problem: str = ""  # what does not work, or ""
+    advice: str = ""  # what to do about it, or ""
 
 
 def serve_probes(connections: ConnectionManager) -> None:
@@ -84,7 +74,6 @@ async def examine(address: Address, num_bytes: int, timeout_s: float, secret: st
     Args:
         address: of the control port of a replica, or of a listening doctor.
         num_bytes: to move each way; at most `MOST_BYTES`.
-        timeout_s: for each step.
         secret: of the run there; "": none.
     """
     given = str(address)

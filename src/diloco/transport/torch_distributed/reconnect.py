@@ -33,7 +33,6 @@ def serve_lookers(transport: PeerTransport, registry: Registry, me: Looker) -> N
     """Answer those who have lost their view: with the members, as one of them, or as one that looks itself.
 
     Args:
-        transport: of this rank.
         registry: of all that are known; gets those who ask.
         me: what this rank says as one that looks.
     """
@@ -67,13 +66,9 @@ def serve_lookers(transport: PeerTransport, registry: Registry, me: Looker) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class TorchConnected(Connected):
-    """Connected over torch.distributed.
+    """Connected over torch.distributed."""
 
-    Attributes:
-        reconnection: finds the members by now.
-    """
-
-    reconnection: Reconnection
+    reconnection: Reconnection  # finds the members by now
 
     def refresh(self) -> None:
         self.transport.connections.call(self.reconnection.connect_to_members())
@@ -102,11 +97,9 @@ class Reconnection:
 
     Args:
         transport: a new one, which listens where the one before did.
-        entry: its own.
         me: what it says of itself.
         registry: of all that are known, its own entry included.
         elsewhere: another address at which somebody may know more.
-        patience_s: how long it looks.
         window_s: how long it waits for others that look, too, before one of them founds a view.
     """
 
