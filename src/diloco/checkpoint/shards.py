@@ -75,18 +75,14 @@ def pieces_of(values: Mapping[str, Tensor], *, leads: bool) -> dict[str, Any]:
 class SavedValues:
     """The values of a sharded part, by however many ranks they were saved.
 
-    Attributes:
-        sizes: name -> shape of the whole tensor.
-        dtypes: name -> its dtype.
-
     Raises:
         CheckpointError: if there is no such part, or a file of it is missing or damaged.
     """
 
     def __init__(self, checkpoint: Checkpoint, part: str) -> None:
         self.checkpoint = checkpoint
-        self.sizes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.sizes: dict[str, tuple[int, ...]] = {}  # name -> shape of the whole tensor
+        self.dtypes: dict[str, torch.dtype] = {}  # name -> its dtype
         self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
         num_ranks = 0
         while (shard := f"{part}-shard-{num_ranks}") in checkpoint.parts:

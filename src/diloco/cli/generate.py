@@ -193,18 +193,12 @@ def _shown(text: str) -> str:
 
 
 class _Sample:
-    """One text as it comes, and the part of it that is still to be shown.
-
-    Attributes:
-        text: so far, as much as is certain.
-        tokens: how many it has.
-        ended_by: what ended it; empty while it goes on.
-    """
+    """One text as it comes, and the part of it that is still to be shown."""
 
     def __init__(self, stream: TextStream, most_tokens: int, heading: str) -> None:
-        self.text = ""
-        self.tokens = 0
-        self.ended_by = ""
+        self.text = ""  # so far, as much as is certain
+        self.tokens = 0  # how many it has
+        self.ended_by = ""  # what ended it; empty while it goes on
         self._stream = stream
         self._most_tokens = most_tokens
         self._unshown = heading

@@ -30,9 +30,6 @@ class BlockReader:
         name: of the source, for messages and the shuffle.
         size: records of a block.
         heldout_fraction: of the documents, which are not trained on.
-
-    Attributes:
-        blocks: of an epoch, once that is known.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class BlockReader:
         self.name = name
         self.size = size
         self._blocks_at_once = None if source.size is None else -(-source.size // size)
-        self.blocks = self._blocks_at_once
+        self.blocks = self._blocks_at_once  # of an epoch, once that is known
         self._source = source
         self._tokenizer = tokenizer
         self._heldout_fraction = heldout_fraction

@@ -32,10 +32,6 @@ class ChatTokenizer(Tokenizer):
         place: the folder, or ``hf:NAME``.
         template: a Jinja file in place of the folder's own template.
 
-    Attributes:
-        template: the template; None: there is none, and only prompts, completions and plain text can be read.
-        answer_end: the token that ends an answer.
-
     Raises:
         ConfigurationError: ``transformers`` is not installed, or there is no such template.
         DataError: as `Tokenizer`; and where the template can't be used.
@@ -67,6 +63,7 @@ class ChatTokenizer(Tokenizer):
                 ) from error
         self._library = library
         self._place = place
+        # the template; None: there is none, and only prompts, completions and plain text can be read
         self.template: str | None = library.chat_template
         added = library.added_tokens_decoder.values()
         special = {*library.all_special_tokens, *(str(token) for token in added if token.special)}
@@ -74,7 +71,7 @@ class ChatTokenizer(Tokenizer):
         self._special_ids = set(library.convert_tokens_to_ids(sorted(special)))
         first = library("").input_ids  # what the tokenizer puts before a text
         self._first = [index for index in first if index != self.eos_id]
-        self.answer_end = self._find_answer_end() if self.template else self.eos_id
+        self.answer_end = self._find_answer_end() if self.template else self.eos_id  # the token that ends an answer
 
     def save(self, folder: Path) -> None:
         """As `Tokenizer.save`, with the template and all that the library keeps."""

@@ -80,10 +80,6 @@ class PackedRows(PackedTokens):
         padding: the token of what is left of a row. Nothing learns from it.
         dtype: of the tokens.
 
-    Attributes:
-        efficiency: fraction of the tokens that are no padding.
-        counted_tokens: that the loss counts.
-
     Raises:
         DataError: there are no examples.
 
@@ -122,8 +118,8 @@ class PackedRows(PackedTokens):
         super().__init__([tokens])
         self.length = length
         self.marks_ends = together
-        self.efficiency = sum(sizes) / (len(tokens) - 1)
-        self.counted_tokens = int(self._counted.sum())
+        self.efficiency = sum(sizes) / (len(tokens) - 1)  # fraction of the tokens that are no padding
+        self.counted_tokens = int(self._counted.sum())  # that the loss counts
 
     @property
     def digest(self) -> str:

@@ -112,9 +112,6 @@ class TokenWriter:
 
     Raises:
         ConfigurationError: something is there already.
-
-    Attributes:
-        folder: what is written so far.
     """
 
     def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
@@ -126,7 +123,7 @@ class TokenWriter:
         self._dtype = tokenizer.dtype.newbyteorder("<")
         partial = f".{place.name}.{secrets.token_hex(4)}.partial"
         self._is_there = place.exists()  # perhaps a mounted disk, or where somebody works: no other can take its place
-        self.folder = place / partial if self._is_there else place.with_name(partial)
+        self.folder = place / partial if self._is_there else place.with_name(partial)  # what is written so far
         self._splits = {name: _SplitWriter(self.folder, name, shard_tokens) for name in SPLITS}
 
     @contextmanager

@@ -53,10 +53,6 @@ class Tokenizer:
         eos: the token that ends a document.
         source: what to call it in messages.
 
-    Attributes:
-        vocab_size: number of ids, the end-of-document token included.
-        eos_id: the token that ends every document.
-
     Raises:
         DataError: it cannot be read, does not spell texts exactly, or has no such token. Also raised for a text with
             that token in it, where it can be written with ordinary characters.
@@ -78,8 +74,8 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._token_bytes, self._adds_space = _token_bytes(self._tokenizer, source)
-        self.vocab_size = len(self._token_bytes)
-        self.eos_id = eos_id
+        self.vocab_size = len(self._token_bytes)  # number of ids, the end-of-document token included
+        self.eos_id = eos_id  # the token that ends every document
         self._eos = eos
         self._source = source
         self._num_bytes = np.array([len(token) for token in self._token_bytes], dtype=np.int64)

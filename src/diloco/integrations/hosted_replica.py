@@ -84,10 +84,6 @@ class HostedReplica:
     Args:
         parameters: whose values the model holds where it is evaluated and saved, and at the end.
 
-    Attributes:
-        diloco: once training has begun.
-        training: whether training has begun, and has not ended.
-
     Raises:
         ConfigurationError: if ``parameters`` are neither global nor local.
     """
@@ -96,8 +92,8 @@ class HostedReplica:
         if parameters not in get_args(Parameters):
             raise ConfigurationError(f"parameters={parameters!r} was given; use global or local. Nothing was started.")
         self.parameters = parameters
-        self.diloco: DiLoCo | None = None
-        self.training = False
+        self.diloco: DiLoCo | None = None  # once training has begun
+        self.training = False  # whether training has begun, and has not ended
         self._arguments = arguments
         self._figures = Figures(arguments.get("on_event"))
         self._hidden: dict[str, Tensor] | None = None

@@ -49,30 +49,21 @@ class HuggingFaceModel(LanguageModel):
 
     Args:
         z_loss: weight of the squared log-partition in the loss.
-
-    Attributes:
-        wrapped: the model, all of whose parameters are named ``wrapped.NAME`` here.
-        document_masks: how the documents of a packed row are kept apart: by positions that begin again, which most
-            architectures understand, or by a mask; None: this architecture can't, and ``documents`` are refused.
-        projects: whether its logits are nothing but a product of hidden states and output projection, so that the loss
-            can be computed in chunks; `probe` finds out.
-        weights: whether it began from stored or fresh ones; None: that is not known, or they come from a checkpoint.
-        adapters: the settings of its adapters; None: it has none.
-        base: a digest of the stored weights that it began from; "" where that is not known.
     """
 
     loss_calls_model = False
 
     def __init__(self, wrapped: PreTrainedModel, *, z_loss: float = 0.0) -> None:
         super().__init__()
-        self.wrapped = wrapped
+        self.wrapped = wrapped  # the model, all of whose parameters are named ``wrapped.NAME`` here
         embedding: Any = wrapped.get_input_embeddings()
         # Packed documents have no padding: its token, often the one that ends a document, learns like any other.
         embedding.padding_idx = None
         self.z_loss = z_loss
+        # whether it began from stored or fresh ones; None: that is not known, or they come from a checkpoint
         self.weights: Literal["stored", "fresh"] | None = None
-        self.base = ""
-        self.adapters: ModelSettings | None = None
+        self.base = ""  # a digest of the stored weights that it began from; "" where that is not known
+        self.adapters: ModelSettings | None = None  # the settings of its adapters; None: it has none
         config = wrapped.config
         head = _head_of(wrapped)
         self.vocab_size = int(config.vocab_size if head is None else head.shape[0])
@@ -83,8 +74,12 @@ class HuggingFaceModel(LanguageModel):
         self._takes_positions = "position_ids" in accepted
         coefficient = getattr(config, "router_aux_loss_coef", None) or 0.0
         self.balance_loss = float(coefficient) if "output_router_logits" in accepted else 0.0
+        # whether its logits are nothing but a product of hidden states and output projection, so that the loss can be
+        # computed in chunks; `probe` finds out
         self.projects = False
         self.whole_graphs = self.balance_loss == 0  # it is collected from the blocks, beside their graphs
+        # how the documents of a packed row are kept apart: by positions that begin again, which most architectures
+        # understand, or by a mask; None: this architecture can't, and ``documents`` are refused
         self.document_masks: DocumentMasks | None = "positions" if self._takes_positions else None
 
     def forward(

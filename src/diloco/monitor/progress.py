@@ -163,32 +163,23 @@ class RoundCounts:
 
 
 class RunProgress:
-    """The run as its events report it; every attribute is what a display would show.
-
-    Attributes:
-        step, total_steps: inner steps done and to do.
-        peak_known: whether the run knows the peak of its device.
-        last: the last finished step, or None.
-        loss: smoothed training loss in nats per token; not finite when the last one was not, None before the first.
-        heldout_loss, best_heldout_loss, best_step: the last and the lowest held-out loss since this process began,
-            and the step of the lowest.
-        speed: throughput, without evaluations and checkpoints.
-        utilization: smoothed fraction of the device's peak that the model uses; None where the peak is not known.
-        rounds: committed, void and in flight since this process began.
-    """
+    """The run as its events report it; every attribute is what a display would show."""
 
     def __init__(self) -> None:
-        self.step = 0
-        self.total_steps = 0
-        self.last: events.StepFinished | None = None
+        self.step = 0  # inner steps done
+        self.total_steps = 0  # inner steps to do
+        self.last: events.StepFinished | None = None  # the last finished step, or None
+        # smoothed training loss in nats per token; not finite when the last one was not, None before the first
         self.loss: float | None = None
+        # the last held-out loss, and the lowest since this process began with its step
         self.heldout_loss: float | None = None
         self.best_heldout_loss: float | None = None
         self.best_step = 0
-        self.speed = Throughput()
-        self.peak_known = False
+        self.speed = Throughput()  # throughput, without evaluations and checkpoints
+        self.peak_known = False  # whether the run knows the peak of its device
+        # smoothed fraction of the device's peak that the model uses; None where the peak is not known
         self.utilization: float | None = None
-        self.rounds = RoundCounts()
+        self.rounds = RoundCounts()  # committed, void and in flight since this process began
         self._smooth, self._smooth_utilization = Ema(0.95), Ema(0.95)
         self._void_reason = ""
         self._round_note = ""

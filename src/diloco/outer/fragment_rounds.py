@@ -46,23 +46,17 @@ class FragmentRounds:
     Args:
         model: its buffers travel with the last fragment.
         loop: global parameters and outer state, which the rounds move.
-
-    Attributes:
-        codecs: one for each fragment.
-        shared: what others can fetch of the global parameters and outer state.
-        taking_over: replaces fragments that turn out to be out of date.
-        trained_steps: inner steps that no mean has taken yet.
-        committed, void: rounds so far, by outcome.
     """
 
     def __init__(self, model: nn.Module, loop: OuterLoop, transport: Transport, arguments: Arguments) -> None:
         codec, decay = arguments.codec, float(arguments.error_feedback)
         self._feedback = {f.index: ErrorFeedback(codec, f.numel, decay=decay) for f in loop.fragments if decay}
+        # one for each fragment
         self.codecs: tuple[Codec, ...] = tuple(self._feedback.get(f.index, codec) for f in loop.fragments)
-        self.shared = SharedState(loop)
-        self.taking_over = TakingOver(self.shared, transport)
-        self.trained_steps = TrainedSteps(len(self.codecs))
-        self.committed = 0
+        self.shared = SharedState(loop)  # what others can fetch of the global parameters and outer state
+        self.taking_over = TakingOver(self.shared, transport)  # replaces fragments that turn out to be out of date
+        self.trained_steps = TrainedSteps(len(self.codecs))  # inner steps that no mean has taken yet
+        self.committed = 0  # rounds so far, by outcome
         self.void = 0
         self._model = model
         self._loop = loop

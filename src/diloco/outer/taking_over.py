@@ -22,16 +22,13 @@ _TELL_EVERY_S = 1.0
 
 
 class SharedState:
-    """An outer loop of which any thread may take snapshots, never in the middle of a change.
-
-    Attributes:
-        finished_rounds: for each fragment, its rounds that this replica has finished, committed or void.
-        data_order: how the replicas share the data out, if a joiner can't know (see `Batches.order`); else "".
-    """
+    """An outer loop of which any thread may take snapshots, never in the middle of a change."""
 
     def __init__(self, outer_loop: OuterLoop) -> None:
         self.outer_loop = outer_loop
+        # for each fragment, its rounds that this replica has finished, committed or void
         self.finished_rounds = [0] * len(outer_loop.fragments)
+        # how the replicas share the data out, if a joiner can't know (see `Batches.order`); else ""
         self.data_order = ""
         self._changes = [0] * len(outer_loop.fragments)
         self._lock = threading.Lock()

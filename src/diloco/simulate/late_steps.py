@@ -25,15 +25,11 @@ class LateSteps:
     Args:
         computed_s: compute time of the first so many steps, ``(steps + 1, M)``.
         shape: of the results, ``(..., M)``.
-
-    Attributes:
-        reached: the step up to which all is decided.
-        trained_last: whether that step was trained, ``(..., M)``.
     """
 
     def __init__(self, cluster: Cluster, traffic: Traffic, computed_s: Floats, shape: tuple[int, ...]) -> None:
-        self.reached = 0
-        self.trained_last = np.ones(shape, dtype=np.bool_)
+        self.reached = 0  # the step up to which all is decided
+        self.trained_last = np.ones(shape, dtype=np.bool_)  # whether that step was trained, ``(..., M)``
         self._cluster = cluster
         self._schedule = traffic.schedule
         self._computed_s = computed_s

@@ -65,11 +65,6 @@ class InnerLoop:
         accumulation: pieces a batch is computed in, as even as its size allows; fewer where a rank has fewer sequences.
         end_of_document: the token that ends a document, where documents in a sequence must not see each other;
             `diloco.model.loss.ENDS` where the targets say it.
-
-    Attributes:
-        counted: of the last batch, the fraction of its tokens that have a target which counts.
-        can_mask: whether the optimizer's kernel can skip a step by itself, where the gradients are not finite.
-        masked: whether it does, so that the host need not look at them first: on CUDA, where it can.
     """
 
     def __init__(
@@ -93,11 +88,13 @@ class InnerLoop:
         self.device = next(self.model.parameters()).device
         self.autocast_dtype = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "float16")
-        self.counted = 1.0
+        self.counted = 1.0  # of the last batch, the fraction of its tokens that have a target which counts
         self._norm = torch.zeros((), device=self.device)
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         # a scaler skips in its own way, and a shard does not see the others' gradients
+        # whether the optimizer's kernel can skip a step by itself, where the gradients are not finite
         self.can_mask = fused and not self.scaler.is_enabled() and model.num_shards == 1
+        # whether it does, so that the host need not look at them first: on CUDA, where it can
         self.masked = self.can_mask and self.device.type == "cuda"
 
     def accumulate_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:

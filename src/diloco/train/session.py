@@ -47,9 +47,6 @@ class Session:
     Args:
         initial: parameter name -> value to begin from; None: the weights of the model's source, or fresh ones.
         definition: of a model whose source may be gone, as `diloco.model.build.build_language_model` takes it.
-
-    Attributes:
-        pace: which scheduled steps this replica trains; None: all of them.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Session:
             like = self.replicas[0] if self.replicas and self._may_share_a_model else None
             made = make_replica(settings, corpus, fleet, device, number, initial, definition, like)
             self.replicas.append(made)
-        self.pace: DynamicSteps | None = None
+        self.pace: DynamicSteps | None = None  # which scheduled steps this replica trains; None: all of them
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # of the last step that was trained
         self._begin_diloco_if_due()

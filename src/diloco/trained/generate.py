@@ -144,9 +144,6 @@ class TextStream:
     Args:
         stops: texts that end it, and are left out with all that follows: of several, the one that is complete first.
 
-    Attributes:
-        stopped: whether one of ``stops`` has come; what is fed afterwards is not looked at.
-
     >>> from diloco.data.tokenizer import ByteTokenizer
     >>> text = TextStream(ByteTokenizer(), stops=["END"])
     >>> [text.feed(byte) for byte in "né Er END.".encode()], text.stopped
@@ -156,7 +153,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         if "" in stops:
             raise ConfigurationError("a text to stop at is empty. Nothing was generated.")
-        self.stopped = False
+        self.stopped = False  # whether one of ``stops`` has come; what is fed afterwards is not looked at
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

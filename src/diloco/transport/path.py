@@ -74,10 +74,6 @@ least_round_trip_s=0.03, busy=True)
 class PathEstimate:
     """The way to one other host.
 
-    Attributes:
-        least_round_trip_s: without queues; 0: unknown.
-        bandwidth_bits_per_s: the highest rate at which it was full; infinite if it never was.
-
     >>> path = PathEstimate()
     >>> path.observe(PathSample(1.0, 1_000_000, 800, 8, 0.08, 0.08))
     >>> path.end_burst()
@@ -86,8 +82,8 @@ class PathEstimate:
     """
 
     def __init__(self) -> None:
-        self.least_round_trip_s = 0.0
-        self.bandwidth_bits_per_s = math.inf
+        self.least_round_trip_s = 0.0  # without queues; 0: unknown
+        self.bandwidth_bits_per_s = math.inf  # the highest rate at which it was full; infinite if it never was
         self._sent = self._resent = 0.0
         self._burst_bytes = 0
         self._bursts: deque[int] = deque(maxlen=BURSTS)

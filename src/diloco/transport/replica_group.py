@@ -39,10 +39,6 @@ class ReplicaGroup:
         process_group: of the replica's ranks, in which CPU tensors can travel; None: this rank is the whole replica.
         replica: m.
 
-    Attributes:
-        position: of this rank, 0 <= position < size.
-        size: S.
-
     >>> alone = ReplicaGroup()
     >>> alone.position, alone.size, alone.share({"step": 3}), alone.gather_texts("here")
     (0, 1, {'step': 3}, ['here'])
@@ -51,8 +47,8 @@ class ReplicaGroup:
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, replica: int = 0) -> None:
         self.process_group = process_group
         self.replica = replica
-        self.position = 0 if process_group is None else process_group.rank()
-        self.size = 1 if process_group is None else process_group.size()
+        self.position = 0 if process_group is None else process_group.rank()  # of this rank, 0 <= position < size
+        self.size = 1 if process_group is None else process_group.size()  # S
         self._meshes: dict[str, DeviceMesh] = {}
 
     @property

@@ -46,14 +46,10 @@ Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class Board:
-    """What the page shows now, for everybody who looks. In one event loop.
-
-    Attributes:
-        data: as `diloco.watch.page_data.page_data` made it last.
-    """
+    """What the page shows now, for everybody who looks. In one event loop."""
 
     def __init__(self) -> None:
-        self.data: Mapping[str, Any] = {}
+        self.data: Mapping[str, Any] = {}  # as `diloco.watch.page_data.page_data` made it last
         self._readers: set[asyncio.Queue[str]] = set()
 
     def show(self, data: Mapping[str, Any]) -> None:

@@ -19,16 +19,11 @@ _MOST_PEERS = 1_024
 
 
 class FollowedSwarm:
-    """What is known of a run whose peers are asked again and again.
-
-    Attributes:
-        run: what the page shows.
-        since: peer -> the number of the event to ask from.
-    """
+    """What is known of a run whose peers are asked again and again."""
 
     def __init__(self, run: str, join: Sequence[str]) -> None:
-        self.run = Watched(run, f"swarm, by way of {', '.join(join)}")
-        self.since: dict[str, int] = {}
+        self.run = Watched(run, f"swarm, by way of {', '.join(join)}")  # what the page shows
+        self.since: dict[str, int] = {}  # peer -> the number of the event to ask from
         self._heard_s: dict[str, float] = {}
 
     def take(self, found: Sequence[PeerReport], states: Mapping[str, str], now_s: float) -> None:

@@ -37,15 +37,10 @@ class PeerFleet(Fleet):
         connected: the way to the others; None on a rank for which position 0 talks.
         group: the ranks of the replica; None: this one alone.
         led: whether position 0 talks for all of them.
-
-    Attributes:
-        comes_back: whether this process looks for the others when it has lost them.
-        connected, transport: the way to the others, where this rank has one.
-        joining: whether the others were at work already when this process came, or came back.
     """
 
-    comes_back: bool
-    connected: Connected
+    comes_back: bool  # whether this process looks for the others when it has lost them
+    connected: Connected  # the way to the others, where this rank has one, as the next
     transport: PeerTransport
     _endpoint: Transport
 
@@ -57,7 +52,7 @@ class PeerFleet(Fleet):
         self._news: list[NextView] = []
         self._lost_view: View | None = None
         self._link_words: Mapping[int, str] = {}
-        self.joining = False
+        self.joining = False  # whether the others were at work already when this process came, or came back
         if connected is not None:
             self._connect(connected)
         if led:

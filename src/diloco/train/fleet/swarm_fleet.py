@@ -47,9 +47,6 @@ class SwarmFleet(PeerFleet):
         margin: inner steps within which every member has to wait for a round.
         batch_size: sequences per batch of a replica (B).
         threads: its share of the cores, beside other peers on its machine.
-
-    Attributes:
-        others_type: what others type to take part, up to the addresses.
     """
 
     elastic = True
@@ -80,6 +77,7 @@ class SwarmFleet(PeerFleet):
         self._seen: dict[str, Any] = {}
         self._recent = RecentEvents()
         self.threads = threads
+        # what others type to take part, up to the addresses
         self.others_type = f"diloco train --transport hivemind --run {place.admission.run} --join"
         self._started_s = time.monotonic()
         self._leaving: threading.Timer | None = None

@@ -43,13 +43,10 @@ class DirectStreams:
 
     Args:
         proven: gets the peer at the other end of every stream that comes in.
-
-    Attributes:
-        port: where it listens; 0: nowhere.
     """
 
     def __init__(self, peer_id: str, proven: MutableMapping[asyncio.StreamWriter, str]) -> None:
-        self.port = 0
+        self.port = 0  # where it listens; 0: nowhere
         self._me = peer_id
         self._proven = proven
         self._certificate = b""

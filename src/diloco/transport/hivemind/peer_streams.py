@@ -36,18 +36,13 @@ class PeerAddress(Address):
 
 
 class PeerStreams:
-    """Streams of one peer.
-
-    Attributes:
-        place: as it was given.
-        direct: streams to others without libp2p.
-    """
+    """Streams of one peer."""
 
     def __init__(self, identity: Identity, place: NodePlace, admission: Admission) -> None:
         self.identity_of_mine = identity
         self._others: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()
-        self.place = place
-        self.direct = DirectStreams(identity.peer_id, self._others)
+        self.place = place  # as it was given
+        self.direct = DirectStreams(identity.peer_id, self._others)  # streams to others without libp2p
         self._admission = admission
         self._known: dict[str, tuple[str, ...]] = {}
         self._hosts: WeakKeyDictionary[asyncio.StreamWriter, str] = WeakKeyDictionary()

@@ -29,12 +29,7 @@ _BEATS = 4  # of a peer that looks, within the time after which it would count a
 
 
 class Announcer:
-    """What this peer says of itself in the DHT.
-
-    Attributes:
-        swarm: that it is a member of; "" while it looks for one.
-        finished: whether it has done all steps of the run.
-    """
+    """What this peer says of itself in the DHT."""
 
     def __init__(
         self,
@@ -45,8 +40,8 @@ class Announcer:
         facts: Mapping[str, str],
         held_step: int,
     ) -> None:
-        self.swarm = ""
-        self.finished = False
+        self.swarm = ""  # that it is a member of; "" while it looks for one
+        self.finished = False  # whether it has done all steps of the run
         self._place = place
         self._node = streams.node
         self._registry = registry
@@ -92,11 +87,7 @@ class Announcer:
 
 
 class Search:
-    """One search. In the control thread.
-
-    Attributes:
-        looking: other peers that are looking, too, when last seen.
-    """
+    """One search. In the control thread."""
 
     def __init__(
         self,
@@ -108,7 +99,7 @@ class Search:
         me: Looker,
         policy: Policy,
     ) -> None:
-        self.looking = 0
+        self.looking = 0  # other peers that are looking, too, when last seen
         self._place = place
         self._streams = streams
         self._dialer = dialer
