@@ -14,8 +14,7 @@ __all__ = ["FIRST_S", "LOGGER", "moments", "sentence", "tell", "told_on_stderr",
 LOGGER = logging.getLogger("diloco.waiting")
 """Warnings of it reach the standard error output of a program that has not set up logging."""
 
-FIRST_S = 2.0
-"""Waits shorter than this are not told."""
+FIRST_S = 2.0  # waits shorter than this are not told
 
 _RAREST_S = 30.0
 

@@ -24,11 +24,8 @@ from diloco.algorithm.clipping import vector_norm
 
 __all__ = ["AverageRule", "Rda", "SendersMean"]
 
-_SMALLEST_DIRECTION = 1e-12
-"""Directions that cancel to less than this have no mean direction."""
-
-_SMALLEST_NORM = 1e-20
-"""A shorter contribution has no direction: ``w / |D|`` would leave the range of float32."""
+_SMALLEST_DIRECTION = 1e-12  # directions that cancel to less than this have no mean direction
+_SMALLEST_NORM = 1e-20  # a shorter contribution has no direction: ``w / |D|`` would leave the range of float32
 
 
 class AverageRule(Protocol):

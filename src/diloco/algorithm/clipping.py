@@ -25,14 +25,12 @@ from diloco.errors import CodecError
 
 __all__ = ["LARGEST_MEAN", "STRETCH", "UNCLIPPED", "Clipping", "check_mean", "scale_factors", "vector_norm"]
 
-LARGEST_MEAN = 2.0**100
-"""A mean with a larger value is void: momentum and outer steps would make infinity of it."""
+LARGEST_MEAN = 2.0**100  # a mean with a larger value is void: momentum and outer steps would make infinity of it
 
 STRETCH = 1 << 20
 """Values whose squares are summed at a time: 8 MiB of float64. Part of the definition, since it decides the order."""
 
-_FEWEST = 3
-"""Of two norms the lower median is the smaller one, and a single one has nothing to compare it with."""
+_FEWEST = 3  # of two norms the lower median is the smaller one, and a single one has nothing to compare it with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +74,7 @@ class Clipping:
         return min(bounds)
 
 
-UNCLIPPED = Clipping()
-"""Contributions of any size."""
+UNCLIPPED = Clipping()  # contributions of any size
 
 
 def scale_factors(clipping: Clipping, norms: Mapping[int, float]) -> dict[int, float]:

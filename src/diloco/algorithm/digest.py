@@ -12,8 +12,7 @@ from diloco.algorithm.outer_optimizer import OuterState
 
 __all__ = ["PIECE_BYTES", "digest_state", "digest_tensors", "host_pieces"]
 
-PIECE_BYTES = 1 << 25
-"""Of what is hashed of a GPU's memory at once: 32 MiB, of which two are pinned."""
+PIECE_BYTES = 1 << 25  # of what is hashed of a GPU's memory at once: 32 MiB, of which two are pinned
 
 
 def digest_state(global_params: Tensor, state: OuterState) -> str:

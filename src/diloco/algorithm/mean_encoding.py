@@ -34,8 +34,7 @@ __all__ = [
     "overlap",
 ]
 
-Stretch = tuple[int, int]
-"""``(start, stop)`` of some values of a fragment."""
+Stretch = tuple[int, int]  # ``(start, stop)`` of some values of a fragment
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class MeanEncoding:
         return f"{self.codec.name}{parameters}" + (f", error feedback {self.decay:g}" if self.decay else "")
 
 
-PLAIN_MEAN = MeanEncoding()
-"""Means as they are."""
+PLAIN_MEAN = MeanEncoding()  # means as they are
 
 
 @dataclass(frozen=True, eq=False)

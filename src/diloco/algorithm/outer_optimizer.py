@@ -20,11 +20,9 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["Adam", "Nesterov", "OuterOptimizer", "OuterState", "ScalarSchedule", "Sgd"]
 
-PIECE = 1 << 18
-"""Values updated at a time: small enough to stay in the cache."""
+PIECE = 1 << 18  # values updated at a time: small enough to stay in the cache
 
-ScalarSchedule = float | Callable[[int], float]
-"""A number, or a pure function of the outer step (counted from 0)."""
+ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
 
 
 @dataclass

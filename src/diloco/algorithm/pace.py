@@ -14,16 +14,12 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["StepRate", "steps_to_train", "trains_at"]
 
-_KEPT = 0.9
-"""What each step keeps of the mean before it: about the last ten steps count."""
+_KEPT = 0.9  # what each step keeps of the mean before it: about the last ten steps count
 
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 
-_MOST_TIMES = 8
-"""No replica is taken to be faster than so many times the second fastest."""
-
-_ENOUGH_STEPS = 6
-"""A mean of fewer says little."""
+_MOST_TIMES = 8  # no replica is taken to be faster than so many times the second fastest
+_ENOUGH_STEPS = 6  # a mean of fewer says little
 
 
 def steps_to_train(replica: int, steps_per_s: Mapping[int, float], inner_steps: int) -> int:

@@ -18,14 +18,12 @@ from diloco.algorithm.outer_loop import OuterLoop
 
 __all__ = ["OuterStepMeasures", "measured_outer_step", "sample", "sampled_stretches", "spread", "spread_terms"]
 
-_SAMPLED_BLOCKS, _SAMPLED_BLOCK = 128, 128
-"""16384 values: the standard error of a cosine is 0.008."""
+_SAMPLED_BLOCKS, _SAMPLED_BLOCK = 128, 128  # 16384 values: the standard error of a cosine is 0.008
 
 _STRETCH, _VALUES_PER_STRETCH, _MOST_STRETCHES = 1 << 12, 1 << 18, 16
 """A stretch of 4096 values of each contribution is decoded for every 262144 values of the fragment, up to 16."""
 
-_PIECE = 1 << 20
-"""Values whose squares are added in float32; longer sums would lose digits."""
+_PIECE = 1 << 20  # values whose squares are added in float32; longer sums would lose digits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,8 +47,7 @@ class FileFacts:
     """What a manifest says about a file."""
 
     size_bytes: int
-    digest: str
-    """xxh3_128 of the content, 32 hexadecimal digits. It finds damage; it is no signature."""
+    digest: str  # xxh3_128 of the content, 32 hexadecimal digits. It finds damage; it is no signature.
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:

@@ -23,8 +23,7 @@ from diloco.errors import CheckpointError
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "read_manifest", "running_versions", "write_manifest"]
 
-FORMAT_VERSION = 1
-"""Raised when a reader of the version before could not read what is written now."""
+FORMAT_VERSION = 1  # raised when a reader of the version before could not read what is written now
 
 MANIFEST_NAME = "manifest.json"
 
@@ -35,14 +34,10 @@ _DIGEST_MEMBER = re.compile(rb',\n  "digest": "([0-9a-f]{32})"\n}\n\Z')
 class Manifest:
     """The content of a manifest."""
 
-    step: int
-    """Inner steps finished when it was saved."""
-    serial: int
-    """How many checkpoints were saved into this folder before: the order of saving, without any clock."""
-    versions: Mapping[str, str]
-    """Of diloco, torch and Python, when it was saved."""
-    about: Mapping[str, Any]
-    """Free facts, as they were given when it was saved."""
+    step: int  # inner steps finished when it was saved
+    serial: int  # how many checkpoints were saved into this folder before: the order of saving, without any clock
+    versions: Mapping[str, str]  # of diloco, torch and Python, when it was saved
+    about: Mapping[str, Any]  # free facts, as they were given when it was saved
     parts: Mapping[str, Mapping[str, FileFacts]] = field(repr=False)
     """Name of each part -> its files by name, in the order in which they were saved."""
 

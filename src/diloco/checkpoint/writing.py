@@ -31,8 +31,7 @@ from diloco.transport.replica_group import ReplicaGroup
 
 __all__ = ["save_checkpoint"]
 
-Files = dict[str, dict[str, FileFacts]]
-"""Part -> file name -> what the manifest says about it."""
+Files = dict[str, dict[str, FileFacts]]  # part -> file name -> what the manifest says about it
 
 
 def save_checkpoint(

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["planned_values", "run"]
 
 STEPS_BY_NUMBERS = 10_000
-TIMEOUT_MARGIN = 3
-"""The time-out of a round leaves at least so many times its predicted time."""
+TIMEOUT_MARGIN = 3  # the time-out of a round leaves at least so many times its predicted time
 
 
 def run(options: PlanOptions, target: float) -> int:

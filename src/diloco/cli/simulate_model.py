@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-CYCLES = 3
-"""Cycles of H steps in a timeline, and the last of them in what is reported for one link."""
+CYCLES = 3  # cycles of H steps in a timeline, and the last of them in what is reported for one link
 
 
 def run(options: SimulateOptions) -> int:

@@ -15,11 +15,8 @@ from diloco.model.settings import parse_source
 
 __all__ = ["EPOCHS", "finetune_line", "outer_values", "take_value", "take_word", "with_steps"]
 
-EPOCHS = 3.0
-"""How often all conversations are learned from, where nothing else is said."""
-
-SHORT_RUN_ROUNDS = 50
-"""With fewer rounds the outer optimizer has no momentum."""
+EPOCHS = 3.0  # how often all conversations are learned from, where nothing else is said
+SHORT_RUN_ROUNDS = 50  # with fewer rounds the outer optimizer has no momentum
 
 _LONGEST = 1024
 _ROUNDS, _LONGEST_WINDOW = 10, 20

@@ -35,11 +35,9 @@ _make_typed_dict: Any = TypedDict
 class CommandLine:
     """What was typed after a command that takes a TOML file and a flag for every key."""
 
-    file: Path | None
-    """The TOML file."""
+    file: Path | None  # the TOML file
     print_config: bool
-    values: Values
-    """The keys that were set by flags."""
+    values: Values  # the keys that were set by flags
 
 
 def parse_flags(

@@ -28,15 +28,11 @@ T = TypeVar("T")
 class Key:
     """One setting."""
 
-    name: str
-    """Dotted path, such as ``train.steps``."""
-    annotation: Any
-    """Its type, without the `Annotated` around it."""
-    help: str
-    """The docstring of its field, on one line."""
+    name: str  # dotted path, such as ``train.steps``
+    annotation: Any  # its type, without the `Annotated` around it
+    help: str  # the docstring of its field, on one line
     default: Any
-    aliases: tuple[str, ...] = ()
-    """Short flags beside ``--train.steps``."""
+    aliases: tuple[str, ...] = ()  # short flags beside ``--train.steps``
 
     @property
     def section(self) -> str:

@@ -17,8 +17,7 @@ __all__ = ["DEFAULT_PRESET", "RUN_PRESETS", "RunPreset", "preset_values"]
 
 DEFAULT_PRESET = "tiny"
 
-_OF_SOURCES = ("source", "weights", "arguments")
-"""Settings of models that are no presets."""
+_OF_SOURCES = ("source", "weights", "arguments")  # settings of models that are no presets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +25,10 @@ class RunPreset:
     """Training settings of a preset; what is given as a share follows the number of steps."""
 
     steps: int
-    warmup_steps: int
-    """At most a quarter of the run."""
+    warmup_steps: int  # at most a quarter of the run
     data_parallel_share: float = 0.0
     """Part of the run that is a shared data-parallel start, rounded down to whole steps."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """All other keys."""
+    values: Mapping[str, Any] = field(default_factory=dict)  # all other keys
 
 
 TINY = RunPreset(

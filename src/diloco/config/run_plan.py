@@ -35,8 +35,7 @@ OWN_CODE = ("codec.name", "outer.name", "outer.average", "merge.rule", "inner.na
 PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous", "transport.inner_store")
 """Which of the processes this one is; in no record."""
 
-PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))
-"""The same for a peer."""
+PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))  # the same for a peer
 
 WIRE_KEYS = (
     *(f"transport.{name}" for name in ("on_failure", "min_replicas", "restarts", "host", "ports", "interface")),

@@ -19,8 +19,7 @@ __all__ = ["in_toml", "parse_toml", "read_toml", "to_toml", "write_values"]
 _ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
 """Keys in the records of earlier versions that had one value where there are several today."""
 
-UNSET = "none"
-"""Stands for null, which TOML lacks, where a setting may be unset; not for text, which no preset sets."""
+UNSET = "none"  # stands for null, which TOML lacks, where a setting may be unset; not for text, which no preset sets
 
 
 def read_toml(path: Path, settings_type: type) -> Values:

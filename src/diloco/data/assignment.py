@@ -22,13 +22,10 @@ from diloco.errors import ConfigurationError
 
 __all__ = ["Assignment", "Range"]
 
-Range: TypeAlias = tuple[int, int]
-"""Positions from the first number on, up to but not including the second."""
+Range: TypeAlias = tuple[int, int]  # positions from the first number on, up to but not including the second
 
-_LIMIT = 2**62
-"""Steps and positions stay below this, so that they fit int64."""
-_MOST_ENTRIES = 2**16
-"""More members or returned ranges than this are a malformed message, not a run."""
+_LIMIT = 2**62  # steps and positions stay below this, so that they fit int64
+_MOST_ENTRIES = 2**16  # more members or returned ranges than this are a malformed message, not a run
 
 
 @dataclass(frozen=True)

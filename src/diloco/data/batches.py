@@ -19,8 +19,7 @@ __all__ = ["Batch", "Batches", "Cursor", "check_cursor", "gather", "heldout_batc
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each ``(batch_size, sequence_length)`` int64 on the CPU; negative targets are not counted."""
 
-Cursor: TypeAlias = Mapping[str, Any]
-"""What `Batches.state_dict` gave, fit for JSON."""
+Cursor: TypeAlias = Mapping[str, Any]  # what `Batches.state_dict` gave, fit for JSON
 
 
 class Batches(Protocol):

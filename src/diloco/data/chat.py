@@ -20,8 +20,7 @@ from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["ChatCorpus", "Question", "build_chat_corpus", "chat_tokenizer", "heldout_rows", "read_questions"]
 
-_SHARE_GPT = {"human": "user", "gpt": "assistant"}
-"""What ShareGPT calls the roles."""
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}  # what ShareGPT calls the roles
 
 
 @dataclass(frozen=True)

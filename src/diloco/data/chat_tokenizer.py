@@ -18,8 +18,7 @@ from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["ChatTokenizer", "Message", "has_template"]
 
-Message = Mapping[str, Any]
-"""``role`` and ``content``, and whatever else the template takes."""
+Message = Mapping[str, Any]  # ``role`` and ``content``, and whatever else the template takes
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")

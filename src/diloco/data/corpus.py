@@ -32,19 +32,16 @@ _COUNTS = ("train_documents", "train_bytes", "heldout_documents", "heldout_bytes
 class Corpus:
     """Training and held-out documents as tokens, each followed by the end-of-document token, without padding."""
 
-    train: PackedTokens
-    """uint16 where the vocabulary allows, else uint32."""
+    train: PackedTokens  # uint16 where the vocabulary allows, else uint32
     heldout: PackedTokens
     tokenizer: Tokenizer
     train_documents: int
     heldout_documents: int
-    train_bytes: int
-    """UTF-8 bytes of the training documents; the end-of-document tokens stand for none."""
+    train_bytes: int  # UTF-8 bytes of the training documents; the end-of-document tokens stand for none
     heldout_bytes: int
     fingerprint: str
     """Equal for equal tokens, split and vocabulary size; a hash for telling data sets apart, not for trusting them."""
-    mapped: bool = False
-    """Whether files are read while batches are drawn."""
+    mapped: bool = False  # whether files are read while batches are drawn
 
     def batches(
         self,

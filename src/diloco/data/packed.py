@@ -23,8 +23,7 @@ __all__ = ["CYCLE", "Mixture", "PackedTokens", "TokenArray", "Tokens", "num_wind
 
 TokenArray: TypeAlias = NDArray[np.integer[Any]]
 
-CYCLE = 10_000
-"""Positions of a mixture within which each source has its share."""
+CYCLE = 10_000  # positions of a mixture within which each source has its share
 
 
 class Tokens(Protocol):

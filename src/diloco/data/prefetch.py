@@ -14,8 +14,7 @@ from diloco.data.batches import Batch, Batches, Cursor
 
 __all__ = ["Prefetcher"]
 
-_WAIT_S = 0.01
-"""How long to wait for the thread's end before making room in its queue again."""
+_WAIT_S = 0.01  # how long to wait for the thread's end before making room in its queue again
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from diloco.errors import ConfigurationError, nearest
 
 __all__ = ["HUB_PREFIX", "DataSettings", "SourceSettings"]
 
-HUB_PREFIX = "hf:"
-"""Begins what is read by the ``datasets`` library, or is a tokenizer of the Hugging Face hub."""
+HUB_PREFIX = "hf:"  # begins what is read by the ``datasets`` library, or is a tokenizer of the Hugging Face hub
 
 _OF_HUB = ("config", "split", "data_files")
 

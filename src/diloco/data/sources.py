@@ -18,8 +18,7 @@ from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["DocumentSource", "open_source", "parse_hub_name", "read_source", "read_texts"]
 
-_ROWS = 100
-"""Rows of a data set that are read at a time."""
+_ROWS = 100  # rows of a data set that are read at a time
 
 
 class DocumentSource(Protocol):

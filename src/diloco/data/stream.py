@@ -33,16 +33,12 @@ __all__ = ["DocumentStream"]
 class _Place:
     """Where a replica is in one source."""
 
-    next: int
-    """Block that it begins after those given back."""
-    stride: int
-    """To the block after that."""
+    next: int  # block that it begins after those given back
+    stride: int  # to the block after that
     returned: list[tuple[int, int]] = field(default_factory=list)
     """(block, record): blocks begun, from this record on; they come first."""
-    tokens: int = 0
-    """Drawn from this source so far."""
-    blocks: int | None = None
-    """Of an epoch, once known."""
+    tokens: int = 0  # drawn from this source so far
+    blocks: int | None = None  # of an epoch, once known
 
     def to_message(self) -> dict[str, Any]:
         return {**vars(self), "returned": [list(each) for each in self.returned]}

@@ -48,8 +48,7 @@ __all__ = [
 ]
 
 FORMAT = "diloco tokens"
-FORMAT_VERSION = 1
-"""Raised when a reader of the version before could not read what is written now."""
+FORMAT_VERSION = 1  # raised when a reader of the version before could not read what is written now
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
@@ -69,12 +68,9 @@ class TokenSplit:
 
     tokens: int
     documents: int
-    bytes: int
-    """UTF-8 bytes of the documents; the tokens that end them stand for none."""
-    digest: str
-    """As `PackedTokens.digest`."""
-    shards: tuple[tuple[int, int], ...]
-    """Tokens and documents of each file."""
+    bytes: int  # UTF-8 bytes of the documents; the tokens that end them stand for none
+    digest: str  # as `PackedTokens.digest`
+    shards: tuple[tuple[int, int], ...]  # tokens and documents of each file
 
 
 class TokenFolder:

@@ -39,8 +39,7 @@ from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["TokenWriter", "tokenize"]
 
-_BATCH_CHARACTERS = 4 << 20
-"""Text that is tokenised at a time: enough for all threads of the tokenizers library."""
+_BATCH_CHARACTERS = 4 << 20  # text that is tokenised at a time: enough for all threads of the tokenizers library
 
 
 def tokenize(

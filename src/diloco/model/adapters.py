@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAPTER_FOLDER", "CONFIG_FILE", "add_adapters", "merge_adapters", "save_adapter"]
 
-ADAPTER_FOLDER = "adapter"
-"""Where a run leaves its adapter."""
-
-CONFIG_FILE = "adapter_config.json"
-"""In every folder with an adapter."""
-
-_NAME = "default"
-"""What peft calls the only adapter of a model; files have no such part in their names."""
+ADAPTER_FOLDER = "adapter"  # where a run leaves its adapter
+CONFIG_FILE = "adapter_config.json"  # in every folder with an adapter
+_NAME = "default"  # what peft calls the only adapter of a model; files have no such part in their names
 
 
 def lora_config(settings: ModelSettings) -> LoraConfig:

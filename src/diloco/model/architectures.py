@@ -65,8 +65,7 @@ class _Architecture:
     model_type: str
     ffn: Literal["swiglu", "gelu"]
     qk_norm: bool
-    activations: tuple[str, ...]
-    """Names there of the activation that is used here; the first is written."""
+    activations: tuple[str, ...]  # names there of the activation that is used here; the first is written
     attention_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
 

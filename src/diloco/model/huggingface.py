@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["UNLIMITED", "HuggingFaceCache", "HuggingFaceModel"]
 
-UNLIMITED = 1 << 30
-"""The longest sequence of a model without position limit, such as a recurrent one."""
-
-PROBED_TOKENS = 8
-"""Length of the sequence on which a model is asked what a token sees."""
+UNLIMITED = 1 << 30  # the longest sequence of a model without position limit, such as a recurrent one
+PROBED_TOKENS = 8  # length of the sequence on which a model is asked what a token sees
 
 PROBE_TOLERANCE = 1e-4
 """Largest difference between logits that ought to be equal, relative to the largest logit: round-off is far below, and

@@ -24,10 +24,8 @@ __all__ = ["Cache", "LanguageModel", "LossChunks", "LossParts", "TokensSeen", "d
 class LossParts(NamedTuple):
     """What `LanguageModel.loss` gives: two float32 scalars, nats per token."""
 
-    loss: Tensor
-    """To differentiate: mean cross-entropy plus whatever the model adds to it, such as z-loss."""
-    cross_entropy: Tensor
-    """To report: the mean cross-entropy alone; it has no gradient."""
+    loss: Tensor  # to differentiate: mean cross-entropy plus whatever the model adds to it, such as z-loss
+    cross_entropy: Tensor  # to report: the mean cross-entropy alone; it has no gradient
 
 
 @dataclass(frozen=True)

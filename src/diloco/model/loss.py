@@ -26,11 +26,8 @@ __all__ = [
     "projected_cross_entropy",
 ]
 
-NOT_COUNTED = -100
-"""A target that is not counted, as every negative one."""
-
-ENDS = -101
-"""The same, where moreover a document ends with the input token: what follows is another."""
+NOT_COUNTED = -100  # a target that is not counted, as every negative one
+ENDS = -101  # the same, where moreover a document ends with the input token: what follows is another
 
 
 def product_dtype(values: Tensor) -> torch.dtype:

@@ -23,20 +23,14 @@ class Preset:
     """A named model."""
 
     name: str
-    model: ModelSettings
-    """Its sizes; ``vocab_size`` is None where the tokeniser decides."""
-    sequence_length: int
-    """Tokens per sequence that the source trained with."""
-    vocab_size: int
-    """The vocabulary that the counts refer to."""
-    nominal: str
-    """The count as the source says it."""
-    parameters: int = field(init=False)
-    """The exact count, tied embeddings once."""
+    model: ModelSettings  # its sizes; ``vocab_size`` is None where the tokeniser decides
+    sequence_length: int  # tokens per sequence that the source trained with
+    vocab_size: int  # the vocabulary that the counts refer to
+    nominal: str  # the count as the source says it
+    parameters: int = field(init=False)  # the exact count, tied embeddings once
     source: str
     note: str = ""
-    alias: str | None = None
-    """Another name that means the same."""
+    alias: str | None = None  # another name that means the same
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", count_parameters(self.model, self.vocab_size))

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Transformer", "build_model"]
 
-OUTPUT_STD = 0.02
-"""Standard deviation of the initial output projection (GPT-2)."""
+OUTPUT_STD = 0.02  # standard deviation of the initial output projection (GPT-2)
 
 
 class Transformer(LanguageModel):

@@ -8,8 +8,7 @@ __all__ = ["Curves", "Point"]
 
 _MEASURES = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 
-Point = tuple[int, dict[str, float]]
-"""A step and the values at it, by the name of the curve, with its unit."""
+Point = tuple[int, dict[str, float]]  # a step and the values at it, by the name of the curve, with its unit
 
 
 class Curves:

@@ -26,8 +26,7 @@ from diloco.monitor.sinks import About, say
 __all__ = ["WandbSink", "run_id"]
 
 LONGEST_START_S = 60.0
-MOST_WAITING = 10_000
-"""Points that may wait for wandb to take them: a few megabytes, far more than a server's bad hour."""
+MOST_WAITING = 10_000  # points that may wait for wandb to take them: a few megabytes, far more than a server's bad hour
 
 _Write = Callable[[Any], None]
 

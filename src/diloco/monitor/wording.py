@@ -12,8 +12,7 @@ from diloco.units import format_bytes, format_count, format_duration, format_per
 
 __all__ = ["Rows", "ending", "facts", "fragments_in_flight", "line", "summary", "table", "title", "visible"]
 
-Rows = Sequence[tuple[str, str]]
-"""(name, value) pairs in the order to print them."""
+Rows = Sequence[tuple[str, str]]  # (name, value) pairs in the order to print them
 
 
 def visible(text: str) -> str:

@@ -26,8 +26,7 @@ from diloco.plugins import code_digest
 
 __all__ = ["Arguments", "check_arguments", "described"]
 
-_NAMED = 3
-"""So many tensors are named one by one; the rest go into a digest."""
+_NAMED = 3  # so many tensors are named one by one; the rest go into a digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,7 @@ __all__ = [
     "utilization_curve",
 ]
 
-SEARCHED_BITS_PER_S = np.logspace(4, 15, 2201)
-"""From 10 kbit/s to 1 Pbit/s, 1.2 % apart."""
+SEARCHED_BITS_PER_S = np.logspace(4, 15, 2201)  # from 10 kbit/s to 1 Pbit/s, 1.2 % apart
 
 
 @dataclass(frozen=True)

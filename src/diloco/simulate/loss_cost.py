@@ -32,8 +32,7 @@ LAWS = {1: (3.482, 3.162, 2.943, 2.777, 2.645, 2.451, 2.317), 8: (3.621, 3.265, 
 LONG_WINDOW = 0.0286 / 2.709 / math.log(1000 / 50)
 """2311.08105: H=1000 has 2.9 % more perplexity than H=50, near a loss of 2.709; by factor e of H."""
 
-OVERLAP = 0.002 / 10
-"""2501.18512: up to tau=10 costs less than 0.2 % of the loss."""
+OVERLAP = 0.002 / 10  # 2501.18512: up to tau=10 costs less than 0.2 % of the loss
 
 CODECS = {"float32": 0.0, "float16": 0.0001, "bfloat16": 0.0001, "int8": 0.0001, "fp4": 0.0004}
 """benchmarks/parity: the largest cost with any seed; 2501.18512, Fig. 11, sees no change with FP4."""

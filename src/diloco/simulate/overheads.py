@@ -55,22 +55,17 @@ class Overheads:
 
 IDEAL = Overheads()
 
-Wire = Literal["torch", "hivemind"]
-"""What carries payloads: `diloco train --transport`."""
+Wire = Literal["torch", "hivemind"]  # what carries payloads: `diloco train --transport`
 
 SEND_S_PER_VALUE, MERGE_S_PER_VALUE = 1.07e-8, 0.95e-8
 """Of the training loop of a replica that trains on a CPU, in one thread, fp4. Not measured on a GPU."""
 
-AVERAGE_S_PER_VALUE = 0.9e-8
-"""Of what a round takes beside the training loop, on a CPU."""
-
-CAREFUL_WORK = 1.25
-"""How much longer sends and merges may take in a careful plan."""
+AVERAGE_S_PER_VALUE = 0.9e-8  # of what a round takes beside the training loop, on a CPU
+CAREFUL_WORK = 1.25  # how much longer sends and merges may take in a careful plan
 
 CAREFULLY = "if every round took as long as one in ten does"
 
-Constants = tuple[float, float, float]
-"""Goodput, round trips and queue trips of `Overheads`."""
+Constants = tuple[float, float, float]  # goodput, round trips and queue trips of `Overheads`
 
 
 @dataclass(frozen=True, kw_only=True)

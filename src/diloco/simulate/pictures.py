@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_REPLICAS", "MOST_SPANS", "SUFFIXES", "check_picture_path", "draw_timeline", "draw_utilization"]
 
-MOST_SPANS = 5000
-"""A timeline of more spans shows its first stretch only."""
-MOST_REPLICAS = 16
-"""A timeline of more replicas shows the first ones only."""
+MOST_SPANS = 5000  # a timeline of more spans shows its first stretch only
+MOST_REPLICAS = 16  # a timeline of more replicas shows the first ones only
 
 WAIT = "#d55e00"
 LOOP_LOOKS: dict[Lane, tuple[str, dict[str, Any]]] = {

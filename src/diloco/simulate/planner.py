@@ -24,8 +24,7 @@ __all__ = ["INNER_STEPS", "OVERLAPS", "Candidate", "Plan", "Site", "candidates",
 INNER_STEPS = (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 125, 150, 200, 250, 300, 400, 500, 750, 1000)
 """H, as far as the papers go."""
 
-OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)
-"""tau, as far as the paper goes."""
+OVERLAPS = (0, 1, 2, 3, 5, 7, 10, 15, 20)  # tau, as far as the paper goes
 
 CODECS = ("float32", "bfloat16", "int8", "fp4", "int2", "topk2")
 GRADIENT_CODECS = ("float32", "bfloat16")

@@ -22,8 +22,7 @@ Release = Literal["layer", "step"]
 """When a fragment may leave. layer: each layer once its gradient is there, within the step of sending, as the paper's
 simulator has it; step: all of it after the step, as in this trainer."""
 
-LAYERS_PER_FRAGMENT = 3
-"""Streaming DiLoCo, Fig. 6."""
+LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6.
 
 
 @dataclass(frozen=True, kw_only=True)

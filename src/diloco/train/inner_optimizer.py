@@ -20,11 +20,8 @@ __all__ = ["check_inner_arguments", "inner_optimizer_in_words", "make_inner_opti
 UNFIT = {"LBFGS": "evaluates the loss several times a step", "SparseAdam": "takes sparse gradients only"}
 """Classes of torch.optim that no step of one forward and one dense backward can drive, and why."""
 
-UNFIT_ON_SHARDS = ("Adafactor", "Muon", "Rprop")
-"""Optimizers whose step there is not for DTensors."""
-
-FUSED_ON_SHARDS = ("Adam", "AdamW")
-"""Classes of torch.optim whose fused kernel torch has for DTensors."""
+UNFIT_ON_SHARDS = ("Adafactor", "Muon", "Rprop")  # optimizers whose step there is not for DTensors
+FUSED_ON_SHARDS = ("Adam", "AdamW")  # classes of torch.optim whose fused kernel torch has for DTensors
 
 Parameters = Mapping[str, inspect.Parameter]
 

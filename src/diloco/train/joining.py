@@ -19,8 +19,7 @@ __all__ = ["OVER", "come_back", "follow_views", "join_run"]
 
 _AGAIN_S = 1.0
 
-OVER = "the others, who have finished"
-"""What stops a replica that comes back when nobody is left to join."""
+OVER = "the others, who have finished"  # what stops a replica that comes back when nobody is left to join
 
 
 def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:

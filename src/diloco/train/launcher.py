@@ -28,8 +28,7 @@ from diloco.transport.torch_distributed.rendezvous import serve
 
 __all__ = ["exit_code", "insisted", "launch"]
 
-_KILL_S = 10.0
-"""Processes that a second signal did not end are killed after this time."""
+_KILL_S = 10.0  # processes that a second signal did not end are killed after this time
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 

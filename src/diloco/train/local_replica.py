@@ -32,8 +32,7 @@ from diloco.trained.load import load_parameters
 
 __all__ = ["Replica", "give_own_model", "make_diloco", "make_replica"]
 
-AHEAD = 4
-"""Batches made ahead of the training while files are read, unless the settings say a number."""
+AHEAD = 4  # batches made ahead of the training while files are read, unless the settings say a number
 
 
 @dataclass(eq=False)

@@ -27,11 +27,8 @@ OUTER_NAMES = ("nesterov", "sgd", "adam")
 AVERAGE_NAMES = ("mean", "rda", "senders")
 MERGE_RULES = ("alpha", "rebase")
 
-_GRADIENT_CODECS = ("float32", "float16", "bfloat16")
-"""What data-parallel training can send its gradients as."""
-
-_LAYERS_PER_FRAGMENT = 3
-"""Streaming DiLoCo, Fig. 6: three layers per fragment at every scale."""
+_GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # what data-parallel training can send its gradients as
+_LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6: three layers per fragment at every scale.
 
 _MANY_ROUNDS, _HIGH_GAIN = 50, 2.0
 """Where few rounds and a high gain don't fit: stock Nesterov lost up to 10 % in runs of 6 rounds (yeto, 27B)."""

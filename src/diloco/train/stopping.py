@@ -19,11 +19,8 @@ from typing import Any, Self
 __all__ = ["ECHO_S", "HANDLED_S", "StopAsked", "StopRequest", "is_echo"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ECHO_S = 5.0
-"""A launcher passes a signal on within this time."""
-
-HANDLED_S = 1.0
-"""A second signal's handler has this long to end the process by itself."""
+ECHO_S = 5.0  # a launcher passes a signal on within this time
+HANDLED_S = 1.0  # a second signal's handler has this long to end the process by itself
 
 
 class StopAsked(Exception):

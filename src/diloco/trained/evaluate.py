@@ -27,8 +27,7 @@ __all__ = [
     "sliding_windows",
 ]
 
-LOGITS_BYTES = 1 << 30
-"""The most that the logits of one forward pass take, in float32, unless one sequence's take more."""
+LOGITS_BYTES = 1 << 30  # the most that the logits of one forward pass take, in float32, unless one sequence's take more
 
 
 @dataclass(frozen=True)

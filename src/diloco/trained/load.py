@@ -39,11 +39,8 @@ __all__ = [
     "rest_of_state",
 ]
 
-REST = "rest"
-"""The part of a checkpoint that holds what `rest_of_state` gives, where there is anything."""
-
-ORIGIN_FILE = "diloco.json"
-"""In every folder that was exported, and in no other: what the weights are."""
+REST = "rest"  # the part of a checkpoint that holds what `rest_of_state` gives, where there is anything
+ORIGIN_FILE = "diloco.json"  # in every folder that was exported, and in no other: what the weights are
 
 _USUAL_LENGTH = 2048
 """Tokens that a model is shown where nothing says what it was trained with: many promise more than memory holds."""

@@ -12,8 +12,7 @@ __all__ = ["Pace", "PathEstimate", "PathSample", "together"]
 LEAST_SEGMENTS, MOST_SEGMENTS = 500, 20_000
 """Sent before loss is judged by them, and by how many of the last ones it is."""
 
-BURSTS = 8
-"""Of the last ones the largest counts."""
+BURSTS = 8  # of the last ones the largest counts
 
 QUEUE_SHARE, QUEUE_S = 0.5, 0.01
 """A way is full while round trips take so much longer than the shortest one, as a share and at least in seconds."""
@@ -27,8 +26,7 @@ UTILIZATION, PROBING, DRAINING = 0.97, 1.25, 0.75
 what is used until a queue is gone."""
 
 CYCLE, PROBES = 24, 6
-REMEMBERED_S = 30.0
-"""The highest rate within so many seconds counts."""
+REMEMBERED_S = 30.0  # the highest rate within so many seconds counts
 
 _BURST_S = 0.01  # of what may leave at once after a pause
 

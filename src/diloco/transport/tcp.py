@@ -32,8 +32,7 @@ SEGMENT_BYTES = 1448
 FIRST_WINDOW_BYTES = 10 * SEGMENT_BYTES
 """Of a connection that has been silent for longer than a round trip or two: RFC 6928, RFC 5681 section 4.1."""
 
-LARGEST_WINDOW_BYTES = 1 << 22
-"""In flight over one connection: Linux's largest send buffer by default."""
+LARGEST_WINDOW_BYTES = 1 << 22  # in flight over one connection: Linux's largest send buffer by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +91,10 @@ class Tcp:
         return np.maximum(0.0, lost)
 
 
-KEEPING_THEIR_RATE = ("bbr",)
-"""Congestion control that does not slow down at a lost packet or after a pause."""
-
-MOST_IN_ALL = 64
-"""Connections to all other hosts, where nobody has chosen their number."""
-
-NEARLY, UNNOTICED_S = 1.1, 0.01
-"""A transfer that takes so many times as long, and so much longer, is as good."""
-
-NEAR_S = 0.002
-"""Over a shorter round trip one connection is as good as many."""
+KEEPING_THEIR_RATE = ("bbr",)  # congestion control that does not slow down at a lost packet or after a pause
+MOST_IN_ALL = 64  # connections to all other hosts, where nobody has chosen their number
+NEARLY, UNNOTICED_S = 1.1, 0.01  # a transfer that takes so many times as long, and so much longer, is as good
+NEAR_S = 0.002  # over a shorter round trip one connection is as good as many
 
 FEW, MANY = 4, 16
 """Connections to all others together. One that halves its rate at every loss carries little over a long way, and starts
@@ -198,5 +190,4 @@ class _Asked(Protocol):
     def getsockopt(self, level: int, optname: int, buflen: int, /) -> bytes: ...
 
 
-_TCP_INFO = struct.Struct("=8B24I4Q6I")
-"""The beginning of Linux's ``struct tcp_info``."""
+_TCP_INFO = struct.Struct("=8B24I4Q6I")  # the beginning of Linux's ``struct tcp_info``

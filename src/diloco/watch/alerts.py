@@ -15,11 +15,8 @@ from diloco.watch.records import whole
 
 __all__ = ["Alert", "Thresholds", "find_alerts"]
 
-_LATELY = 200
-"""Inner steps for which a single event stays worth an alert."""
-
-_ROUNDS_LATELY = 5
-"""The same for rounds, of one fragment."""
+_LATELY = 200  # inner steps for which a single event stays worth an alert
+_ROUNDS_LATELY = 5  # the same for rounds, of one fragment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from diloco.watch.records import Record, finite, number, numbers, text, whole
 
 __all__ = ["Cell", "Grid", "Part"]
 
-OUTER_STEPS = 64
-"""Columns that are kept: of every fragment, the newest."""
+OUTER_STEPS = 64  # columns that are kept: of every fragment, the newest
 
 _MOST_FRAGMENTS = 256
 _MOST_REPLICAS = 1_024

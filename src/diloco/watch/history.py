@@ -15,8 +15,7 @@ from diloco.watch.series import Series
 
 __all__ = ["OF_OUTER_STEPS", "ProcessHistory", "RunHistory", "Spike"]
 
-_SPIKE = 2.0
-"""Gradient norms of this many times their median are kept; what is alarming is for others to say."""
+_SPIKE = 2.0  # gradient norms of this many times their median are kept; what is alarming is for others to say
 
 _MEDIAN_OF = 101
 _MOST_FRAGMENTS = 256

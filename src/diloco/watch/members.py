@@ -11,8 +11,7 @@ from diloco.watch.records import Record, finite, number, text, whole
 
 __all__ = ["GONE", "Seen", "fetched", "member_rows"]
 
-GONE = ("gone", "finished")
-"""States in which a peer need not answer."""
+GONE = ("gone", "finished")  # states in which a peer need not answer
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,8 @@ from diloco.watch.series import Series
 
 __all__ = ["CHUNK_ROWS", "MOST_LINES", "Watched", "difference", "page_data"]
 
-CHUNK_ROWS = 64
-"""Rows of a curve that are sent again when one of them changes."""
-
-MOST_LINES = 8
-"""Processes of a run whose curves are drawn; the table of peers has all."""
+CHUNK_ROWS = 64  # rows of a curve that are sent again when one of them changes
+MOST_LINES = 8  # processes of a run whose curves are drawn; the table of peers has all
 
 _APART = re.compile(r"out$|monitor\.|swarm\.(identity|listen|announce)")
 """Settings that differ between runs without making them different."""

@@ -22,8 +22,7 @@ from diloco.watch.page_data import difference
 __all__ = ["LOOPBACK", "Board", "make_app"]
 
 _COOKIE = "diloco-watch"
-_ALIVE_S = 15.0
-"""A comment is sent after so much silence, so that a reader who has left is noticed."""
+_ALIVE_S = 15.0  # a comment is sent after so much silence, so that a reader who has left is noticed
 
 _MOST_READERS = 32
 
@@ -39,8 +38,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-"""Names of this machine for itself."""
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")  # names of this machine for itself
 
 Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 

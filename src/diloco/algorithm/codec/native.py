@@ -25,8 +25,7 @@ __all__ = [
     "unavailable_reason",
 ]
 
-VERSION = 2
-"""KERNELS_VERSION of _kernels.c."""
+VERSION = 2  # KERNELS_VERSION of _kernels.c
 
 _ADDRESS = ctypes.c_void_p
 _COUNT = ctypes.c_int64

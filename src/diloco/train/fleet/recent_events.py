@@ -26,8 +26,7 @@ KEPT = {
 }
 """How many of each kind are kept. Notes are not told: they hold addresses and paths."""
 
-_UNTOLD = ("facts", "resumed_from", "path", "summary")
-"""Fields that speak of this machine."""
+_UNTOLD = ("facts", "resumed_from", "path", "summary")  # fields that speak of this machine
 
 _MOST_TOLD = 600
 _LONGEST_TEXT = 2_000

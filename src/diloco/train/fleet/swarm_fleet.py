@@ -32,8 +32,7 @@ __all__ = ["SwarmFleet"]
 
 _STARTING = "it is starting"
 _CLOCK_OFF_S = 3.0  # worth telling
-_ROUND_MAY_TAKE_S = 4.0
-"""When somebody asks to stop, a round in flight has this long to end."""
+_ROUND_MAY_TAKE_S = 4.0  # when somebody asks to stop, a round in flight has this long to end
 
 
 class SwarmFleet(PeerFleet):

@@ -30,8 +30,7 @@ __all__ = ["DirectStreams", "hosts_in"]
 
 _PROOF_BYTES = 32
 _PROOF_S = 10.0
-_MOST_UNPROVEN = 64
-"""Of more connections than this at a time that have proved nothing yet, the newest are refused."""
+_MOST_UNPROVEN = 64  # of more connections than this at a time that have proved nothing yet, the newest are refused
 _MOST_PLACES = 16
 _REACH_S = 10.0
 _HOST = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/")

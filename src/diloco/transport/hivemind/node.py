@@ -24,11 +24,9 @@ from diloco.transport.peers.streams import Stream, within
 __all__ = ["Node"]
 
 _PROTOCOL = "diloco/1"
-_RECORD_S = 1800.0
-"""How long a record stays: a peer that has ended is forgotten then."""
+_RECORD_S = 1800.0  # how long a record stays: a peer that has ended is forgotten then
 _PING_S = 3.0
-KEEP_UP_EVERY_S = 30.0
-"""How often a peer compares its time with that of others."""
+KEEP_UP_EVERY_S = 30.0  # how often a peer compares its time with that of others
 _KEY = "diloco/1/"  # of the records of a run in the DHT, before its name
 _MOST_RECORDS = 4096  # of a run that are looked at
 _MOST_CLOCKS = 8  # peers that are asked for their time

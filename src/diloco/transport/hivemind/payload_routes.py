@@ -24,8 +24,7 @@ from diloco.units import visible
 
 __all__ = ["PayloadRoutes"]
 
-_FORGET_S = 600.0
-"""A peer that could not be reached directly is not tried again for so long."""
+_FORGET_S = 600.0  # a peer that could not be reached directly is not tried again for so long
 
 
 class PayloadRoutes:

@@ -29,8 +29,7 @@ from diloco.waiting import waiting_for
 
 __all__ = ["Place", "TcpWire", "connect", "connect_again"]
 
-PORT_TIMEOUT_S = 5.0
-"""For the owner of the rendezvous' port to answer as a diloco, or to give the port up."""
+PORT_TIMEOUT_S = 5.0  # for the owner of the rendezvous' port to answer as a diloco, or to give the port up
 _LISTEN_AGAIN_S = 0.2
 
 

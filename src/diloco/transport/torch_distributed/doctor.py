@@ -21,8 +21,7 @@ from diloco.transport.secret import TurnedAwayError
 
 __all__ = ["Finding", "examine", "serve_probes"]
 
-MOST_BYTES = 64_000_000
-"""The most that is moved for one question."""
+MOST_BYTES = 64_000_000  # the most that is moved for one question
 
 _CHUNK_BYTES = 1 << 20
 _PINGS = 10

@@ -29,8 +29,7 @@ __all__ = ["ask", "exchange_word", "greet", "question", "said", "serve"]
 _LONGEST_S = 30 * 86_400.0
 _ANSWER_S = 5.0
 _MOST_UNANSWERED = 3  # questions
-TELL_EVERY_S = 1.5
-"""How often those who wait are told who is missing: before they would say so to anybody."""
+TELL_EVERY_S = 1.5  # how often those who wait are told who is missing: before they would say so to anybody
 
 
 def serve(connections: ConnectionManager, registry: Registry) -> None:
