@@ -17,8 +17,8 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.overheads import Overheads
+from diloco.simulate.traffic import Workload
 from diloco.simulate.utilization import simulate
-from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
 
 FLOAT32 = make_codec("float32")

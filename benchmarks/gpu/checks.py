@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.gpu.sizes import Sizes
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.digest import digest_tensors
-from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
 from diloco.model.language_model import LanguageModel, LossChunks, document_numbers
@@ -25,8 +25,7 @@ from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
 from diloco.train.inner import InnerLoop
 from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import ParallelModel, Strategy, parallelise
-from diloco.train.prepare import prepare_blocks
+from diloco.train.parallel import ParallelModel, Strategy, parallelise, prepare_blocks
 from diloco.train.resolve import CODEC_NAMES
 from diloco.train.settings import InnerSettings
 from diloco.transport.replica_group import open_replica_group

@@ -14,8 +14,8 @@ from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.overheads import Conditions
+from diloco.simulate.traffic import Workload
 from diloco.simulate.utilization import simulate_cycles
-from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
 
 MARKER = "<!-- what follows is written by python -m benchmarks.means -->"

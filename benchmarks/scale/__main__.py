@@ -17,7 +17,7 @@ from benchmarks.scale.churn import Churn, void_probability
 from benchmarks.scale.round_cost import RoundCost
 from benchmarks.scale.sweep import sweep
 from diloco.algorithm.codec import make_codec
-from diloco.simulate.workload import Workload
+from diloco.simulate.traffic import Workload
 
 HERE = Path(__file__).parent
 MARKER = "<!-- what follows is written by python -m benchmarks.scale -->"

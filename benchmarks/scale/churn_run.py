@@ -18,9 +18,8 @@ from benchmarks.scale.churn import Churn, Membership, ViewChange
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.cluster import Cluster
-from diloco.simulate.traffic import Traffic
+from diloco.simulate.traffic import Traffic, Workload
 from diloco.simulate.utilization import handed_in_s
-from diloco.simulate.workload import Workload
 from diloco.transport.links import LinkArrays, round_times
 
 __all__ = ["ChurnRun"]

@@ -18,7 +18,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.simulate.cluster import Cluster
-from diloco.simulate.workload import Workload
+from diloco.simulate.traffic import Workload
 from diloco.transport.links import Link
 
 __all__ = ["Scaled", "simulate_churn", "sweep"]

@@ -25,7 +25,7 @@ from benchmarks.simulator.rounds import Rounds, fit
 from diloco.cli.tables import columns
 from diloco.simulate.overheads import FITTED
 from diloco.simulate.planner import Site, candidates
-from diloco.simulate.workload import Workload
+from diloco.simulate.traffic import Workload
 from diloco.transport.links import Link
 
 HERE = Path(__file__).parent

@@ -19,8 +19,8 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.measure import synchronisation_s
 from diloco.simulate.overheads import MERGE_S_PER_VALUE, SEND_S_PER_VALUE, Conditions, Wire
+from diloco.simulate.traffic import Workload
 from diloco.simulate.utilization import simulate_cycles
-from diloco.simulate.workload import Workload
 
 __all__ = ["bare_step_s", "compare", "costs_per_value", "measured_rounds", "missed"]
 

@@ -10,7 +10,7 @@ from benchmarks.wan.plan import Link, Method, Work
 from diloco.errors import ConfigurationError
 from diloco.simulate.overheads import Conditions
 from diloco.simulate.planner import Site, candidates, plan
-from diloco.simulate.workload import Workload
+from diloco.simulate.traffic import Workload
 from diloco.transport.links import Link as EmulatedLink
 from diloco.transport.tcp import CongestionControl
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from diloco.algorithm.fragments import Fragment, partition
     from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
     from diloco.algorithm.muon import Muon, muon
+    from diloco.algorithm.numbers import ValueSchedule
     from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, OuterState, Sgd
     from diloco.algorithm.schedule import Merge, Send, SyncSchedule
-    from diloco.algorithm.value_schedule import ValueSchedule
     from diloco.errors import CodecError, ConfigurationError, ContractError, DiLoCoError
     from diloco.integrations.host import replica_share
     from diloco.outer.diloco import DiLoCo
@@ -58,7 +58,7 @@ _HOMES = {
     "SendersMean": "diloco.algorithm.average_rules",
     "Sgd": "diloco.algorithm.outer_optimizer",
     "SyncSchedule": "diloco.algorithm.schedule",
-    "ValueSchedule": "diloco.algorithm.value_schedule",
+    "ValueSchedule": "diloco.algorithm.numbers",
     "VirtualNetwork": "diloco.transport.links",
     "codec_names": "diloco.algorithm.codec",
     "connect_peer": "diloco.transport.hivemind.library",

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from diloco.algorithm.codec import FP4, BFloat16, Codec, Float16, Float32, Int2, Int8, TopK2, codec_names
 from diloco.algorithm.codec.base import pieces
-from diloco.testing.codecs import spread_values
-from diloco.testing.expectations import same_bits
+from diloco.testing.codecs import same_bits, spread_values
 
 __all__ = [
     "BLOCK",

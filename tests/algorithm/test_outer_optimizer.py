@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.algorithm.outer_optimizer import PIECE, Adam, Nesterov, OuterOptimizer, Sgd
-from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.errors import ConfigurationError
 from diloco.testing import check_outer_optimizer
 

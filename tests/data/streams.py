@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from diloco.data.batches import Batch, Batches
+from diloco.data.batches import Batch, Batches, Prefetcher
 from diloco.data.block_reader import BlockReader
 from diloco.data.heldout import is_heldout
 from diloco.data.packed import Mixture, PackedTokens
-from diloco.data.prefetch import Prefetcher
 from diloco.data.sampler import Sampler
 from diloco.data.sources import DocumentSource
 from diloco.data.stream import DocumentStream

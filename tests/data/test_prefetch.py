@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco.data.assignment import Assignment
-from diloco.data.prefetch import Prefetcher
+from diloco.data.batches import Prefetcher
 from diloco.data.sampler import Sampler
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import lists

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.batches import Batches
+from diloco.data.batches import Batches, Prefetcher
 from diloco.data.permutation import permute
-from diloco.data.prefetch import Prefetcher
 from diloco.data.stream import DocumentStream
 from diloco.data.tokenizer import ByteTokenizer
 from diloco.errors import CheckpointError, ConfigurationError, DataError

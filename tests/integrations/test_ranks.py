@@ -15,7 +15,7 @@ from diloco import DiLoCo, SyncSchedule, connect_replica
 from diloco.algorithm.fragments import local_shard
 from diloco.errors import ConfigurationError
 from diloco.integrations.host import bare_model, check_ranks
-from diloco.integrations.state import load_state, save_state
+from diloco.integrations.hosted_replica import load_state, save_state
 from diloco.transport.address import Address
 from diloco.transport.in_process import InProcessTransport
 from tests.processes import Processes

@@ -12,7 +12,7 @@ from diloco.model.language_model import document_numbers
 from diloco.model.modules import attend, block_mask, boolean_mask
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.prepare import prepare_blocks
+from diloco.train.parallel import prepare_blocks
 
 END = 9
 

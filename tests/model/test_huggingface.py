@@ -18,8 +18,7 @@ from diloco.model.build import build_language_model, check_vocabulary, with_voca
 from diloco.model.huggingface import UNLIMITED, HuggingFaceModel
 from diloco.model.language_model import LossChunks
 from diloco.model.settings import ModelSettings
-from diloco.train.parallel import parallelise
-from diloco.train.prepare import prepare_blocks
+from diloco.train.parallel import parallelise, prepare_blocks
 from diloco.trained.generate import generate
 from diloco.trained.sampling import Sampling
 from diloco.transport.replica_group import open_replica_group

@@ -18,8 +18,8 @@ from diloco.simulate.cluster import Cluster
 from diloco.simulate.loss_cost import CODECS, loss_cost
 from diloco.simulate.overheads import IDEAL, Conditions
 from diloco.simulate.planner import Candidate, Plan, Site, candidates, plan, predict
+from diloco.simulate.traffic import Workload
 from diloco.simulate.utilization import simulate_cycles
-from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
 from tests.runs import train, write_text
 

@@ -17,8 +17,7 @@ from diloco.model.presets import get_preset, preset_names
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
 from diloco.simulate.bandwidth import METHODS, method_named
-from diloco.simulate.traffic import gradient_ready, layer_releases
-from diloco.simulate.workload import Workload
+from diloco.simulate.traffic import Workload, gradient_ready, layer_releases
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import build_model
 from diloco.train.inner import InnerLoop

@@ -14,8 +14,8 @@ from torch import Tensor
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import partition
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.checkpoint.reading import Checkpoint
 from diloco.checkpoint.shards import SavedValues, Shards, load_own
 from diloco.checkpoint.writing import save_checkpoint
@@ -24,8 +24,7 @@ from diloco.model.transformer import build_model
 from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import InnerLoop, InnerStep
 from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import Strategy, parallelise
-from diloco.train.prepare import prepare_model
+from diloco.train.parallel import Strategy, parallelise, prepare_model
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import InnerSettings, TrainSettings
 from diloco.transport.base import Transport

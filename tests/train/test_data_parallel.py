@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import codec_names, make_codec
-from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.errors import NonFiniteError
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model

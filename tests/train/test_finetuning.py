@@ -14,7 +14,7 @@ from diloco.algorithm.outer_optimizer import Sgd
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.cli import main
-from diloco.cli.plan_finetune import finetune_memory
+from diloco.cli.plan import finetune_memory
 from diloco.config.finetune import finetune_line, with_steps
 from diloco.config.run_plan import RunPlan, plan_run
 from diloco.data.chat import build_chat_corpus

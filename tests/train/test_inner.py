@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.errors import NonFiniteError
 from diloco.model.language_model import document_numbers
 from diloco.train.inner import inner_learning_rate

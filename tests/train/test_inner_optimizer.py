@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.errors import ConfigurationError
 from diloco.model.transformer import build_model
 from diloco.train.inner import InnerLoop, inner_learning_rate

@@ -11,8 +11,7 @@ import torch
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.config.run_plan import plan_run
 from diloco.errors import CheckpointError, ConfigurationError
-from diloco.model.build import build_language_model
-from diloco.model.foreign import ForeignModel
+from diloco.model.build import ForeignModel, build_language_model
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer
 from diloco.trained.load import load_trained

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diloco.model.language_model import document_numbers
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.prepare import blocks_of, prepare_blocks, prepare_model
+from diloco.train.parallel import blocks_of, prepare_blocks, prepare_model
 from diloco.train.settings import TrainSettings
 
 SETTINGS = ModelSettings(

@@ -10,7 +10,7 @@ import pytest
 from diloco.events import to_record
 from diloco.train.fleet.recent_events import RecentEvents
 from diloco.transport.hivemind.visitor import PeerReport
-from diloco.watch.swarms import FollowedSwarm
+from diloco.watch.followed import FollowedSwarm
 from tests.monitor.made_events import sent, started, step
 
 NOW_S = 1_000.0

@@ -1,15 +1,16 @@
-"""Checks of numbers that users give, made before the numbers are used."""
+"""Numbers that users give: checks made before they are used, and schedules of a number over steps."""
 
 from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, nearest
 
-__all__ = ["check_number", "check_whole", "learning_rate_of_gain"]
+__all__ = ["ValueSchedule", "check_number", "check_whole", "learning_rate_of_gain"]
 
 
 def check_whole(name: str, value: Any, least: int | None = None) -> int:
@@ -64,3 +65,75 @@ def learning_rate_of_gain(gain: float, momentum: float) -> float:
     (0.4, 0.7, 1.0)
     """
     return round(gain * (1 - momentum), 12)  # not 0.3999999999999999
+
+
+_Kind = Literal["constant", "linear", "cosine", "wsd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSchedule:
+    """Linear warm-up to ``peak``, then one of four shapes down to ``final_ratio * peak`` at ``total_steps``.
+
+    - ``constant``: stays at the peak.
+    - ``linear``: falls in a straight line.
+    - ``cosine``: ``final + (peak - final) * (1 + cos(pi * x)) / 2`` with x from 0 at the end of the warm-up to 1.
+    - ``wsd``: stays at the peak, then falls linearly over the last ``decay_steps``.
+
+    After ``total_steps`` the value stays where it ended: it never rises again.
+
+    Args:
+        peak: the value after the warm-up.
+        kind: the shape.
+        total_steps: step at which the final value is reached.
+        warmup_steps: steps of the warm-up; step s < warmup_steps gives ``peak * (s + 1) / warmup_steps``.
+        final_ratio: final value / peak.
+        decay_steps: length of the fall of ``wsd``.
+
+    >>> rate = ValueSchedule(peak=1.0, kind="cosine", total_steps=10, warmup_steps=2, final_ratio=0.0)
+    >>> [round(rate(step), 3) for step in (0, 1, 2, 6, 10, 11)]
+    [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    peak: float
+    kind: _Kind = "constant"
+    total_steps: int = 0
+    warmup_steps: int = 0
+    final_ratio: float = 0.0
+    decay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("peak", self.peak, -math.inf)
+        check_number("final_ratio", self.final_ratio, 0, 1)
+        for name in ("total_steps", "warmup_steps", "decay_steps"):
+            check_whole(name, getattr(self, name), 0)
+        if self.kind not in get_args(_Kind):
+            raise ConfigurationError(
+                f"kind={self.kind!r} was given; {nearest(str(self.kind), get_args(_Kind))} Nothing was started."
+            )
+        if self.kind != "constant" and self.warmup_steps > self.total_steps:
+            raise ConfigurationError(
+                f"warmup_steps={self.warmup_steps} was given with total_steps={self.total_steps}; the warm-up can't be "
+                "longer than the run. Nothing was started."
+            )
+        if self.kind == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
+            raise ConfigurationError(
+                f"decay_steps={self.decay_steps} was given; use 1 to {self.total_steps - self.warmup_steps}, "
+                "what the warm-up leaves of the run. Nothing was started."
+            )
+
+    def __call__(self, step: int) -> float:
+        """The value for the step that follows ``step`` finished ones."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        return self.peak * (self.final_ratio + (1 - self.final_ratio) * self._shape(step))
+
+    def _shape(self, step: int) -> float:
+        """1 at the end of the warm-up, 0 at ``total_steps`` and after."""
+        if self.kind == "constant":
+            return 1.0
+        if step >= self.total_steps:
+            return 0.0
+        if self.kind == "wsd":
+            return min(1.0, (self.total_steps - step) / self.decay_steps)
+        progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2

@@ -159,8 +159,8 @@ def _settings_of(trained: Trained, given: EvaluateOptions) -> Configuration:
 def _evaluate_answers(trained: Trained, settings: Configuration, given: EvaluateOptions, length: int) -> int:
     """Evaluate on conversations and print."""
     from diloco.data.chat import heldout_rows, read_questions
-    from diloco.trained.answers import answer_questions
     from diloco.trained.evaluate import evaluate
+    from diloco.trained.generate import answer_questions
 
     if given.stride is not None or given.by_document:
         raise ConfigurationError(

@@ -152,8 +152,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
     """Answer the prompt, or every line of standard input."""
-    from diloco.trained.answers import answer
-    from diloco.trained.generate import TextStream
+    from diloco.trained.generate import TextStream, answer
 
     tokenizer, window = trained.chat_tokenizer(), trained.length(given.context, "--context")
     said: list[dict[str, str]] = [{"role": "system", "content": given.system}] if given.system else []

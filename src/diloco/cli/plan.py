@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from tyro.conf import arg
 
 from diloco.cli.sites import SiteOptions
-from diloco.config.flags import parse_options
+from diloco.cli.tables import columns
+from diloco.config.configuration import compose
+from diloco.config.finetune import finetune_line, with_steps
+from diloco.config.flags import CommandLine, parse_options
 from diloco.errors import ConfigurationError
-from diloco.units import parse_share
+from diloco.train.resolve import resolve
+from diloco.units import format_bytes, format_count, parse_share
 
-__all__ = ["PlanOptions", "run"]
+__all__ = ["PlanOptions", "finetune_memory", "run"]
+
+RANKS = (8, 16, 64, 0)
+TYPES = ("float32", "bfloat16")
+CODECS = ("float32", "fp4")
 
 DESCRIPTION = """Which method, H, P, tau and codec, for a model on links: what reaches the target with the least loss.
 
@@ -63,9 +72,7 @@ def run(arguments: Sequence[str]) -> int:
     """Plan, print, write."""
     options = parse_options(PlanOptions, "plan", DESCRIPTION, arguments)
     if options.finetune is not None:
-        from diloco.cli import plan_finetune
-
-        return plan_finetune.run(options.finetune, as_json=options.json)
+        return _plan_finetune(options.finetune, as_json=options.json)
     target = parse_share(options.target_utilization, "--target-utilization")
     _check(options, target)
     from diloco.cli import plan_model
@@ -97,3 +104,56 @@ def _check(options: PlanOptions, target: float) -> None:
         refuse("--step-time 0.8s or --measure is required, to know how long an inner step takes.")
     if not options.bandwidth and not (options.measure and options.peers):
         refuse("--bandwidth 500Mbit or --measure --peers HOST:PORT is required, to know what the links carry.")
+
+
+def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dict[str, Any]:
+    """What a replica keeps beside activations, and what a round sends, in bytes.
+
+    Args:
+        rank: of the adapters; 0: all weights are trained.
+    """
+    from diloco.algorithm.codec import make_codec
+    from diloco.train.components import outline
+    from diloco.train.describe import bytes_per_frozen, bytes_per_trained
+
+    values: dict[str, Any] = {"data.paths": (Path("chat.jsonl"),), "data.tokenizer": "bytes"}
+    if rank:
+        values |= {"model.lora_rank": rank, "model.base_dtype": base_dtype}
+    typed = CommandLine(file=folder, print_config=False, values=values)
+    line, _ = with_steps(finetune_line(typed, full=not rank), rows=1, epochs=1, replicas=1)
+    asked = compose(line)
+    model = outline(asked, 1)
+    settings = resolve(asked, num_layers=model.num_layers, max_sequence_length=model.max_sequence_length)
+    trained, total = model.num_trained(), model.num_parameters()
+    return {
+        "rank": rank,
+        "frozen_weights": base_dtype if rank else None,
+        "trained": trained,
+        "frozen_bytes": round(bytes_per_frozen(settings.model) * (total - trained)),
+        "trained_bytes": bytes_per_trained(settings) * trained,
+        "payload_bytes": {name: make_codec(name).payload_bytes(trained) for name in CODECS},
+    }
+
+
+def _plan_finetune(folder: Path, *, as_json: bool) -> int:
+    """Print what fine-tuning a model takes of memory, and what its rounds send, by rank."""
+    rows = [finetune_memory(folder, rank, dtype) for rank in RANKS for dtype in (TYPES if rank else TYPES[:1])]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    header = ["trained", "parameters", "frozen weights", "what is trained", *(f"round, {name}" for name in CODECS)]
+    cells = []
+    for row in rows:
+        frozen = f"{format_bytes(row['frozen_bytes'])} ({row['frozen_weights']})" if row["rank"] else "-"
+        cells.append(
+            [
+                f"LoRA {row['rank']}" if row["rank"] else "all weights",
+                format_count(row["trained"]),
+                frozen,
+                format_bytes(row["trained_bytes"]),
+                *(format_bytes(row["payload_bytes"][name]) for name in CODECS),
+            ]
+        )
+    print(f"{folder}: memory of a replica beside activations, and what it sends in a round")
+    print(columns(header, cells))
+    return 0

@@ -20,9 +20,8 @@ from diloco.simulate.overheads import IDEAL, Overheads, accuracy
 from diloco.simulate.picture_files import check_picture_path
 from diloco.simulate.pictures import draw_timeline, draw_utilization
 from diloco.simulate.timeline import peak_bytes_per_s, timeline
-from diloco.simulate.traffic import Traffic
+from diloco.simulate.traffic import Release, Traffic, Workload
 from diloco.simulate.utilization import Simulated, simulate
-from diloco.simulate.workload import Release, Workload
 from diloco.units import (
     format_bytes,
     format_count,

@@ -13,7 +13,7 @@ from diloco.units import parse_count, parse_duration_s, parse_rate_bits_per_s, p
 
 if TYPE_CHECKING:
     from diloco.simulate.overheads import Conditions
-    from diloco.simulate.workload import Workload
+    from diloco.simulate.traffic import Workload
     from diloco.transport.links import Link
 
 __all__ = ["SiteOptions", "each"]
@@ -51,7 +51,7 @@ class SiteOptions:
             ConfigurationError: unless exactly one of the two is given.
         """
         from diloco.model.presets import get_preset
-        from diloco.simulate.workload import Workload
+        from diloco.simulate.traffic import Workload
 
         if self.preset and not self.parameters and self.layers is None:
             found = get_preset(self.preset)

@@ -19,9 +19,8 @@ from tyro.conf import Positional, arg
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError, DiLoCoError
 from diloco.watch.alerts import Thresholds
-from diloco.watch.folders import FollowedFolder
+from diloco.watch.followed import FollowedFolder, FollowedSwarm
 from diloco.watch.page_data import page_data
-from diloco.watch.swarms import FollowedSwarm
 
 if TYPE_CHECKING:
     from diloco.transport.hivemind.visitor import Visitor

@@ -8,8 +8,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from diloco.integrations.host import StepWatch, refuse_unfit, required, unwrapped
-from diloco.integrations.hosted_replica import DiLoCoArguments, Figures
-from diloco.integrations.state import load_state, save_state
+from diloco.integrations.hosted_replica import DiLoCoArguments, Figures, load_state, save_state
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 

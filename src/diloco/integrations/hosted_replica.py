@@ -1,26 +1,48 @@
-"""One replica whose loop a framework drives: what the integrations have in common."""
+"""One replica whose loop a framework drives: what the integrations have in common.
+
+DiLoCo's state lies beside the framework's own checkpoint, in ``diloco/replica-M`` of its folder, or in
+``diloco/replica-M-rank-R-of-S`` where ranks share the parameters out and each saves its own: verified, whole or not
+there, and without pickle.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import Codec
+from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.fragments import Fragment, local_shard, trainable_parameters
 from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.errors import ConfigurationError
+from diloco.checkpoint.reading import open_checkpoint
+from diloco.checkpoint.writing import save_checkpoint
+from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundCommitted
-from diloco.integrations.host import StepWatch, unwrapped
+from diloco.integrations.host import StepWatch, is_sharded, unwrapped
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
-__all__ = ["DiLoCoArguments", "Figures", "HostedReplica", "Parameters", "held_values", "hold_values"]
+__all__ = [
+    "DiLoCoArguments",
+    "Figures",
+    "HostedReplica",
+    "Parameters",
+    "exact_state",
+    "has_state",
+    "held_values",
+    "hold_values",
+    "load_state",
+    "restore",
+    "save_state",
+]
 
 Parameters = Literal["global", "local"]
 """Whose values are evaluated, saved for use, and left in the model at the end: what all replicas agree on, or this
@@ -172,3 +194,86 @@ def hold_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Copy ``values`` into the trainable parameters, in their own dtype and on their own device."""
     for name, shard in held_values(model).items():
         shard.copy_(values[name])
+
+
+def exact_state(diloco: DiLoCo, local: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """All that `restore` needs beside the framework's own state.
+
+    Args:
+        local: parameter name -> the local value, where the framework saves global ones as the model.
+    """
+    return {"diloco": diloco.state_dict(), "local": local}
+
+
+def restore(diloco: DiLoCo, state: Mapping[str, Any]) -> None:
+    """Go on where `exact_state` was called, with a model that the framework has loaded, or is about to."""
+    if state["local"] is not None:
+        hold_values(diloco.model, state["local"])
+    diloco.load_state_dict(state["diloco"])
+
+
+def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | None = None) -> None:
+    """Save what this rank needs to go on exactly; to be called on all ranks of the replica.
+
+    Args:
+        checkpoint: the framework's folder.
+        local: parameter name -> the local value, where the framework saves global ones as the model.
+
+    Raises:
+        ConfigurationError: if another replica saves into the same folder.
+        CheckpointError: if it can't be written.
+    """
+    if not is_sharded(diloco.model) and dist.is_initialized() and dist.get_rank() != 0:
+        return
+    replica, mine = diloco.transport.replica, _place(checkpoint, diloco)
+    if others := [name for name in _saved(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]:
+        raise ConfigurationError(
+            f"replica {replica} was to save into {checkpoint}, where {others[0]} saves too, and each would overwrite "
+            "the other's model and optimizer. Give each replica a folder of its own. Nothing was saved."
+        )
+    about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco.model))}
+    save_checkpoint(mine, diloco.steps, {"state": exact_state(diloco, local)}, about=about, keep=1)
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Whether any replica saved its state there."""
+    return bool(_saved(checkpoint))
+
+
+def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
+    """Go on where `save_state` was called; to be called on all ranks of the replica.
+
+    Afterwards the model holds its local parameters, also where the framework saved the global ones.
+
+    Args:
+        checkpoint: the framework's folder.
+        diloco: of this rank, new.
+        check_model: whether the framework has loaded the model already, which then must be the one saved there.
+
+    Raises:
+        CheckpointError: if there is none for this replica, it is damaged, or of another model or schedule.
+    """
+    mine = _place(checkpoint, diloco)
+    if not mine.exists() and (others := _saved(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint} holds {', '.join(others)} and not {mine.name}. Resume from the folder that this replica "
+            "saved, with as many ranks as it had then. Nothing was started."
+        )
+    opened = open_checkpoint(mine)
+    if check_model and opened.about["model"] != digest_tensors(held_values(diloco.model)):
+        raise CheckpointError(
+            f"the model that was loaded is not the one saved in {checkpoint}. Tell the callback which folder it was "
+            "loaded from (resume_from_checkpoint). Nothing was started."
+        )
+    restore(diloco, opened.load("state"))
+
+
+def _place(checkpoint: Path, diloco: DiLoCo) -> Path:
+    """Where this rank's state lies."""
+    suffix = f"-rank-{dist.get_rank()}-of-{dist.get_world_size()}" if is_sharded(diloco.model) else ""
+    return checkpoint / "diloco" / f"replica-{diloco.transport.replica}{suffix}"
+
+
+def _saved(checkpoint: Path) -> list[str]:
+    """Whose state lies there: the names of all places."""
+    return sorted(path.name for path in (checkpoint / "diloco").glob("replica-*"))

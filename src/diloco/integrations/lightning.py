@@ -15,8 +15,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.integrations.host import names_of, refuse_unfit, required
-from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica, Parameters
-from diloco.integrations.state import exact_state, restore
+from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica, Parameters, exact_state, restore
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 

@@ -10,8 +10,15 @@ from torch import nn
 
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.integrations.host import required
-from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica, Parameters, held_values
-from diloco.integrations.state import has_state, load_state, save_state
+from diloco.integrations.hosted_replica import (
+    DiLoCoArguments,
+    HostedReplica,
+    Parameters,
+    has_state,
+    held_values,
+    load_state,
+    save_state,
+)
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 

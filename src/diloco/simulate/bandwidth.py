@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.simulate.cluster import Cluster
-from diloco.simulate.traffic import Parcel, Traffic, data_parallel_traffic, layer_releases
+from diloco.simulate.traffic import Parcel, Traffic, Workload, data_parallel_traffic, layer_releases
 from diloco.simulate.utilization import simulate_cycles
-from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
 
 __all__ = [

@@ -17,8 +17,7 @@ from diloco.model.build import build_language_model
 from diloco.outer.diloco import DiLoCo
 from diloco.train.inner import InnerLoop, inner_learning_rate
 from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import ParallelModel
-from diloco.train.prepare import prepare_model
+from diloco.train.parallel import ParallelModel, prepare_model
 from diloco.train.settings import RunSettings
 from diloco.transport.address import parse_address
 from diloco.transport.links import Link

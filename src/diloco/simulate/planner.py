@@ -14,9 +14,8 @@ from diloco.simulate.bandwidth import bandwidth_needed
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.loss_cost import CostPart, loss_cost
 from diloco.simulate.overheads import Conditions, Overheads
-from diloco.simulate.traffic import Traffic
+from diloco.simulate.traffic import Traffic, Workload
 from diloco.simulate.utilization import Simulated, simulate_cycles
-from diloco.simulate.workload import Workload
 from diloco.transport.links import Link
 
 __all__ = ["INNER_STEPS", "OVERLAPS", "Candidate", "Plan", "Site", "candidates", "clipped_bytes", "plan", "predict"]

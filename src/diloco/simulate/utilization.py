@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from diloco.algorithm.schedule import Send
 from diloco.errors import ConfigurationError
-from diloco.simulate.cluster import Cluster
-from diloco.simulate.late_steps import LateSteps
+from diloco.simulate.cluster import Cluster, LateSteps
 from diloco.simulate.traffic import Parcel, Traffic
 from diloco.transport.links import RoundTimes, round_times
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -11,9 +12,31 @@ from torch import Tensor
 
 from diloco.algorithm.codec import Codec
 from diloco.errors import CodecError, ContractError
-from diloco.testing.expectations import contract, expect, same_bits
 
-__all__ = ["check_bytes", "check_codec", "check_payload", "spread_values"]
+__all__ = ["check_bytes", "check_codec", "check_payload", "contract", "expect", "same_bits", "spread_values"]
+
+
+@contextmanager
+def contract(kind: str, value: object) -> Iterator[None]:
+    """Inside, whatever is raised is a broken contract of ``value``, which is a ``kind``."""
+    try:
+        yield
+    except ContractError as broken:
+        raise ContractError(f"{kind} {type(value).__name__}: {broken}") from broken
+    except Exception as error:
+        raise ContractError(f"{kind} {type(value).__name__} raised {type(error).__name__}: {error}") from error
+
+
+def expect(kept: bool, broken: str) -> None:
+    """Raise `ContractError` with ``broken``, a clause without its full stop, unless ``kept``."""
+    if not kept:
+        raise ContractError(f"{broken}.")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two float32 tensors are alike to the sign of a zero and the payload of a NaN."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
 
 _LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 

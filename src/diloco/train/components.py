@@ -12,9 +12,9 @@ from diloco.algorithm.codec import Codec, make_codec
 from diloco.algorithm.fragments import Fragment, partition
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, ScalarSchedule, Sgd
 from diloco.algorithm.settings import CodecSettings, FragmentSettings, MergeSettings, OuterSettings
-from diloco.algorithm.value_schedule import ValueSchedule
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.errors import CheckpointError, ConfigurationError, ContractError, FragmentError
 from diloco.model.build import build_language_model, with_vocabulary

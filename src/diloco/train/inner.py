@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from diloco.algorithm.fragments import local_shard
-from diloco.algorithm.value_schedule import ValueSchedule
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.devices import to_device
 from diloco.errors import NonFiniteError
 from diloco.model.language_model import documents_of

@@ -1,4 +1,4 @@
-"""How the replica of a process becomes a member of a run that goes on: when it starts, and after it lost the others."""
+"""How a replica comes to where its run goes on: at a checkpoint, where the others are, or after it lost them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
-from diloco.errors import ConfigurationError, RunOverError, TransportError
+import torch
+
+from diloco.checkpoint.reading import Checkpoint, open_checkpoint
+from diloco.errors import CheckpointError, ConfigurationError, RunOverError, TransportError
 from diloco.events import Event, Note, ViewChanged
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.local_replica import Replica
+from diloco.train.reports import model_fingerprint
+from diloco.train.resuming import checkpoint_home
 from diloco.train.session import Session
+from diloco.train.session_state import load_session
 from diloco.train.stopping import StopAsked, StopRequest
 from diloco.waiting import waiting_for
 
-__all__ = ["OVER", "come_back", "follow_views", "join_run"]
+__all__ = ["OVER", "come_back", "find_beginning", "follow_views", "join_run"]
 
 _AGAIN_S = 1.0
 
@@ -145,3 +152,70 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout
     if replica.diloco is not None:
         replica.diloco.steps = totals.steps - session.settings.train.data_parallel_steps
     replica.sampler.join_at(totals.steps, replica.diloco.shared.data_order if replica.diloco else "")
+
+
+def find_beginning(session: Session, fleet: PeerFleet | None, home: Path, emit: Callable[[Event], None]) -> str | None:
+    """Bring a session to where its run goes on: where the others are, or at the checkpoint that was asked for.
+
+    Replicas in processes of their own that begin together go on from the newest checkpoint that all of them have.
+
+    Args:
+        session: at step 0.
+        fleet: of the session; None: all replicas train in this process.
+
+    Returns:
+        What it goes on from, in words; None: it begins at step 0.
+
+    Raises:
+        CheckpointError: if there is no checkpoint that all have, or it is of another run.
+        TransportError: if the others can't be joined.
+    """
+    settings = session.settings
+    if fleet is not None and fleet.joining:
+        join_run(session, fleet, settings.transport.rendezvous_timeout_s)
+        return "the other replicas"
+    path = settings.checkpoint.resume
+    if path is None:
+        return None
+    if fleet is not None and not fleet.elastic:
+        step = _newest_of_all(fleet)
+        path = checkpoint_home(home, session.replicas[0].number, path) / "checkpoints" / f"step-{step:08d}"
+    checkpoint = open_checkpoint(path)
+    _check_same_run(session, checkpoint)
+    notes = load_session(session, checkpoint, home)
+    before, now = checkpoint.about.get("threads"), torch.get_num_threads()
+    if before not in (None, now) and not session.fleet.elastic:  # where the bits are otherwise the same
+        notes += (
+            f"The checkpoint was saved with train.threads={before}, and this process has {now}: what follows may "
+            f"differ in the last bits from a run that never stopped. --train.threads {before} makes it the same.",
+        )
+    for words in notes:
+        emit(Note(step=session.totals.steps, text=words))
+    return str(checkpoint.path)
+
+
+def _newest_of_all(fleet: PeerFleet) -> int:
+    """The newest step that all processes have a checkpoint of."""
+    held = fleet.held_steps()
+    if lacking := ", ".join(str(rank) for rank, step in held.items() if step < 0):
+        raise CheckpointError(
+            f"--resume was given, and rank {lacking} has no checkpoint in its folder. Put its checkpoints there, or "
+            "start a new run with --init-from the global parameters of another one. Nothing was started."
+        )
+    return min(held.values())
+
+
+def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of other data or another model."""
+    fingerprint = checkpoint.about.get("corpus")
+    if fingerprint != session.corpus.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
+            f"{session.corpus.fingerprint}. Give the same files and tokeniser. Nothing was started."
+        )
+    fingerprint, mine = checkpoint.about.get("model_fingerprint"), model_fingerprint(session.replicas[0].model)
+    if fingerprint not in (None, mine):
+        raise CheckpointError(
+            f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}. Give the model that the run "
+            "began with, from the same source. Nothing was started."
+        )

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import make_codec
-from diloco.data.batches import Batches
+from diloco.data.batches import Batches, Prefetcher
 from diloco.data.corpus import Corpus
-from diloco.data.prefetch import Prefetcher
 from diloco.events import Event
 from diloco.model.build import build_language_model
 from diloco.model.language_model import LanguageModel
@@ -23,8 +22,7 @@ from diloco.train.data_parallel import GradientAverager
 from diloco.train.fleet.base import Fleet
 from diloco.train.inner import InnerLoop, inner_learning_rate
 from diloco.train.inner_optimizer import make_inner_optimizer
-from diloco.train.parallel import Strategy, parallelise
-from diloco.train.prepare import prepare_model
+from diloco.train.parallel import Strategy, parallelise, prepare_model
 from diloco.train.random_state import RandomState
 from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings

@@ -30,13 +30,12 @@ from diloco.events import (
     Sink,
 )
 from diloco.model.build import base_digest, check_vocabulary, with_vocabulary
-from diloco.train.beginning import find_beginning
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
 from diloco.train.dynamic_steps import make_pace
 from diloco.train.fleet.base import Fleet, InProcessFleet
 from diloco.train.fleet.peer_fleet import PeerFleet
-from diloco.train.joining import follow_views
+from diloco.train.joining import find_beginning, follow_views
 from diloco.train.reports import (
     checkpoint_about,
     evaluate_session,

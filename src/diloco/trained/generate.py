@@ -5,16 +5,19 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from diloco.data.chat import Question
+from diloco.data.chat_tokenizer import ChatTokenizer
 from diloco.data.tokenizer import Tokenizer
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, DataError
 from diloco.model.language_model import LanguageModel
 from diloco.trained.sampling import Sampling
 
-__all__ = ["TextStream", "generate", "generate_together"]
+__all__ = ["Answered", "TextStream", "answer", "answer_questions", "generate", "generate_together"]
 
 DEFAULT = Sampling()
 
@@ -185,3 +188,73 @@ class TextStream:
     def _begun(self, stop: str) -> int:
         """How many characters at the end of what is held may be the beginning of ``stop``."""
         return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question, with what a model said."""
+
+    question: Question
+    said: str
+
+    @property
+    def right(self) -> bool:
+        """Whether it is the answer to the letter, but for white space around it."""
+        return self.said.strip() == self.question.answer.strip()
+
+
+def answer(
+    model: LanguageModel,
+    tokenizer: ChatTokenizer,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    window: int,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+) -> Iterator[int]:
+    """The tokens of an answer, until the one that ends it; each is computed when asked for.
+
+    Args:
+        window: tokens that the model sees at most.
+        sampling: how they are drawn; default: the likeliest token each time.
+    """
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    tokens = generate(
+        model,
+        prompt,
+        generator,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_token=tokenizer.answer_end,
+        window=window,
+    )
+    for token in tokens:
+        if token == tokenizer.eos_id:
+            return
+        yield token
+
+
+def answer_questions(
+    model: LanguageModel,
+    tokenizer: ChatTokenizer,
+    questions: Sequence[Question],
+    *,
+    max_new_tokens: int,
+    window: int,
+) -> list[Answered]:
+    """Ask a model every question, and take its likeliest answer.
+
+    Raises:
+        DataError: there are no questions.
+    """
+    if not questions:
+        raise DataError("There is no question to answer. Nothing was evaluated.")
+    found = []
+    for question in questions:
+        tokens = answer(model, tokenizer, question.prompt(tokenizer), max_new_tokens=max_new_tokens, window=window)
+        found.append(Answered(question, tokenizer.decode(list(tokens))))
+    return found

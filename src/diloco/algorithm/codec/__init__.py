@@ -13,8 +13,7 @@ from typing import Any
 from diloco.algorithm.codec.base import Codec, codec_class, codec_names, register
 from diloco.algorithm.codec.casts import BFloat16, Float16, Float32
 from diloco.algorithm.codec.fp4 import FP4
-from diloco.algorithm.codec.int2 import Int2
-from diloco.algorithm.codec.int8 import Int8
+from diloco.algorithm.codec.integers import Int2, Int8
 from diloco.algorithm.codec.topk2 import TopK2
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import call, is_own
