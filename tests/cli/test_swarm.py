@@ -165,10 +165,15 @@ def test_why_a_peer_does_not_answer_is_told(
         visitor.PeerReport("QmAway", 1, problem="no answer within 10 s"),
     ]
 
-    async def look(*_: Any) -> list[visitor.PeerReport]:
-        return found
+    class Asked:
+        async def ask(self) -> list[visitor.PeerReport]:
+            return found
 
-    monkeypatch.setattr(visitor, "list_peers", look)
+    @contextlib.asynccontextmanager
+    async def visiting(*_: Any) -> AsyncIterator[Asked]:
+        yield Asked()
+
+    monkeypatch.setattr(visitor, "visiting", visiting)
     arguments = ["peers", "--run", "mine", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmHere"]
     assert main(arguments) == 0
     shown = capsys.readouterr()

@@ -13,7 +13,7 @@ import pytest
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
-from diloco.transport.hivemind.visitor import PeerReport, list_peers
+from diloco.transport.hivemind.visitor import PeerReport, visiting
 from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.wires import at_once
@@ -108,7 +108,12 @@ class Swarms:
         """What somebody who does not take part sees."""
         at = tuple(address for each in known for address in self.addresses_of(each))
         place = NodePlace(join=at, listen=LOOPBACK, map_ports=False)
-        return asyncio.run(list_peers(self._keys / f"{number}.key", place, Admission(run, "", frozenset())))
+
+        async def ask() -> list[PeerReport]:
+            async with visiting(self._keys / f"{number}.key", place, Admission(run, "", frozenset())) as visitor:
+                return await visitor.ask()
+
+        return asyncio.run(ask())
 
     def meet(self, num_replicas: int, **options: Any) -> list[PeerTransport]:
         """So many peers in one view."""

@@ -12,7 +12,7 @@ from diloco import __version__
 from diloco.cores import choose_waiting
 from diloco.errors import ConfigurationError, DiLoCoError, nearest
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "DONE", "INTERRUPTED", "main"]
 
 COMMANDS = {
     "train": "train a language model with DiLoCo, Streaming DiLoCo, or a baseline",

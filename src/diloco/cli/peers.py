@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,10 +25,9 @@ from diloco.errors import ConfigurationError, DiLoCoError
 from diloco.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from diloco.transport.hivemind.place import Admission, NodePlace
-    from diloco.transport.hivemind.visitor import PeerReport
+    from diloco.transport.hivemind.visitor import PeerReport, Visitor
 
-__all__ = ["about_digests", "run"]
+__all__ = ["about_digests", "asking", "run"]
 
 DESCRIPTION = """List the peers of a run: their step, speed, bandwidth, digest and state, as they say themselves.
 
@@ -78,41 +77,40 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if any(each.status for each in found) else 1
 
 
-async def _ask(options: PeersOptions) -> Sequence[PeerReport]:
+@contextlib.asynccontextmanager
+async def asking(run: str, join: Sequence[str], secret_file: Path | None) -> AsyncIterator[Visitor]:
+    """What asks the peers of a run, until the end of the ``async with``."""
     from diloco.transport.hivemind import visitor
+    from diloco.transport.hivemind.place import Admission, NodePlace
+    from diloco.transport.secret import read_secret
 
+    admission = Admission(run, read_secret(secret_file, "--secret-file"))
+    place = NodePlace(join=tuple(join), listen=(), map_ports=False)
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        place, admission = _place(options)
-        return await visitor.list_peers(Path(folder) / "identity.key", place, admission)
+        async with visitor.visiting(Path(folder) / "identity.key", place, admission) as asked:
+            yield asked
+
+
+async def _ask(options: PeersOptions) -> Sequence[PeerReport]:
+    async with asking(options.run, options.join, options.secret_file) as asked:
+        return await asked.ask()
 
 
 async def _keep_asking(options: PeersOptions) -> None:
     """Show the table and replace it, again and again; where the output is no terminal, one below the other."""
-    from diloco.transport.hivemind import visitor
-
     console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        place, admission = _place(options)
-        async with visitor.visiting(Path(folder) / "identity.key", place, admission) as asking:
-            with Live(console=console, auto_refresh=False) as live:
-                while True:
-                    try:
-                        shown = _picture(await asking.ask(), options.run)
-                    except (DiLoCoError, OSError) as error:
-                        shown = f"The peers could not be asked, and are asked again: {error}"
-                    if console.is_terminal:
-                        live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
-                    else:
-                        print(shown + "\n", flush=True)
-                    await asyncio.sleep(options.every_s)
-
-
-def _place(options: PeersOptions) -> tuple[NodePlace, Admission]:
-    from diloco.transport.hivemind.place import Admission, NodePlace
-    from diloco.transport.secret import read_secret
-
-    admission = Admission(options.run, read_secret(options.secret_file, "--secret-file"))
-    return NodePlace(join=options.join, listen=(), map_ports=False), admission
+    async with asking(options.run, options.join, options.secret_file) as asked:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                try:
+                    shown = _picture(await asked.ask(), options.run)
+                except (DiLoCoError, OSError) as error:
+                    shown = f"The peers could not be asked, and are asked again: {error}"
+                if console.is_terminal:
+                    live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
+                else:
+                    print(shown + "\n", flush=True)
+                await asyncio.sleep(options.every_s)
 
 
 def _picture(found: Sequence[PeerReport], run: str) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco.cli import INTERRUPTED
 from diloco.cli.run_folder import claim_folder
 from diloco.config.configuration import Configuration, parse_arguments
 from diloco.config.flags import CommandLine
@@ -17,8 +18,6 @@ from diloco.config.run_plan import CONFIG_FILE, RunPlan, command_to_go_on, plan_
 from diloco.train.roles import Role, TorchRun, read_torchrun, role_of
 
 __all__ = ["run"]
-
-INTERRUPTED = 130
 
 
 def run(arguments: Sequence[str]) -> int:

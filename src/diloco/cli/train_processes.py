@@ -6,9 +6,11 @@ import dataclasses
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from diloco.cli import DONE, INTERRUPTED
 from diloco.cli.run_folder import (
     clear_folder_of_rank,
     continue_record,
@@ -17,7 +19,6 @@ from diloco.cli.run_folder import (
     not_empty_error,
 )
 from diloco.config.configuration import Configuration
-from diloco.config.keys import flatten
 from diloco.config.run_plan import CONFIG_FILE, RunPlan, words_for_others
 from diloco.monitor.sinks import About, Sinks, make_sinks
 from diloco.train.roles import Role
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["about_run", "launch_ranks", "train_alone", "train_peer", "train_rank"]
 
-DONE, INTERRUPTED = 0, 130
-
 
 def train_alone(plan: RunPlan, folder: Path) -> int:
     """Train all replicas in this process."""
@@ -39,11 +38,8 @@ def train_alone(plan: RunPlan, folder: Path) -> int:
 
     if plan.source is not None:
         continue_record(plan, plan.source, folder)
-    sink = _watch(plan.configuration, folder)
-    try:
+    with closing(_watch(plan.configuration, folder)) as sink:
         summary = run_training(plan.configuration, folder=folder, sink=sink, config_toml=plan.record, notes=plan.notes)
-    finally:
-        sink.close()
     return INTERRUPTED if summary["interrupted"] else DONE
 
 
@@ -69,11 +65,8 @@ def train_peer(plan: RunPlan, folder: Path, typed: Sequence[str]) -> int:
             print(line, file=sys.stderr, flush=True)
         return fleet
 
-    sink = _watch(settings, folder)
-    try:
+    with closing(_watch(settings, folder)) as sink:
         summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=notes, meet=meet)
-    finally:
-        sink.close()
     return DONE if summary["interrupted"] in (None, OVER) else INTERRUPTED
 
 
@@ -132,11 +125,10 @@ def train_rank(plan: RunPlan, role: Role, *, quiet: bool) -> int:
         return fleet
 
     notes = plan.notes if role.is_first else ()
-    sink = _watch(settings, folder, role)
     try:
-        summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=notes, meet=meet)
+        with closing(_watch(settings, folder, role)) as sink:
+            summary = run_training(settings, folder=folder, sink=sink, config_toml=plan.record, notes=notes, meet=meet)
     finally:
-        sink.close()
         if not occupied and not (folder / CONFIG_FILE).exists():
             clear_folder_of_rank(folder)
     return INTERRUPTED if summary["interrupted"] else DONE
@@ -179,15 +171,4 @@ def about_run(configuration: Configuration, folder: Path, role: Role | None = No
     elif configuration.transport.name == "hivemind":
         group = configuration.swarm.run
         name = f"{name}-{platform.node()}"
-    return About(name=name, group=wandb.group or group, config=_by_section(configuration))
-
-
-def _by_section(configuration: Configuration) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in flatten(configuration).items():
-        *sections, leaf = key.split(".")
-        inside = table
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[leaf] = value
-    return table
+    return About(name=name, group=wandb.group or group, config=dataclasses.asdict(configuration))

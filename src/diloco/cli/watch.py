@@ -7,15 +7,15 @@ import contextlib
 import importlib.util
 import secrets
 import socket
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
+from diloco.cli.peers import asking
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError, DiLoCoError
 from diloco.watch.alerts import Thresholds
@@ -107,7 +107,7 @@ async def _export(
         while folder.read():
             pass
     if swarm is not None:
-        async with _visitor(options) as visitor:
+        async with _asking(options) as visitor:
             await _ask(visitor, swarm)
     watched = [*(folder.run for folder in folders), *([swarm.run] if swarm else [])]
     page = export_page({**page_data(watched, options.alert, time.time()), "made_s": round(time.time())})
@@ -143,7 +143,7 @@ async def _serve(
                 await asyncio.sleep(options.every_s)
 
     async def follow_swarm(followed: FollowedSwarm) -> None:
-        async with _visitor(options) as visitor:
+        async with _asking(options) as visitor:
             while True:
                 await _ask(visitor, followed)
                 await asyncio.sleep(options.ask_every_s)
@@ -181,17 +181,8 @@ def _tell_address(options: WatchOptions, listening: socket.socket, token: str) -
     )
 
 
-@contextlib.asynccontextmanager
-async def _visitor(options: WatchOptions) -> AsyncIterator[Visitor]:
-    from diloco.transport.hivemind.place import Admission, NodePlace
-    from diloco.transport.hivemind.visitor import visiting
-    from diloco.transport.secret import read_secret
-
-    admission = Admission(str(options.run), read_secret(options.secret_file, "--secret-file"))
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        place = NodePlace(join=options.join, listen=(), map_ports=False)
-        async with visiting(Path(folder) / "identity.key", place, admission) as visitor:
-            yield visitor
+def _asking(options: WatchOptions) -> contextlib.AbstractAsyncContextManager[Visitor]:
+    return asking(str(options.run), options.join, options.secret_file)
 
 
 async def _ask(visitor: Visitor, swarm: FollowedSwarm) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diloco.algorithm.buffers import collect_buffers
 from diloco.algorithm.codec import make_codec
 from diloco.data.batches import Batches, Prefetcher
 from diloco.data.corpus import Corpus
@@ -28,7 +29,7 @@ from diloco.train.replica_state import ReplicaState
 from diloco.train.settings import RunSettings
 from diloco.trained.load import load_parameters
 
-__all__ = ["Replica", "give_own_model", "make_diloco", "make_replica"]
+__all__ = ["Replica", "ReplicaMaker", "share_global_state"]
 
 AHEAD = 4  # batches made ahead of the training while files are read, unless the settings say a number
 
@@ -51,75 +52,90 @@ class Replica:
         return ReplicaState(self.inner, self.diloco)
 
 
-def make_replica(
-    settings: RunSettings,
-    corpus: Corpus,
-    fleet: Fleet,
-    device: torch.device,
-    number: int,
-    initial: Mapping[str, Tensor] | None,
-    definition: Mapping[str, Any] | None = None,
-    like: Replica | None = None,
-) -> Replica:
-    """Replica ``number`` at step 0, without an outer loop.
+@dataclass(frozen=True)
+class ReplicaMaker:
+    """What the replicas of a process are made of, and how."""
 
-    Args:
-        initial: parameter name -> value to begin from; None: a fresh initialisation from the seed.
-        definition: of the model, as `diloco.model.build.build_language_model` takes it.
-        like: a replica that holds the same as long as gradients are averaged, and whose model and inner loop this one
-            uses until `give_own_model`; None: it has its own.
-    """
-    inner = like.inner if like else _make_inner(settings, corpus, fleet, device, initial, definition)
-    codec = settings.codec.name if settings.algorithm == "data-parallel" else None
-    gradients = GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), fleet.group)
-    batches = _make_batches(settings, corpus, number, elastic=fleet.elastic)
-    return Replica(number, inner.model, inner, batches, RandomState(settings.seed, number), gradients)
+    settings: RunSettings  # resolved
+    corpus: Corpus
+    fleet: Fleet
+    device: torch.device  # to train on
+    initial: Mapping[str, Tensor] | None  # parameter name -> value to begin from; None: fresh ones, or the source's
+    definition: Mapping[str, Any] | None  # of the model, as `diloco.model.build.build_language_model` takes it
+
+    def replica(self, number: int, first: Replica | None) -> Replica:
+        """Replica ``number`` at step 0, without an outer loop; it uses the model and inner loop of ``first`` if it may.
+
+        It may while gradients are averaged, where both hold the same after every step, until `part`.
+        """
+        settings, fleet = self.settings, self.fleet
+        shared = first is not None and _may_share(first.model, settings)
+        inner = first.inner if first and shared else self._inner(self.initial)
+        codec = settings.codec.name if settings.algorithm == "data-parallel" else None
+        gradients = GradientAverager(inner.model, fleet.endpoint(number), make_codec(codec or "float32"), fleet.group)
+        batches = _make_batches(settings, self.corpus, number, elastic=fleet.elastic)
+        return Replica(number, inner.model, inner, batches, RandomState(settings.seed, number), gradients)
+
+    def part(self, first: Replica, others: Sequence[Replica]) -> None:
+        """Give a copy of the model and the inner loop, with all that they hold, to the others that use the first's."""
+        for replica in others:
+            if replica.model is first.model:
+                inner = self._inner(None)
+                inner.model.load_saved_state(first.model.saved_state())
+                inner.load_state_dict(first.inner.state_dict())
+                replica.model, replica.inner = inner.model, inner
+                endpoint = self.fleet.endpoint(replica.number)
+                replica.gradients = GradientAverager(inner.model, endpoint, replica.gradients.codec)
+
+    def diloco(self, replica: Replica, on_event: Callable[[Event], None]) -> DiLoCo:
+        """The outer loop of a replica, whose parameters become the global ones.
+
+        Beside a GPU of Apple's, which lacks some operations of the codecs, global state is on the host.
+        """
+        settings = self.settings
+        on_host = settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
+        return DiLoCo(
+            replica.model,
+            replica.inner.optimizer,
+            transport=self.fleet.endpoint(replica.number),
+            **outer_arguments(settings, replica.model),
+            global_device="cpu" if on_host else None,
+            telemetry=settings.outer.telemetry,
+            on_event=on_event,
+            compare_arguments=False,  # the settings were, when the replicas met
+        )
+
+    def _inner(self, initial: Mapping[str, Tensor] | None) -> InnerLoop:
+        settings, train, group = self.settings, self.settings.train, self.fleet.group
+        strategy: Strategy = train.parallelism if group.size > 1 else "none"
+        place = "cpu" if strategy == "fsdp" else self.device
+        model = build_language_model(settings.model, seed=settings.seed, device=place, definition=self.definition)
+        if initial is not None:
+            load_parameters(model, initial)
+        prepare_model(model, train)
+        end = self.corpus.tokenizer.eos_id if train.document_masks else None
+        return InnerLoop(
+            parallelise(model, strategy, group, self.device),
+            make_inner_optimizer(settings.inner, model),
+            learning_rate=inner_learning_rate(settings.inner, train.steps),
+            clip_norm=settings.inner.clip_norm,
+            precision=train.precision,
+            accumulation=train.gradient_accumulation,
+            end_of_document=ENDS if self.corpus.train.marks_ends else end,
+        )
 
 
-def give_own_model(
-    settings: RunSettings,
-    corpus: Corpus,
-    fleet: Fleet,
-    device: torch.device,
-    replica: Replica,
-    definition: Mapping[str, Any] | None = None,
-) -> None:
-    """A copy of the model and the inner loop, with all that they hold, for a replica that used another's."""
-    shared = replica.inner
-    inner = _make_inner(settings, corpus, fleet, device, None, definition)
-    inner.model.load_saved_state(shared.model.saved_state())
-    inner.load_state_dict(shared.state_dict())
-    replica.model, replica.inner = inner.model, inner
-    replica.gradients = GradientAverager(inner.model, fleet.endpoint(replica.number), replica.gradients.codec)
+def share_global_state(replica: Replica, first: Replica) -> None:
+    """Hold what a replica agrees on with the first one of its process only once."""
+    if replica.diloco and first.diloco and first is not replica:
+        replica.diloco.outer_loop.share(first.diloco.outer_loop)
 
 
-def _make_inner(
-    settings: RunSettings,
-    corpus: Corpus,
-    fleet: Fleet,
-    device: torch.device,
-    initial: Mapping[str, Tensor] | None,
-    definition: Mapping[str, Any] | None,
-) -> InnerLoop:
-    group = fleet.group
-    strategy: Strategy = settings.train.parallelism if group.size > 1 else "none"
-    model = build_language_model(
-        settings.model, seed=settings.seed, device="cpu" if strategy == "fsdp" else device, definition=definition
-    )
-    if initial is not None:
-        load_parameters(model, initial)
-    prepare_model(model, settings.train)
-    parallel = parallelise(model, strategy, group, device)
-    end = corpus.tokenizer.eos_id if settings.train.document_masks else None
-    return InnerLoop(
-        parallel,
-        make_inner_optimizer(settings.inner, model),
-        learning_rate=inner_learning_rate(settings.inner, settings.train.steps),
-        clip_norm=settings.inner.clip_norm,
-        precision=settings.train.precision,
-        accumulation=settings.train.gradient_accumulation,
-        end_of_document=ENDS if corpus.train.marks_ends else end,
-    )
+def _may_share(model: LanguageModel, settings: RunSettings) -> bool:
+    """Whether one model serves all replicas that average gradients: batches change buffers, and the scaler of float16
+    looks at each one's gradients."""
+    plain = not model.source_has and collect_buffers(model) == (None, None)
+    return plain and settings.train.precision != "float16"
 
 
 def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic: bool) -> Batches:
@@ -135,21 +151,3 @@ def _make_batches(settings: RunSettings, corpus: Corpus, number: int, *, elastic
     )
     ahead = (AHEAD if corpus.mapped else 0) if ahead is None else ahead
     return Prefetcher(batches, ahead, f"batches of replica {number}") if ahead else batches
-
-
-def make_diloco(settings: RunSettings, replica: Replica, fleet: Fleet, on_event: Callable[[Event], None]) -> DiLoCo:
-    """The outer loop of a replica, whose parameters become the global ones.
-
-    Beside a GPU of Apple's, which lacks some operations of the codecs, global state is on the host.
-    """
-    on_host = settings.train.global_device == "cpu" or replica.inner.device.type == "mps"
-    return DiLoCo(
-        replica.model,
-        replica.inner.optimizer,
-        transport=fleet.endpoint(replica.number),
-        **outer_arguments(settings, replica.model),
-        global_device="cpu" if on_host else None,
-        telemetry=settings.outer.telemetry,
-        on_event=on_event,
-        compare_arguments=False,  # the settings were, when the replicas met
-    )

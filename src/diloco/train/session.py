@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.algorithm.buffers import collect_buffers
 from diloco.algorithm.digest import digest_tensors
 from diloco.checkpoint.parts import Whole
 from diloco.data.corpus import Corpus
@@ -23,7 +22,7 @@ from diloco.outer.diloco import DiLoCo
 from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet.base import Fleet
 from diloco.train.inner import InnerLoop, InnerStep
-from diloco.train.local_replica import Replica, give_own_model, make_diloco, make_replica
+from diloco.train.local_replica import Replica, ReplicaMaker, share_global_state
 from diloco.train.settings import RunSettings
 
 __all__ = ["Session", "Totals"]
@@ -42,12 +41,7 @@ class Totals:
 
 
 class Session:
-    """All replicas of this process, in turns: a step begins on all of them before it is finished on any.
-
-    Args:
-        initial: parameter name -> value to begin from; None: the weights of the model's source, or fresh ones.
-        definition: of a model whose source may be gone, as `diloco.model.build.build_language_model` takes it.
-    """
+    """All replicas of this process, in turns: a step begins on all before it is finished on any."""
 
     def __init__(
         self,
@@ -65,12 +59,11 @@ class Session:
         self.device = device
         self.on_event = on_event
         self.totals = Totals()
-        self._definition = definition
+        self._maker = ReplicaMaker(settings, corpus, fleet, device, initial, definition)
         self.replicas: list[Replica] = []
         for number in fleet.local:
-            like = self.replicas[0] if self.replicas and self._may_share_a_model else None
-            made = make_replica(settings, corpus, fleet, device, number, initial, definition, like)
-            self.replicas.append(made)
+            like = self.replicas[0] if self.replicas and self.averages_gradients else None
+            self.replicas.append(self._maker.replica(number, like))
         self.pace: DynamicSteps | None = None  # which scheduled steps this replica trains; None: all of them
         self._loss = 0.0
         self._inner: tuple[InnerStep, ...] = ()  # of the last step that was trained
@@ -79,22 +72,13 @@ class Session:
     @property
     def averages_gradients(self) -> bool:
         """Whether the next step is a data-parallel one."""
-        in_start = self.totals.steps < self.settings.train.data_parallel_steps
-        return self.settings.algorithm == "data-parallel" or in_start
-
-    @property
-    def _may_share_a_model(self) -> bool:
-        """Whether the replicas hold the same after every step for now, so that one model serves all of this process."""
-        model, float16 = self.replicas[0].model, self.settings.train.precision == "float16"
-        plain = not model.source_has and collect_buffers(model) == (None, None)  # batches change buffers
-        return self.averages_gradients and plain and not float16  # whose scaler looks at each one's gradients
+        shared_start = self.settings.train.data_parallel_steps
+        return self.settings.algorithm == "data-parallel" or self.totals.steps < shared_start
 
     def part_models(self) -> None:
         """Where gradients are not averaged any more, each replica needs a model of its own."""
         if not self.averages_gradients:
-            for replica in self.replicas[1:]:
-                if replica.model is self.replicas[0].model:
-                    give_own_model(self.settings, self.corpus, self.fleet, self.device, replica, self._definition)
+            self._maker.part(self.replicas[0], self.replicas[1:])
 
     def open_to_joiners(self) -> None:
         """All is in place here: let others join, unless the replicas average gradients at every step."""
@@ -183,22 +167,13 @@ class Session:
         return self.replicas[0].model.num_parameters()
 
     def begin_diloco(self, replica: Replica) -> DiLoCo:
-        """The outer loop of a replica; one made now has what the replica holds as global parameters.
-
-        Others may join from then on.
-        """
+        """The outer loop of a replica; one made now takes its parameters as the global ones, and others may join."""
         if replica.diloco is None:
-            replica.diloco = make_diloco(self.settings, replica, self.fleet, self._emit)
+            replica.diloco = self._maker.diloco(replica, self._emit)
             replica.diloco.shared.data_order = replica.sampler.order
-            self.share_global_state(replica)
+            share_global_state(replica, self.replicas[0])
             self.fleet.close_to_joiners("")
         return replica.diloco
-
-    def share_global_state(self, replica: Replica) -> None:
-        """Hold what a replica agrees on with the first one of this process only once."""
-        first = self.replicas[0].diloco
-        if replica.diloco and first and first is not replica.diloco:
-            replica.diloco.outer_loop.share(first.outer_loop)
 
     def close(self) -> None:
         """End what runs beside the training."""
@@ -210,7 +185,7 @@ class Session:
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.drain()
-                self.share_global_state(replica)
+                share_global_state(replica, self.replicas[0])
 
     def global_params(self) -> dict[str, Tensor]:
         """Parameter name -> what the replicas agree on; of the first replica alone where nothing is exchanged.
@@ -261,10 +236,11 @@ class Session:
     def _train(self, step: int) -> float:
         """Inner step ``step`` of every replica; returns the seconds spent averaging gradients, which are no compute."""
         losses, averaging_s = [], 0.0
+        averaging = self.replicas if self.averages_gradients else []
         done: dict[InnerLoop, InnerStep] = {}
         for replica in self.replicas:
             losses.append(self._accumulate(replica))
-            if self.averages_gradients:
+            if averaging:
                 averaging_s += self._send_gradients(replica, step)
             elif self.device.type == "cpu":  # where waiting costs nothing, no gradients need to be kept
                 done[replica.inner] = replica.inner.apply(step)
@@ -273,7 +249,7 @@ class Session:
             self._loss = float(torch.stack(losses).mean())
         else:
             computed_s = time.perf_counter()
-            keep = self._average_gradients() if self.averages_gradients else True
+            keep = all([r.gradients.finish(may_skip=r.inner.scaler.is_enabled()) for r in averaging])
             averaging_s += time.perf_counter() - computed_s
             # All replicas' work is handed to the device before any of it is waited for: once, whatever their number.
             norms = [inner.begin(step, skip=not keep) for inner in inners]
@@ -290,7 +266,7 @@ class Session:
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.finish()
-                self.share_global_state(replica)
+                share_global_state(replica, self.replicas[0])
 
     def _accumulate(self, replica: Replica) -> Tensor:
         tokens, targets = replica.sampler.next_batch()
@@ -308,10 +284,6 @@ class Session:
         if len(self.replicas) > 1 and not replica.inner.scaler.is_enabled():
             replica.inner.optimizer.zero_grad(set_to_none=True)  # they come back as the mean
         return time.perf_counter() - started_s
-
-    def _average_gradients(self) -> bool:
-        applied = [replica.gradients.finish(may_skip=replica.inner.scaler.is_enabled()) for replica in self.replicas]
-        return all(applied)
 
     def _begin_diloco_if_due(self) -> None:
         """Where the shared start ends, what the replicas hold becomes the global parameters."""

@@ -22,7 +22,7 @@ from diloco.checkpoint.shards import SavedValues, Shards, load_own
 from diloco.checkpoint.writing import save_checkpoint
 from diloco.data.batches import Cursor
 from diloco.errors import CheckpointError
-from diloco.train.local_replica import Replica
+from diloco.train.local_replica import Replica, share_global_state
 from diloco.train.replica_state import with_rounds_void
 from diloco.train.resuming import base_home, replicas_in
 from diloco.train.session import Session, Totals
@@ -98,7 +98,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
             if source != replica.number:  # it keeps what all agree on; where gradients are averaged, that is everything
                 replica.diloco.begin_from_global()
                 replica.inner.optimizer.state.clear()
-        session.share_global_state(replica)
+        share_global_state(replica, session.replicas[0])
     words = (f"{round_id} was in flight between others, and counts as void." for round_id in void)
     return (*saved.words(), *dict.fromkeys(words))
 

@@ -19,7 +19,7 @@ from diloco.transport.hivemind.swarm import ask_peer
 from diloco.transport.peers.streams import within
 from diloco.units import visible
 
-__all__ = ["PeerReport", "Visitor", "absence", "list_peers", "status_of", "visiting"]
+__all__ = ["PeerReport", "Visitor", "absence", "status_of", "visiting"]
 
 _ANSWER_S = 10.0
 _MOST_FIELDS, _MOST_CHARACTERS = 64, 64
@@ -145,9 +145,3 @@ async def visiting(identity: Path, place: NodePlace, admission: Admission) -> As
     finally:
         await streams.refuse()
         await streams.close()
-
-
-async def list_peers(identity: Path, place: NodePlace, admission: Admission) -> list[PeerReport]:
-    """Ask every peer of a run once; arguments and errors as for `visiting`."""
-    async with visiting(identity, place, admission) as visitor:
-        return await visitor.ask()
