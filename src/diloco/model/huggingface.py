@@ -135,9 +135,6 @@ class HuggingFaceModel(LanguageModel):
         ``6 * N + 12 * layers * width * context``, as for the native decoder: N counts matrices that a token goes
         through (of experts those that it is sent to; no embeddings, but the output projection also when tied), width
         is that of all heads, and context the tokens that one sees on average, of at most ``sliding_window``.
-
-        Args:
-            sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
         config = self.wrapped.config
         length = self.max_sequence_length if sequence_length is None else sequence_length

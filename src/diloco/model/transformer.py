@@ -155,9 +155,6 @@ class Transformer(LanguageModel):
         and values, over the ``(sequence_length + 1) / 2`` tokens that a token sees on average (PaLM's appendix B
         counts all ``sequence_length``). Left out: embedding lookup, norms, rotary positions, softmax, the activation
         function, loss, optimizer.
-
-        Args:
-            sequence_length: tokens per sequence; default: ``max_sequence_length``.
         """
         settings = self.settings
         length = settings.max_sequence_length if sequence_length is None else sequence_length

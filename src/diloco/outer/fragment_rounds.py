@@ -29,13 +29,14 @@ from diloco.transport.base import Average, Pending, Transport
 
 __all__ = ["FragmentRounds"]
 
+_OF_THE_MOMENT = ("payload", "weight", "base_weight", "digest", "buffers", "integers")  # of a contribution
+
 
 @dataclass(frozen=True, eq=False)
 class _InFlight:
     """One fragment between sending and merging."""
 
-    # what the transport was given. Given again after a checkpoint, it makes the same average.
-    contribution: Contribution
+    contribution: Contribution  # given to the transport again after a checkpoint, it makes the same average
     pending: Pending  # the average on its way
     sent: Tensor | None  # ``(numel,)`` float32, the local parameters at sending, where the merge rule needs them
 
@@ -51,7 +52,6 @@ class FragmentRounds:
     def __init__(self, model: nn.Module, loop: OuterLoop, transport: Transport, arguments: Arguments) -> None:
         codec, decay = arguments.codec, float(arguments.error_feedback)
         self._feedback = {f.index: ErrorFeedback(codec, f.numel, decay=decay) for f in loop.fragments if decay}
-        # one for each fragment
         self.codecs: tuple[Codec, ...] = tuple(self._feedback.get(f.index, codec) for f in loop.fragments)
         self.shared = SharedState(loop)  # what others can fetch of the global parameters and outer state
         self.taking_over = TakingOver(self.shared, transport)  # replaces fragments that turn out to be out of date
@@ -291,11 +291,6 @@ def _in_flight_state(entry: _InFlight) -> dict[str, Any]:
     return {
         "fragment": contribution.round.fragment,
         "outer_step": contribution.round.outer_step,
-        "payload": contribution.payload,
-        "weight": contribution.weight,
-        "base_weight": contribution.base_weight,
-        "digest": contribution.digest,
-        "buffers": contribution.buffers,
-        "integers": contribution.integers,
+        **{name: getattr(contribution, name) for name in _OF_THE_MOMENT},
         "sent": entry.sent,
     }
