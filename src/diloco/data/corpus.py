@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Unpack
 
 import numpy as np
 import xxhash
@@ -13,7 +14,7 @@ from diloco.data.batches import Batches
 from diloco.data.block_reader import BlockReader
 from diloco.data.heldout import documents_of, first_heldout, split_documents
 from diloco.data.packed import Mixture, PackedTokens, shares_of
-from diloco.data.sampler import Sampler, Sharding
+from diloco.data.sampler import Drawing, Sampler
 from diloco.data.settings import DataSettings, SourceSettings
 from diloco.data.sources import DocumentSource, open_source, read_source
 from diloco.data.stream import DocumentStream
@@ -43,26 +44,9 @@ class Corpus:
     """Equal for equal tokens, split and vocabulary size; a hash for telling data sets apart, not for trusting them."""
     mapped: bool = False  # whether files are read while batches are drawn
 
-    def batches(
-        self,
-        *,
-        sequence_length: int,
-        batch_size: int,
-        replica: int,
-        num_replicas: int | None,
-        seed: int,
-        sharding: Sharding = "shuffled",
-    ) -> Batches:
-        """The batches of one replica; the arguments are those of `Sampler`."""
-        return Sampler(
-            self.train,
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            replica=replica,
-            num_replicas=num_replicas,
-            seed=seed,
-            sharding=sharding,
-        )
+    def batches(self, **drawing: Unpack[Drawing]) -> Batches:
+        """The batches of one replica."""
+        return Sampler(self.train, **drawing)
 
     def description(self) -> str:
         """How much there is to train and to evaluate on, and in which shares."""
@@ -80,19 +64,11 @@ class StreamedCorpus(Corpus):
     settings: DataSettings = field(default_factory=DataSettings)
     sources: tuple[tuple[SourceSettings, DocumentSource], ...] = ()
 
-    def batches(
-        self,
-        *,
-        sequence_length: int,
-        batch_size: int,
-        replica: int,
-        num_replicas: int | None,
-        seed: int,
-        sharding: Sharding = "shuffled",
-    ) -> Batches:
+    def batches(self, **drawing: Unpack[Drawing]) -> Batches:
         """The batches of one replica, of a fixed number; see `DocumentStream`."""
+        num_replicas, seed = drawing["num_replicas"], drawing["seed"]
         assert num_replicas is not None, "checked with the settings"
-        assert sharding == "shuffled", "checked with the settings"
+        assert drawing.get("sharding", "shuffled") == "shuffled", "checked with the settings"
         readers = [
             BlockReader(
                 source,
@@ -109,9 +85,9 @@ class StreamedCorpus(Corpus):
             [about.weight for about, _ in self.sources],
             data=xxhash.xxh3_64_hexdigest(f"{self.fingerprint} {seed}".encode()),
             eos_id=self.tokenizer.eos_id,
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            replica=replica,
+            sequence_length=drawing["sequence_length"],
+            batch_size=drawing["batch_size"],
+            replica=drawing["replica"],
             num_replicas=num_replicas,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from reprlib import repr as shortened
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,20 @@ from diloco.data.packed import PackedTokens, num_windows
 from diloco.data.permutation import permute
 from diloco.errors import CheckpointError, ConfigurationError, nearest
 
-__all__ = ["Sampler", "Sharding"]
+__all__ = ["Drawing", "Sampler", "Sharding"]
 
 Sharding = Literal["shuffled", "contiguous"]
+
+
+class Drawing(TypedDict):
+    """What the batches of one replica are drawn by, as `Sampler` explains it."""
+
+    sequence_length: int
+    batch_size: int
+    replica: int
+    num_replicas: int | None
+    seed: int
+    sharding: NotRequired[Sharding]
 
 
 class Sampler:
