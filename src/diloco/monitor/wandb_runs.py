@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from diloco import events
 from diloco.errors import ConfigurationError
-from diloco.monitor.curves import Curves
+from diloco.monitor.files import Curves
 from diloco.monitor.settings import WandbSettings
 from diloco.monitor.sinks import About, say
 
