@@ -13,16 +13,11 @@ __all__ = ["Founding", "Looker", "Lookers"]
 
 @dataclass(frozen=True)
 class Looker:
-    """What one that looks for the others says of itself.
+    """What one that looks for the others says of itself."""
 
-    Attributes:
-        number: of its replica.
-        held_step: the newest step that it could go on from; -1 for none.
-        last: the newest view that it was a member of, or had agreed to be; None: none since its process began.
-    """
-
-    number: int
-    held_step: int = -1
+    number: int  # of its replica
+    held_step: int = -1  # the newest step that it could go on from; -1 for none
+    # the newest view that it was a member of, or had agreed to be; None: none since its process began
     last: View | None = None
 
 
@@ -62,19 +57,12 @@ class Lookers:
 
 @dataclass(frozen=True, kw_only=True)
 class Founding:
-    """What one of them brings to the question.
+    """What one of them brings to the question."""
 
-    Attributes:
-        me: what it says of itself.
-        alone: it knows of nobody to ask.
-        window_s: so long it waits for others that look, too.
-        policy: who may go on.
-    """
-
-    me: Looker
-    alone: bool
-    window_s: float
-    policy: Policy
+    me: Looker  # what it says of itself
+    alone: bool  # it knows of nobody to ask
+    window_s: float  # so long it waits for others that look, too
+    policy: Policy  # who may go on
 
     def founds(self, others: Sequence[Looker], waited_s: float, *, had_members: bool = False) -> View | None:
         """The view of this one alone that it is to found, for the others to join; None: it is not on this one.

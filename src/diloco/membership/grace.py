@@ -16,8 +16,7 @@ from diloco.membership.quorum import more_than_could_lie
 
 __all__ = ["SHARE", "Grace", "due_s"]
 
-SHARE = 0.9
-"""Of the time that is left; the rest is for steps and exchanges that take longer than they did on average."""
+SHARE = 0.9  # of the time that is left; the rest is for steps and exchanges that take longer than they did on average
 
 
 def due_s(
@@ -56,17 +55,13 @@ def due_s(
 class Grace:
     """Until when one replica is waited for, with what its own rounds tell: how long they take, for each fragment.
 
-    Args:
-        replica: its number.
-
     >>> grace = Grace(0)
     >>> grace.learn(0, took_s=3.0, late_s={0: 0.5, 1: 0.0, 2: 2.5})   # 1 s after the last of them
     >>> grace.due_s({(0, 7): {1: 100.0, 2: 100.5}}, {1: 2.0}, members=3, overlap_steps=4)
     100.95
     """
 
-    KEPT: ClassVar[float] = 0.9
-    """What each round keeps of the mean before it: about the last ten count."""
+    KEPT: ClassVar[float] = 0.9  # what each round keeps of the mean before it: about the last ten count
 
     def __init__(self, replica: int) -> None:
         self._replica = replica
@@ -76,7 +71,6 @@ class Grace:
         """A round was committed.
 
         Args:
-            fragment: of the round.
             took_s: from this replica's contribution to the commit.
             late_s: contributor -> how long after the first one it was heard of.
         """
@@ -96,9 +90,7 @@ class Grace:
 
         Args:
             waiting: (fragment, outer step) -> contributor -> when it was heard of.
-            steps_per_s: as for `due_s`.
             members: of the view; so many must have contributed as can't all lie.
-            overlap_steps: as for `due_s`.
 
         Returns:
             By the clock of ``waiting``; None: nobody is kept waiting yet, as far as is known.

@@ -20,8 +20,7 @@ class Lateness:
     (frozenset(), frozenset({1}))
     """
 
-    LOOKS: ClassVar[int] = 4
-    """Who has done nothing from one look to the last of so many after it is late."""
+    LOOKS: ClassVar[int] = 4  # who has done nothing from one look to the last of so many after it is late
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[object, int]] = {}

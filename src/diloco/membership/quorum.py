@@ -13,16 +13,12 @@ __all__ = ["Decision", "Policy", "consequences", "decide", "enough_without", "mo
 
 @dataclass(frozen=True)
 class Policy:
-    """When survivors may form a smaller view.
+    """When survivors may form a smaller view."""
 
-    Attributes:
-        min_replicas: where some are lost, fewer than this never go on; a view that grows may have fewer.
-        split: what a side does that merely lost sight of others, which may be going on without it. ``stop``: only the
-            larger side goes on, or of two halves the one with the lowest-numbered member. ``go-on``: any side does that
-            has ``min_replicas`` of the old members: above half of all replicas there are, that is one side at most.
-    """
-
-    min_replicas: int = 1
+    min_replicas: int = 1  # where some are lost, fewer than this never go on; a view that grows may have fewer
+    # what a side does that merely lost sight of others, which may be going on without it. ``stop``: only the larger
+    # side goes on, or of two halves the one with the lowest-numbered member. ``go-on``: any side does that has
+    # ``min_replicas`` of the old members: above half of all replicas there are, that is one side at most.
     split: Literal["stop", "go-on"] = "stop"
 
 
@@ -50,11 +46,9 @@ def decide(
     count for that as well, as they may have gone on with the silent ones before they did.
 
     Args:
-        view: the present one.
         lost: members that can't be reached, or have left.
         gone: those of them that are known to have ended.
         joining: replicas that want to be members from the next view on.
-        policy: of the run.
         left: those of the lost that said so themselves; they count as ended.
 
     >>> decide(View.of(3), lost={2}, gone=(), joining=(), policy=Policy())

@@ -35,19 +35,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Timer:
-    """Names a timer.
+    """Names a timer."""
 
-    Attributes:
-        kind: ``expire``: a round has taken too long, or the votes of others have; ``look``: look who keeps a round
-            waiting; ``renew``: form the view anew, since a payload connection has broken; ``settle``: a change of views
-            has taken too long.
-        view_id: of the view in which it was set.
-        round: None for ``renew`` and ``settle``.
-    """
-
+    # ``expire``: a round has taken too long, or the votes of others have; ``look``: look who keeps a round waiting;
+    # ``renew``: form the view anew, since a payload connection has broken; ``settle``: a change of views has taken too
+    # long
     kind: Literal["expire", "look", "renew", "settle"]
-    view_id: int
-    round: RoundId | None = None
+    view_id: int  # of the view in which it was set
+    round: RoundId | None = None  # None for ``renew`` and ``settle``
 
 
 @dataclass(frozen=True)
@@ -105,17 +100,13 @@ class StartExchange:
 
 @dataclass(frozen=True)
 class GiveVerdict:
-    """Tell a round's exchange what to sum.
-
-    Attributes:
-        weights: replica -> weight, of all contributors.
-        residuals: replica -> stretch of values of which it holds what was lost of earlier means, of all members.
-    """
+    """Tell a round's exchange what to sum."""
 
     view_id: int
     round: RoundId
     verdict: Verdict
-    weights: Mapping[int, float]
+    weights: Mapping[int, float]  # replica -> weight, of all contributors
+    # replica -> stretch of values of which it holds what was lost of earlier means, of all members
     residuals: Mapping[int, Stretch]
 
 
@@ -142,19 +133,12 @@ class Void:
 
 @dataclass(frozen=True)
 class Adopt:
-    """A view was adopted: tell the owner, and send ``welcome`` with the owner's note to those who join.
+    """A view was adopted: tell the owner, and send ``welcome`` with the owner's note to those who join."""
 
-    Attributes:
-        following: what was adopted.
-        reason: why, with what happened as this rank heard it.
-        joined: ranks that join.
-        welcome: what they are told, but for the note.
-    """
-
-    following: NextView
-    reason: str
-    joined: tuple[int, ...]
-    welcome: Mapping[str, Any]
+    following: NextView  # what was adopted
+    reason: str  # why, with what happened as this rank heard it
+    joined: tuple[int, ...]  # ranks that join
+    welcome: Mapping[str, Any]  # what they are told, but for the note
 
 
 @dataclass(frozen=True)

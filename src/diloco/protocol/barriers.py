@@ -10,18 +10,13 @@ from diloco.protocol.registry import Entry, difference
 
 __all__ = ["Agreement", "Barriers"]
 
-_MOST_BARRIERS = 64
-"""That one rank may tell numbers at; there are two kinds of them."""
+_MOST_BARRIERS = 64  # that one rank may tell numbers at; there are two kinds of them
 
-_MOST_FACTS = 1024
-"""Ranks whose facts are kept while they are no members."""
+_MOST_FACTS = 1024  # ranks whose facts are kept while they are no members
 
 
 class Barriers:
     """The numbers told at each barrier, by rank.
-
-    Attributes:
-        stopping: whether a rank has asked all ranks to stop.
 
     >>> barriers = Barriers()
     >>> barriers.say(0, "end", 7)
@@ -30,7 +25,7 @@ class Barriers:
     """
 
     def __init__(self) -> None:
-        self.stopping = False
+        self.stopping = False  # whether a rank has asked all ranks to stop
         self._said: dict[str, dict[int, int]] = {}
 
     def say(self, rank: int, name: str, value: int) -> None:
@@ -62,16 +57,10 @@ class Agreement:
     Each rank tells its facts to all connected ranks. A rank that has already told its own answers with them, so that a
     joining replica learns those of the members. A rank compares once, when its own loop begins; so a joiner with other
     arguments stops, and disturbs nobody.
-
-    Args:
-        ranks_per_replica: S.
-
-    Attributes:
-        mine: what this rank has told, or None.
     """
 
     def __init__(self, ranks_per_replica: int) -> None:
-        self.mine: Entry | None = None
+        self.mine: Entry | None = None  # what this rank has told, or None
         self._size = ranks_per_replica
         self._theirs: dict[int, Entry] = {}
         self._were_members: set[int] = set()

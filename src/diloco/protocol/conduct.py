@@ -7,8 +7,7 @@ from collections.abc import Collection
 
 __all__ = ["Conduct"]
 
-_LATELY = 32
-"""Rounds that are remembered of each member."""
+_LATELY = 32  # rounds that are remembered of each member
 
 
 class Conduct:
@@ -21,8 +20,7 @@ class Conduct:
     (3, True, False)
     """
 
-    MOST = 3
-    """Who has spoilt so many rounds is to go."""
+    MOST = 3  # who has spoilt so many rounds is to go
 
     def __init__(self) -> None:
         self._rounds: dict[int, deque[bool]] = {}

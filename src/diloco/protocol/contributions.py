@@ -24,27 +24,16 @@ class Contributions:
     """Queue of contributions, held while no view is active or a view change is in progress.
 
     Args:
-        rules: this rank, and how rounds go.
-        policies: what happens when replicas are lost.
         words: rank -> number of messages that have come from it; kept up to date by the roster.
-        outbox: collects actions.
-
-    Attributes:
-        rounds: of the present view; None until this rank is a member.
-        failure: why this rank takes part in no more rounds, or None.
-        reason: why the present view followed the one before, as this rank heard it.
-        step: inner steps that this rank has begun to synchronise; set by its owner.
-        from_step: contributions sent before this inner step are too old for the present view.
-        joined: whether this rank joined a run in progress, so that it has to take over its state.
     """
 
     def __init__(self, rules: Rules, policies: Policies, words: Mapping[int, int], outbox: Outbox) -> None:
-        self.rounds: RoundTable | None = None
-        self.failure: TransportError | None = None
-        self.reason = ""
-        self.step = 0
-        self.from_step = 0
-        self.joined = False
+        self.rounds: RoundTable | None = None  # of the present view; None until this rank is a member
+        self.failure: TransportError | None = None  # why this rank takes part in no more rounds, or None
+        self.reason = ""  # why the present view followed the one before, as this rank heard it
+        self.step = 0  # inner steps that this rank has begun to synchronise; set by its owner
+        self.from_step = 0  # contributions sent before this inner step are too old for the present view
+        self.joined = False  # whether this rank joined a run in progress, so that it has to take over its state
         self._rules = rules
         self._policies = policies
         self._words = words
@@ -65,7 +54,6 @@ class Contributions:
         """Begin the rounds of ``view``, unless this rank takes part no more, and release what was held.
 
         Args:
-            view: the present one.
             carried: contributions to undecided rounds of the view before.
             void: rounds of earlier views that others have found void.
         """

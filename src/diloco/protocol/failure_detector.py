@@ -14,31 +14,21 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Timing:
-    """How soon a silent rank is noticed.
+    """How soon a silent rank is noticed."""
 
-    Attributes:
-        heartbeat_s: between two beats.
-        silence_s: without any word from a rank it counts as lost.
-        latency_s: emulated: every message is delivered this much later.
-    """
-
-    heartbeat_s: float = 2.0
-    silence_s: float = 15.0
-    latency_s: float = 0.0
+    heartbeat_s: float = 2.0  # between two beats
+    silence_s: float = 15.0  # without any word from a rank it counts as lost
+    latency_s: float = 0.0  # emulated: every message is delivered this much later
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a rank is lost.
+    """Why a rank is lost."""
 
-    Attributes:
-        kind: ``gone``: its process has ended; ``cut``: the connection ended and the process can't be asked;
-            ``silent``: the connection stands and nothing comes.
-        text: in words.
-    """
-
+    # ``gone``: its process has ended; ``cut``: the connection ended and the process can't be asked; ``silent``: the
+    # connection stands and nothing comes
     kind: Literal["gone", "cut", "silent"]
-    text: str
+    text: str  # in words
 
 
 class Pulse:
@@ -83,7 +73,6 @@ def silent_ones(quiet_s: Mapping[K, float], timing: Timing) -> list[K]:
 
     Args:
         quiet_s: since when nothing came from each.
-        timing: of the network.
 
     >>> silent_ones({1: 16.0, 2: 0.5}, Timing())
     [1]

@@ -8,8 +8,7 @@ from typing import Any
 
 __all__ = ["HoldBackQueue", "Letter"]
 
-_MOST_MESSAGES = 1000
-"""Many times what a rank sends in a view before all have adopted it."""
+_MOST_MESSAGES = 1000  # many times what a rank sends in a view before all have adopted it
 
 _MOST_BYTES, _STRANGERS_BYTES = 1 << 20, 1 << 17
 """Of the JSON of one sender: a member, and one that may be about to become a member."""
@@ -19,21 +18,13 @@ _ALL_STRANGERS_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Letter:
-    """A message that was received.
+    """A message that was received."""
 
-    Attributes:
-        sender: its rank.
-        message: as it came.
-        connection: over which it came; None: that had ended by then.
-        num_bytes: that its JSON takes, see `room_bytes`.
-        from_member: whether its sender was a member then.
-    """
-
-    sender: int
-    message: Mapping[str, Any]
-    connection: int | None
-    num_bytes: int
-    from_member: bool
+    sender: int  # its rank
+    message: Mapping[str, Any]  # as it came
+    connection: int | None  # over which it came; None: that had ended by then
+    num_bytes: int  # that its JSON takes, see `room_bytes`
+    from_member: bool  # whether its sender was a member then
 
 
 class HoldBackQueue:

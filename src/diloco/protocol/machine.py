@@ -40,31 +40,18 @@ _FOR_MEMBERS = ("meet", "introduce", "excluded", "replaced", "speed")
 
 
 class Machine:
-    """One rank's part in everything that ranks agree on.
-
-    Args:
-        rules: this rank, and how rounds go.
-        policies: what happens when replicas are lost.
-
-    Attributes:
-        roster: connected ranks and members.
-        views: the present view and its rounds.
-        barriers: numbers that ranks tell each other.
-        agreement: the arguments of all ranks' loops.
-        answers: to this rank's request to join, the last one of each rank that was asked.
-        speeds: replica -> inner steps per second, of other members that have told it.
-    """
+    """One rank's part in everything that ranks agree on."""
 
     def __init__(self, rules: Rules, policies: Policies) -> None:
         self.rules = rules
         self.policies = policies
-        self.roster = Roster(rules)
-        self.barriers = Barriers()
-        self.agreement = Agreement(rules.ranks_per_replica)
-        self.speeds: Mapping[int, float] = {}
+        self.roster = Roster(rules)  # connected ranks and members
+        self.barriers = Barriers()  # numbers that ranks tell each other
+        self.agreement = Agreement(rules.ranks_per_replica)  # the arguments of all ranks' loops
+        self.speeds: Mapping[int, float] = {}  # replica -> inner steps per second, of other members that have told it
         self._outbox = Outbox()
-        self.views = ViewManager(rules, policies, self.roster, self._outbox)
-        self.answers: dict[int, Answer] = {}
+        self.views = ViewManager(rules, policies, self.roster, self._outbox)  # the present view and its rounds
+        self.answers: dict[int, Answer] = {}  # to this rank's request to join, the last one of each rank that was asked
         self._asked: frozenset[int] = frozenset()  # ranks that this one has asked to let it join
         self._began = False
         self._held_back = HoldBackQueue()
@@ -73,7 +60,6 @@ class Machine:
         """What to do about ``event``, in order.
 
         Args:
-            event: what happened.
             now_s: when, by a monotonic clock.
 
         Raises:

@@ -20,21 +20,13 @@ _MOST_ADDRESS = 300  # a name of a host has at most 253 characters
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank says of itself before step 0.
+    """What a rank says of itself before step 0."""
 
-    Attributes:
-        rank: r; replica r // S, position r % S.
-        address: ``HOST:PORT`` of its control port.
-        facts: what must be the same on all ranks, name -> value in words.
-        held_step: the newest step of which it has a checkpoint to resume from; -1 for none.
-        places: where the network may find it, in the network's own words.
-    """
-
-    rank: int
-    address: str
-    facts: Mapping[str, str] = field(default_factory=dict)
-    held_step: int = -1
-    places: tuple[str, ...] = ()
+    rank: int  # r; replica r // S, position r % S
+    address: str  # ``HOST:PORT`` of its control port
+    facts: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all ranks, name -> value in words
+    held_step: int = -1  # the newest step of which it has a checkpoint to resume from; -1 for none
+    places: tuple[str, ...] = ()  # where the network may find it, in the network's own words
 
     def to_message(self) -> dict[str, Any]:
         """As JSON."""
@@ -84,7 +76,6 @@ class Registry:
 
     Args:
         num_ranks: M x S.
-        ranks_per_replica: S.
         entries: of those who are in already; with them the registry is of a run that is going on.
     """
 

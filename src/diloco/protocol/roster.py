@@ -11,23 +11,14 @@ __all__ = ["Roster"]
 
 
 class Roster:
-    """Control connections by rank, and the connections of the members of the present view.
-
-    Args:
-        rules: this rank.
-
-    Attributes:
-        connections: rank -> number of its connection.
-        addresses: rank -> where it listens.
-        words: rank -> number of messages that have come over its connection, heartbeats included.
-        in_doubt: ranks whose connection has ended, of which it is not told yet what has become.
-    """
+    """Control connections by rank, and the connections of the members of the present view."""
 
     def __init__(self, rules: Rules) -> None:
-        self.connections: dict[int, int] = {}
-        self.addresses: dict[int, str] = {}
+        self.connections: dict[int, int] = {}  # rank -> number of its connection
+        self.addresses: dict[int, str] = {}  # rank -> where it listens
+        # rank -> number of messages that have come over its connection, heartbeats included
         self.words: dict[int, int] = {}
-        self.in_doubt: set[int] = set()
+        self.in_doubt: set[int] = set()  # ranks whose connection has ended, of which it is not told yet what has become
         self._rules = rules
         self._members: dict[int, int | None] = {}  # None: it was not connected when the view began
 

@@ -75,7 +75,6 @@ def check_payload(codec: Codec, values: Tensor, weight: float = 0.3) -> Tensor:
     """Raise unless ``values`` are encoded, decoded, added and cut as the contract of `Codec` says.
 
     Args:
-        codec: any.
         values: ``(numel,)`` float32, finite.
         weight: to add what is decoded with.
 
@@ -148,7 +147,6 @@ def check_bytes(codec: Codec, payload: Tensor, numel: int) -> None:
     """Raise unless ``codec`` refuses bytes from elsewhere, or decodes them to finite values, in whole and in parts.
 
     Args:
-        codec: any.
         payload: ``(payload_bytes(numel),)`` uint8, whatever it holds.
         numel: values that it stands for.
 

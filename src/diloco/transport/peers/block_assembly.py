@@ -24,20 +24,13 @@ _LEAST_AHEAD_BYTES = 2 << 20
 
 @dataclass(eq=False)
 class Block:
-    """One block of a state.
+    """One block of a state."""
 
-    Attributes:
-        index: its place among the blocks.
-        start, end: its bytes in the state.
-        offset: bytes before this one have come.
-        senders: replicas that sent some of them.
-    """
-
-    index: int
-    start: int
+    index: int  # its place among the blocks
+    start: int  # its bytes in the state
     end: int
-    offset: int = 0
-    senders: set[int] = field(default_factory=set)
+    offset: int = 0  # bytes before this one have come
+    senders: set[int] = field(default_factory=set)  # replicas that sent some of them
     checksum: Any = field(default_factory=xxhash.xxh3_64)
 
     def __post_init__(self) -> None:

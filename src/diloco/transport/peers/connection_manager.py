@@ -42,8 +42,7 @@ MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Connections that are no control connections: they ask for something, or have said nothing yet."""
 _MOST_STRANGERS, _MOST_STRANGERS_OF_ONE = 256, 4
 """Control connections of ranks that are no members, where the network proves whose they are."""
-MOST_UNSENT_BYTES = 4 << 20
-"""That wait for a rank to read them; of strangers, less. Who does not read is not there."""
+MOST_UNSENT_BYTES = 4 << 20  # that wait for a rank to read them; of strangers, less. Who does not read is not there.
 MOST_UNSENT_TO_STRANGERS_BYTES = 1 << 18
 _FLUSH_S = 1.0
 
@@ -53,17 +52,8 @@ class ConnectionManager(ControlThread):
 
     Args:
         rank: of this process; -1 for one that is no member, such as a launcher.
-        timing: of heartbeats.
-        streams: the network.
         tell: called in the control thread when a connection is made or ends, when a message comes, and once for each
             rank that is lost. If it raises because of a message, that message's connection ends.
-
-    Attributes:
-        address: where this process listens.
-        services: by the kind of the first message.
-        admits: whether a rank may connect from an address.
-        arrived: set when a connection is made, and when its first message comes.
-        pulse: whether this process itself has stood still.
     """
 
     def __init__(
@@ -72,9 +62,10 @@ class ConnectionManager(ControlThread):
         super().__init__(rank)
         self.timing = timing
         self.streams = streams
-        self.address = Address("", 0)
-        self.services: dict[str, Service] = {"who": say_who}
-        self.arrived = asyncio.Event()
+        self.address = Address("", 0)  # where this process listens
+        self.services: dict[str, Service] = {"who": say_who}  # by the kind of the first message
+        self.arrived = asyncio.Event()  # set when a connection is made, and when its first message comes
+        # whether a rank may connect from an address
         self.admits: Callable[[int, Address], bool] = lambda rank, address: True
         self._tell = tell
         self._standing: dict[int, ControlConnection] = {}
@@ -83,7 +74,7 @@ class ConnectionManager(ControlThread):
         self._strangers = Gate[int](_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE)
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
-        self.pulse = Pulse(timing)
+        self.pulse = Pulse(timing)  # whether this process itself has stood still
 
     # From any thread.
 

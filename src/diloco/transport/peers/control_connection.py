@@ -36,42 +36,25 @@ OpenStream = Callable[[Address], Awaitable[Stream]]
 
 @dataclass(frozen=True)
 class Ending:
-    """Why nothing more comes over a connection.
+    """Why nothing more comes over a connection."""
 
-    Attributes:
-        reason: in words.
-        given_up: whether the other side says that it heard nothing from this process for too long.
-    """
-
-    reason: str = ""
-    given_up: bool = False
+    reason: str = ""  # in words
+    given_up: bool = False  # whether the other side says that it heard nothing from this process for too long
 
 
 @dataclass(eq=False)
 class ControlConnection:
-    """A control connection.
+    """A control connection."""
 
-    Attributes:
-        rank: of the other process.
-        number: unique in this process, so that another process of the same rank has another one.
-        address: where the other process listens.
-        writer: to the other process.
-        opened: whether this process has opened it, because it wanted to talk to that rank.
-        trusted: whether the other process is a member, or was asked to tell this one who is.
-        heard_s: when something last came, by the clock of the loop.
-        words: number of messages that have come, heartbeats included.
-        task: the one that listens.
-    """
-
-    rank: int
-    number: int
-    address: Address
-    writer: asyncio.StreamWriter
-    opened: bool
-    trusted: bool
-    heard_s: float
-    words: int = 0
-    task: asyncio.Task[None] | None = None
+    rank: int  # of the other process
+    number: int  # unique in this process, so that another process of the same rank has another one
+    address: Address  # where the other process listens
+    writer: asyncio.StreamWriter  # to the other process
+    opened: bool  # whether this process has opened it, because it wanted to talk to that rank
+    trusted: bool  # whether the other process is a member, or was asked to tell this one who is
+    heard_s: float  # when something last came, by the clock of the loop
+    words: int = 0  # number of messages that have come, heartbeats included
+    task: asyncio.Task[None] | None = None  # the one that listens
 
     def __post_init__(self) -> None:
         self._paces = {trusted: TokenBucket(*pace) for trusted, pace in _PACES.items()}
@@ -82,7 +65,6 @@ class ControlConnection:
         """Deliver messages until the connection ends, and no faster than this process can follow.
 
         Args:
-            reader: from the other process.
             began: set when the first message has come, of whatever kind.
             deliver: called with each. If it raises because of the message, the connection ends.
         """
@@ -112,8 +94,6 @@ class ControlConnection:
         A process that is being ended may keep its port for a moment.
 
         Args:
-            ending: of the connection.
-            open_stream: as `Streams.open`.
             longest_s: to wait for an answer, each time.
             stood_still: whether this process did: then the other one may have gone on and ended since, so its port says
                 nothing.

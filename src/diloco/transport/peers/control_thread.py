@@ -20,28 +20,19 @@ __all__ = ["ControlThread"]
 
 T = TypeVar("T")
 
-CLOSING_S = 8.0
-"""Whatever has not ended by then ends with the process: a network that no longer answers, a busy thread."""
+CLOSING_S = 8.0  # whatever has not ended by then ends with the process: a network that no longer answers, a busy thread
 CANCELLING_S = 1.0
 _ROUNDS_OF_ENDING = 5
 
 
 class ControlThread:
-    """A thread with an event loop, which has begun when the constructor returns.
-
-    Args:
-        rank: of this process.
-
-    Attributes:
-        rank: of this process.
-        loop: the event loop.
-    """
+    """A thread with an event loop, which has begun when the constructor returns."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank = rank  # of this process
         self._closing = False
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that anything still holds
-        self.loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()  # the event loop
         self.loop.set_exception_handler(self._note_failure)
         self._thread = threading.Thread(target=self._run, name=f"diloco-control-{rank}", daemon=True)
         self._thread.start()

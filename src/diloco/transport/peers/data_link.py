@@ -49,25 +49,15 @@ class DataLink(Protocol):
 
 @dataclass(frozen=True)
 class LinkRequest:
-    """A link that two ranks are to open, each from its side.
+    """A link that two ranks are to open, each from its side."""
 
-    Attributes:
-        key: names this link and this attempt, alike on both sides.
-        rank: the other one.
-        first: whether I am the one of the lower rank.
-        streams: connections that this end would open.
-        chosen: whether the user chose their number.
-        timeout_s: the longest to wait for the other one.
-        tell: sends a key and a value to the other one's mailbox.
-    """
-
-    key: str
-    rank: int
-    first: bool
-    streams: int
-    chosen: bool
-    timeout_s: float
-    tell: Callable[[str, bytes], None]
+    key: str  # names this link and this attempt, alike on both sides
+    rank: int  # the other one
+    first: bool  # whether I am the one of the lower rank
+    streams: int  # connections that this end would open
+    chosen: bool  # whether the user chose their number
+    timeout_s: float  # the longest to wait for the other one
+    tell: Callable[[str, bytes], None]  # sends a key and a value to the other one's mailbox
 
 
 OpenLink = Callable[[LinkRequest], DataLink]

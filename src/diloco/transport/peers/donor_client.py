@@ -34,29 +34,17 @@ class Meter:
 
 @dataclass(eq=False)
 class FetchContext:
-    """What the donors of one fetch share: what is asked for, and how far it has come. In one event loop.
+    """What the donors of one fetch share: what is asked for, and how far it has come. In one event loop."""
 
-    Attributes:
-        streams: of the network.
-        fragment: its index.
-        after: rounds that must be in the state.
-        expected_bytes: a larger state is refused; None: `state_wire.MAX_STATE_BYTES`.
-        slow_s: as for `fetch_state`.
-        meter: counts the bytes that come.
-        donors: all of them.
-        assembly: of the chosen snapshot; None while none is chosen.
-        defect: an error of the package itself, which ends the fetch.
-    """
-
-    streams: Streams
-    fragment: int
-    after: int
-    expected_bytes: int | None
-    slow_s: float
-    meter: Meter
-    donors: list[Donor] = field(default_factory=list)
-    assembly: Assembly | None = None
-    defect: Exception | None = None
+    streams: Streams  # of the network
+    fragment: int  # its index
+    after: int  # rounds that must be in the state
+    expected_bytes: int | None  # a larger state is refused; None: `state_wire.MAX_STATE_BYTES`
+    slow_s: float  # as for `fetch_state`
+    meter: Meter  # counts the bytes that come
+    donors: list[Donor] = field(default_factory=list)  # all of them
+    assembly: Assembly | None = None  # of the chosen snapshot; None while none is chosen
+    defect: Exception | None = None  # an error of the package itself, which ends the fetch
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -86,27 +74,18 @@ class _DropError(Exception):
 
 
 class Donor:
-    """One donor, and the connections to it.
-
-    Attributes:
-        offer: the snapshot that it holds, as far as is known.
-        answered: whether it has answered, or could not be asked, since the last choice.
-        trouble: what went wrong last, or what it waits for.
-        dropped: whether it is not asked again.
-        asked: the blocks that it is to send, in order.
-        idle_since_s: when it finished its last block, or was asked for the first one.
-    """
+    """One donor, and the connections to it."""
 
     def __init__(self, fetch: FetchContext, replica: int, address: Address) -> None:
         self.fetch = fetch
         self.replica = replica
         self.address = address
-        self.offer: Description | None = None
-        self.answered = False
-        self.trouble = "it has not been heard"
-        self.dropped = False
-        self.asked: deque[Block] = deque()
-        self.idle_since_s = 0.0
+        self.offer: Description | None = None  # the snapshot that it holds, as far as is known
+        self.answered = False  # whether it has answered, or could not be asked, since the last choice
+        self.trouble = "it has not been heard"  # what went wrong last, or what it waits for
+        self.dropped = False  # whether it is not asked again
+        self.asked: deque[Block] = deque()  # the blocks that it is to send, in order
+        self.idle_since_s = 0.0  # when it finished its last block, or was asked for the first one
         self._task: asyncio.Task[None] | None = None
         self._failures = 0
         self._pause_s = _FIRST_PAUSE_S

@@ -47,25 +47,15 @@ _SWEEP_S = 5.0
 
 @dataclass(eq=False)
 class Snapshot:
-    """A fragment's state at one moment.
+    """A fragment's state at one moment."""
 
-    Attributes:
-        fragment: its index.
-        version: of the donor's state, when the copy was made.
-        description: what it consists of.
-        values: the bytes of its tensors, which nobody changes.
-        users: connections over which it is sent.
-        held_until_s: until then somebody whose connection broke may come back for it.
-        left_s: when the last user left.
-    """
-
-    fragment: int
-    version: object
-    description: Description
-    values: TensorBytes
-    users: int = 0
-    held_until_s: float = -math.inf
-    left_s: float = -math.inf
+    fragment: int  # its index
+    version: object  # of the donor's state, when the copy was made
+    description: Description  # what it consists of
+    values: TensorBytes  # the bytes of its tensors, which nobody changes
+    users: int = 0  # connections over which it is sent
+    held_until_s: float = -math.inf  # until then somebody whose connection broke may come back for it
+    left_s: float = -math.inf  # when the last user left
 
 
 class SnapshotCache:
@@ -73,17 +63,14 @@ class SnapshotCache:
 
     With one, an asker that comes after the next round would wait for the askers before it, or end their transfers; more
     than two would take more memory than twice the donor's own state. An asker that needs a third is told to come later.
-
-    Attributes:
-        held_s: how long a snapshot is kept for somebody whose connection broke; nothing takes its place meanwhile.
-        kept_s: how long an unused one is kept while its place isn't needed.
     """
 
     PLACES = 2
 
     def __init__(self, held_s: float = 10.0, kept_s: float = 30.0) -> None:
+        # how long a snapshot is kept for somebody whose connection broke; nothing takes its place meanwhile
         self.held_s = held_s
-        self.kept_s = kept_s
+        self.kept_s = kept_s  # how long an unused one is kept while its place isn't needed
         self.snapshots: list[Snapshot] = []
 
     def named(self, fragment: int, digest: str) -> Snapshot | None:
@@ -132,24 +119,18 @@ class SnapshotCache:
 class DonorService:
     """Answers those who fetch state from this rank. In the control thread, but for its attributes.
 
-    Args:
-        limit_bytes_per_s: of all answers together; None: none.
-
-    Attributes:
-        source: fragment index -> its state, whose tensors nobody changes; called in another thread. None: nothing is
-            published.
-        version: fragment index -> a value that differs after each change of its state; cheap, without a lock, called
-            in the control thread. None: a snapshot counts as current for half a second.
-        cache: the snapshots kept.
-
     Raises:
         ConfigurationError: if the limit is not a positive number.
     """
 
     def __init__(self, limit_bytes_per_s: float | None = None) -> None:
+        # fragment index -> its state, whose tensors nobody changes; called in another thread. None: nothing is
+        # published.
         self.source: SnapshotSource | None = None
+        # fragment index -> a value that differs after each change of its state; cheap, without a lock, called in the
+        # control thread. None: a snapshot counts as current for half a second.
         self.version: Callable[[int], object] | None = None
-        self.cache = SnapshotCache()
+        self.cache = SnapshotCache()  # the snapshots kept
         limited = math.inf if limit_bytes_per_s is None else limit_bytes_per_s * _CHUNK_S
         self.chunk_bytes = int(min(MAX_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, limited)))
         self.bucket = TokenBucket(limit_bytes_per_s, self.chunk_bytes)

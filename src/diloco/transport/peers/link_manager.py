@@ -24,13 +24,11 @@ from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters, congestio
 
 __all__ = ["MOST_CONNECTIONS", "LinkManager"]
 
-MOST_CONNECTIONS = 64
-"""Of one link."""
+MOST_CONNECTIONS = 64  # of one link
 
 _OBSERVE_S = 0.05
 _WORTH_TELLING = 0.1  # of a change of the pace
-_RETRY_S, _RETRY_MORE_S = 0.2, 1.0
-"""After which the first connection of a link, and any other, is tried again."""
+_RETRY_S, _RETRY_MORE_S = 0.2, 1.0  # after which the first connection of a link, and any other, is tried again
 
 
 _PLAIN = Route("TCP")
@@ -40,20 +38,16 @@ class LinkManager:
     """All payload links of one rank.
 
     Args:
-        connections: whose loop does the work, and at which the others' connections come in.
         entries: rank -> its entry; kept up to date by the caller.
         patience_s: how long a link may be without any connection before it ends.
         paces: whether payloads leave at no more than the rate that the way out has shown, where TCP keeps its rate:
             elsewhere the first loss holds it back, and late answers of a busy machine would be taken for a queue.
-
-    Attributes:
-        pace: of all links together.
     """
 
     def __init__(
         self, connections: ConnectionManager, entries: Mapping[int, Entry], patience_s: float, *, paces: bool = True
     ) -> None:
-        self.pace = Pace()
+        self.pace = Pace()  # of all links together
         self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
         self._paces = paces and not self._slows_down
         self._told_bits_per_s = 0.0

@@ -24,8 +24,7 @@ from diloco.transport.peers.round_messages import RoundMessages
 
 __all__ = ["MeanExchange"]
 
-_RESIDUALS = 1 << 16
-"""The number of the first piece of a residual; means have lower ones."""
+_RESIDUALS = 1 << 16  # the number of the first piece of a residual; means have lower ones
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,11 @@ class MeanExchange:
     """The means of one round; in an all-gather, where everybody sums everything, there is nothing to do.
 
     Args:
-        contribution: this rank's.
         plan: who owns which stretch.
-        members: of the view.
-        messages: to and from them.
         values: ``(numel,)`` float32, filled with what everybody decodes.
 
     Raises:
         TransportError: if a link has ended.
-
-    Attributes:
-        owned: the stretch whose mean this rank sends; empty in an all-gather.
     """
 
     def __init__(
@@ -66,6 +59,7 @@ class MeanExchange:
     ) -> None:
         scattered = plan.pattern == "reduce-scatter"
         self._shards = dict(zip(members, plan.shards if scattered else ((0, 0),) * len(members), strict=True))
+        # the stretch whose mean this rank sends; empty in an all-gather
         self.owned = self._shards[contribution.replica]
         self._shared = False
         self._encoding = contribution.mean

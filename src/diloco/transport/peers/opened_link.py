@@ -19,45 +19,30 @@ __all__ = ["OpenedLink", "Route"]
 
 @dataclass(frozen=True)
 class Route:
-    """What carries a link's connections.
+    """What carries a link's connections."""
 
-    Attributes:
-        name: in words.
-        single: whether more than one connection is of no use.
-        dials: whether this end opens them; None: the end of the lower rank does.
-        open: opens one; None: as control connections are opened.
-    """
-
-    name: str
-    single: bool = False
-    dials: bool | None = None
-    open: Callable[[], Awaitable[Stream]] | None = None
+    name: str  # in words
+    single: bool = False  # whether more than one connection is of no use
+    dials: bool | None = None  # whether this end opens them; None: the end of the lower rank does
+    open: Callable[[], Awaitable[Stream]] | None = None  # opens one; None: as control connections are opened
 
 
 @dataclass(eq=False)
 class OpenedLink:
-    """A link, what keeps its connections, and what they show of its way.
+    """A link, what keeps its connections, and what they show of its way."""
 
-    Attributes:
-        request, route: how it was opened.
-        path: the estimate of its way.
-        counted: what the kernel had told of each connection when it was last asked.
-        acknowledged_bytes, was_active: of the link, then.
-        told: connections that the other side was told to open.
-        keeping: tasks, one for each connection that this end opens.
-        watching: notices its end.
-    """
-
-    request: LinkRequest
+    request: LinkRequest  # how it was opened
     route: Route
     link: ReliableLink
-    path: PathEstimate = field(default_factory=PathEstimate)
+    path: PathEstimate = field(default_factory=PathEstimate)  # the estimate of its way
+    # what the kernel had told of each connection when it was last asked
     counted: dict[PayloadConnection, Counters] = field(default_factory=dict)
-    acknowledged_bytes: int = 0
-    was_active: bool = False
-    told: int = 0
+    acknowledged_bytes: int = 0  # of the link, then
+    was_active: bool = False  # whether it was in use, then
+    told: int = 0  # connections that the other side was told to open
+    # tasks, one for each connection that this end opens
     keeping: list[asyncio.Task[None]] = field(default_factory=list)
-    watching: asyncio.Task[None] | None = None
+    watching: asyncio.Task[None] | None = None  # notices its end
 
     @property
     def dials(self) -> bool:

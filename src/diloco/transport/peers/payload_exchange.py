@@ -36,11 +36,7 @@ class PayloadExchange:
 
     Args:
         started: the contribution, its view, and how payloads travel.
-        queue: paces what is sent.
         piece_bytes: about how large a piece is at most.
-
-    Attributes:
-        verdict: what to sum, once it is known.
     """
 
     _messages: RoundMessages
@@ -55,7 +51,7 @@ class PayloadExchange:
         self.contribution, self.plan = started.contribution, started.plan
         self.members = started.view.members
         self.me = self.members.index(started.contribution.replica)
-        self.verdict: Future[GiveVerdict] = Future()
+        self.verdict: Future[GiveVerdict] = Future()  # what to sum, once it is known
         self._view_id = started.view.id
         self._queue = queue
         self._piece_bytes = piece_bytes
@@ -124,8 +120,6 @@ class PayloadExchange:
         """The mean over ``contributors``; ``weights`` has theirs.
 
         Args:
-            weights: replica -> weight.
-            contributors: whose payloads are summed.
             residuals: replica -> the stretch of values of which it holds what was lost of earlier means.
 
         Raises:

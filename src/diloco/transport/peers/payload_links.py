@@ -26,19 +26,11 @@ from diloco.transport.tcp import congestion_control, streams_to_each
 
 __all__ = ["HostCopies", "Links", "PayloadLinks", "SendQueue"]
 
-Links = Mapping[int, DataLink]
-"""Replica -> the way to it."""
+Links = Mapping[int, DataLink]  # replica -> the way to it
 
 
 class PayloadLinks:
-    """One link to the rank of the same position in each other replica. In the control thread but for `_connect`.
-
-    Args:
-        rules: who I am.
-        policies: how many streams a link has, and how long making one may take.
-        connections: control connections, over which both ends of a link find each other.
-        threads: of this rank.
-    """
+    """One link to the rank of the same position in each other replica. In the control thread but for `_connect`."""
 
     def __init__(self, rules: Rules, policies: Policies, connections: ConnectionManager, threads: Threads) -> None:
         self._rules = rules

@@ -21,22 +21,16 @@ class PeerPending:
     """A contribution in flight; the control thread resolves it with the average or an error.
 
     Args:
-        round_id: which round.
-        payload_bytes: of the contribution.
         guard_s: longer than any round takes to be decided.
         transport: names missing replicas, and counts the bytes of outcomes that are taken.
-
-    Attributes:
-        decided_s: when the round was decided, as of `time.monotonic`; None until then.
-        void: whether the round is void.
     """
 
     def __init__(self, round_id: RoundId, payload_bytes: int, guard_s: float, transport: PeerTransport) -> None:
         self.round = round_id
         self.payload_bytes = payload_bytes
         self.sent_s = time.monotonic()
-        self.decided_s: float | None = None
-        self.void = False
+        self.decided_s: float | None = None  # when the round was decided, as of `time.monotonic`; None until then
+        self.void = False  # whether the round is void
         self._guard_s = guard_s
         self._transport = transport
         self._done = threading.Event()
@@ -79,17 +73,10 @@ class PeerPending:
 
 
 class Contributed:
-    """What this rank has contributed.
-
-    Args:
-        replica: of this rank.
-
-    Attributes:
-        digests: by fragment, of the state behind the last contribution.
-    """
+    """What this rank has contributed."""
 
     def __init__(self, replica: int) -> None:
-        self.digests: dict[int, str] = {}
+        self.digests: dict[int, str] = {}  # by fragment, of the state behind the last contribution
         self._replica = replica
         self._sent: dict[int, PeerPending] = {}
         self._undecided: dict[RoundId, PeerPending] = {}

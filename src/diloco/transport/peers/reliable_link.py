@@ -31,7 +31,6 @@ def part_bytes(waiting_bytes: int, connections: int, bits_per_s: float = math.in
 
     Args:
         waiting_bytes: that no connection has taken yet.
-        connections: of the link.
         bits_per_s: at which payloads are to leave.
 
     >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16), part_bytes(1 << 30, 4, 1e7)
@@ -57,31 +56,19 @@ class ReliableLink:
     Args:
         loop: whose thread does everything.
         pace: of all links of this rank together.
-        way: what carries it, in words.
-
-    Attributes:
-        words: what carries it, for people.
-        connections: by number, those that stand.
-        waiting_bytes: that no connection has taken yet.
-        acknowledged_bytes: that the other side has, so far.
-        wanted: connections that the other side wants the link to have; 0: it did not say.
-        over: set once the link has ended.
-        settled: set once a connection has stood, or the link has ended.
-        uses: connections that have stood so far.
-        why: the latest reason for which one ended, or could not be made.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pace: Pace, way: str = "TCP") -> None:
-        self.connections: dict[int, PayloadConnection] = {}
-        self.waiting_bytes = 0
-        self.acknowledged_bytes = 0
-        self.wanted = 0
-        self.over = asyncio.Event()
-        self.settled = asyncio.Event()
-        self.uses = 0
-        self.why = "the other side did not come"
+        self.connections: dict[int, PayloadConnection] = {}  # by number, those that stand
+        self.waiting_bytes = 0  # that no connection has taken yet
+        self.acknowledged_bytes = 0  # that the other side has, so far
+        self.wanted = 0  # connections that the other side wants the link to have; 0: it did not say
+        self.over = asyncio.Event()  # set once the link has ended
+        self.settled = asyncio.Event()  # set once a connection has stood, or the link has ended
+        self.uses = 0  # connections that have stood so far
+        self.why = "the other side did not come"  # the latest reason for which one ended, or could not be made
         self._loop = loop
-        self.words = way
+        self.words = way  # what carries it, for people
         self._pace = pace
         self._numbers = 0
         self._fresh: deque[_Outgoing] = deque()  # not cut to the end yet

@@ -24,9 +24,7 @@ class RoundMessages:
     """Sends and receives pieces of one round.
 
     Args:
-        round_id: which round.
         links: replica -> the way to it.
-        queue: paces what is sent.
         piece_bytes: about how large a piece is at most.
     """
 
@@ -48,9 +46,6 @@ class RoundMessages:
         """Start sending a contiguous CPU tensor, which must stay as it is until `finish`.
 
         Args:
-            member: to which replica.
-            payload: what to send.
-            piece: its number.
             second: whether it belongs to the second half of a reduce-scatter.
         """
         tag = message_tag(self._round_id, piece, second)

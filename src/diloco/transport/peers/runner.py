@@ -44,21 +44,10 @@ class ProtocolRunner:
     the same lock.
 
     Args:
-        rules: this rank, and how rounds go.
-        policies: what happens when replicas are lost.
-        timing: of heartbeats.
-        streams: of control connections.
         link: emulated at this end, or None.
-
-    Attributes:
-        view: the present one.
-        reason: why it is not the one before.
-        on_change: called in the control thread with each next view; what it returns is sent to ranks that join with it.
-        on_introduction: called with the entry of a rank that needs this one to open the connection.
-        mailbox: receives the addresses of payload links.
     """
 
-    view: View
+    view: View  # the present one
     registry: Registry
     open_link: OpenLink
 
@@ -66,10 +55,12 @@ class ProtocolRunner:
         self.rules = rules
         self.policies = policies
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
-        self.reason = ""
+        self.reason = ""  # why it is not the one before
+        # called in the control thread with each next view; what it returns is sent to ranks that join with it
         self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
+        # called with the entry of a rank that needs this one to open the connection
         self.on_introduction: Callable[[Entry], None] = lambda entry: None
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox()  # receives the addresses of payload links
         self._machine = Machine(rules, policies)
         self._changed = threading.Condition()  # whose lock guards the machine; notified after each event
         self._contributed = Contributed(rules.replica)

@@ -36,8 +36,6 @@ class StateTransfer:
     """One rank's part in handing over state.
 
     Args:
-        rules: which rank this is.
-        connections: whose loop does the work.
         state_bytes_per_s: what all askers get together; None: as much as the link carries.
     """
 
@@ -70,12 +68,7 @@ class StateTransfer:
         """As `Transport.fetch`.
 
         Args:
-            fragment: its index.
-            donors: replicas to ask.
             after: rounds that must be in the state.
-            members: of the present view.
-            entries: where each rank listens.
-            expected_bytes: a larger state is refused.
 
         Raises:
             TransportError: if none of the donors gives it.
@@ -139,16 +132,12 @@ async def fetch_state(
     """The state of ``fragment``, from donors that have finished ``after`` rounds of it.
 
     Args:
-        streams: of the network.
         donors: replica -> its address.
-        fragment: its index.
         after: rounds that must be in the state; a donor that has finished fewer is asked again.
-        timeout_s: for all of it.
         expected_bytes: a larger state is refused; None: `state_wire.MAX_STATE_BYTES`.
         slow_s: a donor that sends nothing for so long has failed once; one that keeps the others waiting so long is
             dropped.
         grace_s: how long the choice of a snapshot waits for more donors after the first offer.
-        meter: counts the bytes that come.
 
     Raises:
         TransportError: if no donor gives it in time; it says of every donor why.

@@ -102,21 +102,13 @@ class TensorBytes:
 
 @dataclass(frozen=True)
 class Description:
-    """What a donor says about a snapshot before it sends any of it.
+    """What a donor says about a snapshot before it sends any of it."""
 
-    Attributes:
-        skeleton: of `diloco.state_tree.flatten`.
-        tensors: name -> dtype and shape, in alphabetical order.
-        size_bytes: of all tensors.
-        blocks: XXH3 of each block, 16 hexadecimal digits.
-        digest: names all of this.
-    """
-
-    skeleton: JSON
-    tensors: Mapping[str, list[Any]]
-    size_bytes: int
-    blocks: tuple[str, ...]
-    digest: str
+    skeleton: JSON  # of `diloco.state_tree.flatten`
+    tensors: Mapping[str, list[Any]]  # name -> dtype and shape, in alphabetical order
+    size_bytes: int  # of all tensors
+    blocks: tuple[str, ...]  # XXH3 of each block, 16 hexadecimal digits
+    digest: str  # names all of this
 
     def to_message(self) -> dict[str, Any]:
         """As JSON."""

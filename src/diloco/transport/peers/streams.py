@@ -49,8 +49,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-"""A connection, as what comes over it and what goes."""
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # a connection, as what comes over it and what goes
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """Takes over a connection that somebody opened, and closes it."""
@@ -114,8 +113,7 @@ async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
         return await awaited
 
 
-_MOST_BYTES = 1 << 20
-"""More than any peer's last words; what is beyond is not read."""
+_MOST_BYTES = 1 << 20  # more than any peer's last words; what is beyond is not read
 
 
 def hear_out(transport: asyncio.BaseTransport) -> None:
@@ -166,13 +164,11 @@ class _LastWords(asyncio.Protocol):
 
 
 PROTOCOL = b"DLC1"
-ASKS = b"DLC?"
-"""What whoever listens begins with, instead of `PROTOCOL`, where it asks for a secret."""
+ASKS = b"DLC?"  # what whoever listens begins with, instead of `PROTOCOL`, where it asks for a secret
 MAX_JSON_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 20
 STRANGERS_BYTES = 1 << 14
-STRANGERS_BLOB_BYTES = 1 << 12
-"""Of the JSON of whoever has not become a member, and of what any peer says of itself."""
+STRANGERS_BLOB_BYTES = 1 << 12  # of the JSON of whoever has not become a member, and of what any peer says of itself
 
 _MOST_KIND = 64
 _HEAD = struct.Struct(">4sIQ")
@@ -228,7 +224,6 @@ async def read_frame(
     """The next message and its blob.
 
     Args:
-        reader: of the connection.
         most_json_bytes, most_blob_bytes: larger ones are refused when they are announced.
 
     Raises:

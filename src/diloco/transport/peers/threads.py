@@ -16,8 +16,7 @@ __all__ = ["Mailbox", "Threads", "in_thread"]
 T = TypeVar("T")
 
 _MOST_BYTES = 1 << 18
-_VALUE_BYTES = 200
-"""Of a value beside its key and itself."""
+_VALUE_BYTES = 200  # of a value beside its key and itself
 
 
 def in_thread(function: Callable[[], T], name: str) -> Future[T]:

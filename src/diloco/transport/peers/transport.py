@@ -45,12 +45,6 @@ class PeerTransport(Meetings, Transport):
         rules, policies, timing, streams, link: as of `ProtocolRunner`.
         together: whether all ranks stop when one has to.
         state_bytes_per_s: limit for all ranks that fetch state from this one; None: no limit.
-
-    Attributes:
-        digests: by fragment, of the state behind this rank's last contribution.
-        last_transfer: bytes of the last contribution taken, and seconds until its round was decided; or None.
-        run_is_over: whether others have finished the run while this rank was not a member.
-        welcome_note: what `on_change` of a member returned when this rank joined.
     """
 
     def __init__(
@@ -66,9 +60,11 @@ class PeerTransport(Meetings, Transport):
     ) -> None:
         super().__init__(rules, replace(policies, together=together), timing, streams, link)
         self.replica = rules.replica
-        self.run_is_over = False
-        self.welcome_note: Mapping[str, Any] = {}
+        self.run_is_over = False  # whether others have finished the run while this rank was not a member
+        self.welcome_note: Mapping[str, Any] = {}  # what `on_change` of a member returned when this rank joined
+        # bytes of the last contribution taken, and seconds until its round was decided; or None
         self.last_transfer: tuple[int, float] | None = None
+        # by fragment, of the state behind this rank's last contribution
         self.digests: Mapping[int, str] = self._contributed.digests
         self._copies = HostCopies()
         self._grace = Grace(rules.replica)
@@ -201,9 +197,6 @@ class PeerTransport(Meetings, Transport):
     def time_left_s(self, overlap_steps: int) -> float | None:
         """How long this replica can still train before somebody stands still for its contribution; 0 or more.
 
-        Args:
-            overlap_steps: tau, of all replicas.
-
         Returns:
             None: too few have contributed to a round that this replica has not, or nobody has told its speed.
         """
@@ -253,10 +246,7 @@ class PeerTransport(Meetings, Transport):
         """Start in ``view``, or only observe it if this rank is not a member yet; control connections stand.
 
         Args:
-            view: the first one.
             registry: of all ranks; kept up to date from now on.
-            open_link: opens payload links.
-            member: whether this rank is in the view.
             closed: why nobody can join at first; "" if anybody can.
         """
         self.view, self.registry, self.open_link = view, registry, open_link
