@@ -63,6 +63,7 @@ DOTTED_FLAGS: dict[str, tuple[str, Any]] = {
     "--inner.clip-norm None": ("inner.clip_norm", None),
     "--train.compile": ("train.compile", True),
     "--codec.no-error-feedback": ("codec.error_feedback", False),
+    "--merge_alpha=0.25": ("merge.alpha", 0.25),
     "--outer.betas 0.8 0.9": ("outer.betas", (0.8, 0.9)),
     "--schedule.offsets 0 5": ("schedule.offsets", (0, 5)),
     "--monitor.console quiet": ("monitor.console", "quiet"),

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin
@@ -46,7 +46,8 @@ def parse_flags(
     """Read a command line with a flag for every key of ``settings_type``.
 
     Only what was typed comes back (tyro fills a `TypedDict` without defaults), so that defaults, presets, a TOML file
-    and flags can be layered, and a resumed run can tell what is to change.
+    and flags can be layered, and a resumed run can tell what is to change. Tyro takes long for each flag, so it is
+    asked with those of the keys that may have been typed first, and with all where it shows or refuses something.
 
     Args:
         shown: values that the help shows as defaults.
@@ -55,6 +56,29 @@ def parse_flags(
         ConfigurationError: as `parse_options`, and for a table or list of lists that is not TOML.
         SystemExit: with code 0, for --help.
     """
+    known = keys_of(settings_type)
+    flags = {word.partition("=")[0] for word in arguments if word.startswith("-")}
+    leaves = {flag.rpartition(".")[2].lstrip("-").removeprefix("no-").replace("-", "_") for flag in flags}
+    typed = [key for key in known.values() if key.leaf in leaves or flags.intersection(key.aliases)]
+    shows = "-h" in flags or any(flag.startswith(("--help", "--tyro")) for flag in flags)
+    try:
+        parsed = parse_options(_kind(known.values() if shows else typed, shown), command, description, arguments)
+    except ConfigurationError:
+        parsed = parse_options(_kind(known.values(), shown), command, description, arguments)
+    values: Values = {}
+    for name, value in parsed.items():
+        if name in known:
+            values[name] = value
+        elif isinstance(value, dict):
+            values |= {f"{name}.{leaf}": entry for leaf, entry in value.items()}
+    for name in values:
+        if _is_structured(known[name].annotation):
+            values |= parse_toml(f"{name} = {values[name]}", settings_type, where=f"--{name.replace('_', '-')}")
+    return CommandLine(file=parsed.get("file"), print_config=parsed["print_config"] > 0, values=values)
+
+
+def _kind(keys: Iterable[Key], shown: Mapping[str, Any]) -> Any:
+    """A `TypedDict` with a flag for each of these keys, and what else such a command takes."""
     fields: dict[str, Any] = {
         "file": NotRequired[
             Annotated[
@@ -69,24 +93,13 @@ def parse_flags(
         ],
     }
     sections: dict[str, dict[str, Any]] = {}
-    known = keys_of(settings_type)
-    for key in known.values():
+    for key in keys:
         target = sections.setdefault(key.section, {}) if key.section else fields
         annotation = str if _is_structured(key.annotation) else key.annotation
         target[key.leaf] = NotRequired[Annotated[annotation, _argument(key, shown.get(key.name))]]
     for section, contents in sections.items():
-        fields[section] = _make_typed_dict(section, contents)
-    parsed = parse_options(_make_typed_dict("Flags", fields), command, description, arguments)
-    values: Values = {}
-    for name, value in parsed.items():
-        if name in sections:
-            values |= {f"{name}.{leaf}": entry for leaf, entry in value.items()}
-        elif name in known:
-            values[name] = value
-    for name in values:
-        if _is_structured(known[name].annotation):
-            values |= parse_toml(f"{name} = {values[name]}", settings_type, where=f"--{name.replace('_', '-')}")
-    return CommandLine(file=parsed.get("file"), print_config=parsed["print_config"] > 0, values=values)
+        fields[section] = Annotated[_make_typed_dict(section, contents), arg(help="")]  # else it looks for one for long
+    return _make_typed_dict("Flags", fields)
 
 
 def _is_structured(annotation: Any) -> bool:
