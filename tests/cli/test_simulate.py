@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.cli import main
+from diloco.cli import main, plan_model
 from diloco.config import load_configuration
 from diloco.simulate.bandwidth import METHODS
 from diloco.simulate.overheads import accuracy
 from diloco.train.resolve import resolve
 from tests.transport.wires import answering_probes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def candidates_once() -> Iterator[None]:
+    """What is planned twice, as JSON and for people, is simulated once: candidates are a function of the site."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_model, "candidates", cache(plan_model.candidates))
+        yield
+
 
 BY_NUMBERS = "--parameters 1e9 --layers 24 --step-time 0.1s"
 LINK = "--bandwidth 500Mbit --latency 80ms"

@@ -27,9 +27,6 @@ class Replicas:
         self.processes, self.out = processes, out
         self.words = f"train {SMALL} {data} --out {out} --monitor.console quiet {START} --transport torch"
 
-    def together(self, arguments: str) -> Command:
-        return Command(self.processes, f"{self.words} {arguments}".split(), self.out.with_suffix(".txt"))
-
     def by_hand(self, arguments: str, *of_one: str) -> list[Command]:
         """One for each of ``of_one``, which has its own arguments."""
         meet = f"--rendezvous 127.0.0.1:{free_port()}"
@@ -37,6 +34,15 @@ class Replicas:
             Command(self.processes, f"{self.words} {arguments} {meet} {own}".split(), self.out.with_suffix(f".{m}.txt"))
             for m, own in enumerate(of_one)
         ]
+
+    def of_two_ranks(self, arguments: str) -> list[Command]:
+        """Two replicas, whose ranks meet at a store of this process."""
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        size = f"--replica-size 2 --transport.inner-store 127.0.0.1:{self.store.port}"
+        ranks = (
+            f"--replica {replica} --transport.position {position}" for replica in range(2) for position in range(2)
+        )
+        return self.by_hand(f"{size} {arguments}", *ranks)
 
     @property
     def folders(self) -> tuple[Path, Path]:
@@ -77,10 +83,7 @@ def test_two_replicas_of_two_ranks_are_two_replicas(
     replicas: Replicas, alone: dict[str, Any], parallelism: str
 ) -> None:
     """To round-off: the ranks sum gradients in another order. What they trained can be evaluated like any run."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    size = f"--replica-size 2 --train.parallelism {parallelism} --transport.inner-store 127.0.0.1:{store.port}"
-    ranks = (f"--replica {replica} --transport.position {position}" for replica in range(2) for position in range(2))
-    for command in replicas.by_hand(size, *ranks):
+    for command in replicas.of_two_ranks(f"--train.parallelism {parallelism}"):
         command.end()
     summary = replicas.summaries()[0]
     assert summary["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-3)
@@ -98,10 +101,11 @@ def test_settings_that_differ_are_refused_by_both_in_one_sentence(replicas: Repl
 
 
 def test_a_signal_to_one_stops_all_at_one_step_and_saves(replicas: Replicas) -> None:
-    """All ranks of both replicas are started by one command, which passes the signal on."""
-    command = replicas.together("--steps 100000 --replica-size 2 --train.parallelism ddp")
+    """All ranks of both replicas."""
+    first, *others = replicas.of_two_ranks("--steps 100000 --train.parallelism ddp")
     metrics = replicas.out / "metrics.jsonl"
-    command.until(lambda: metrics.exists() and '"RoundCommitted"' in metrics.read_text(), "a round")
-    os.kill(command.pid, signal.SIGINT)
-    command.end(130)
+    first.until(lambda: metrics.exists() and '"RoundCommitted"' in metrics.read_text(), "a round")
+    os.kill(first.pid, signal.SIGINT)
+    for command in (first, *others):
+        command.end(130)
     assert len({(folder / "checkpoints" / "latest").read_text() for folder in replicas.folders}) == 1

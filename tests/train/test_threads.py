@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from diloco.transport.address import Address
 from diloco.transport.peers.connected import Connected, Table
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.settings import TransportSettings
+from tests.processes import Processes, report, told
 
 
 @pytest.fixture(autouse=True)
@@ -53,20 +54,20 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.get_num_threads() == 3
 
 
+def sit(rank: int, folder: Path) -> None:
+    """In a process: it has a seat as long as it lives."""
+    seats = Seats(folder)
+    report(seats.taken())
+    told()
+
+
 def test_a_seat_is_free_when_its_process_was_killed(tmp_path: Path) -> None:
     mine = Seats(tmp_path)
-    program = (
-        "import sys; from pathlib import Path; from diloco.train.threads import Seats\n"
-        "seats = Seats(Path(sys.argv[1])); print(seats.taken(), flush=True); sys.stdin.read()"
-    )
-    other = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "2\n"
-    assert mine.taken() == 2
-    other.kill()
-    other.communicate()
+    with Processes() as processes:
+        processes.start(1, sit, tmp_path)
+        assert processes.heard(0) == 2
+        assert mine.taken() == 2
+        processes.kill(0)
     assert mine.taken() == 1
     assert Seats(tmp_path).taken() == 2
     assert len(list(tmp_path.iterdir())) == 2, "a seat that is free is taken again"
@@ -100,29 +101,52 @@ def test_peers_that_come_and_go_divide_the_cores(tmp_path: Path, monkeypatch: py
         seats.leave()
 
 
-class Finished:
-    """A process that has ended."""
+class Started:
+    """A process that has ended; or one that waits to be asked, as the launcher is when it first looks at it."""
 
-    def __init__(self, arguments: list[str], *, env: dict[str, str], **_: object) -> None:
-        self.env = env
+    waits = False
+
+    def __init__(self, arguments: list[str], *, env: dict[str, str], start_new_session: bool, **_: object) -> None:
+        self.env, self.signals, self.looks = env, list[int](), 0
+        assert start_new_session, "Ctrl-C in the terminal does not reach it"
         STARTED.append(self)
 
-    def poll(self) -> int:
-        return 0
+    def poll(self) -> int | None:
+        self.looks += 1
+        if self.waits and self is STARTED[0] and self.looks == 1:
+            signal.raise_signal(signal.SIGINT)
+        return 0 if not self.waits else 130 if self.signals else None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def terminate(self) -> None:
+        """Again: it has been asked already."""
 
 
-STARTED: list[Finished] = []
+STARTED: list[Started] = []
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Exit code of a launcher of four replicas."""
+    monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    return launch(TransportSettings(name="torch", replicas=4), lambda *_: ["train"], print)
 
 
 def test_processes_that_the_launcher_starts_get_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.cores.usable_cores", lambda: 8)
-    monkeypatch.setattr(subprocess, "Popen", Finished)
-    settings = TransportSettings(name="torch", replicas=4)
     STARTED.clear()
     for chosen in ("", "5"):
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
-        assert launch(settings, lambda *_: ["train"], print) == 0
+        assert launched(monkeypatch) == 0
     assert [process.env["OMP_NUM_THREADS"] for process in STARTED] == ["2"] * 4 + ["5"] * 4
+
+
+def test_a_signal_to_the_launcher_reaches_all_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    STARTED.clear()
+    monkeypatch.setattr(Started, "waits", True)
+    assert launched(monkeypatch) == 130
+    assert [process.signals for process in STARTED] == [[signal.SIGINT]] * 4
 
 
 @pytest.mark.parametrize(("rank", "threads"), [(0, 2), (1, 4), (2, 2)])
