@@ -32,19 +32,12 @@ LOGITS_BYTES = 1 << 30  # the most that the logits of one forward pass take, in 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model predicts held-out text.
+    """How well a model predicts held-out text."""
 
-    Attributes:
-        loss: mean cross-entropy in nats per token, end-of-document tokens included.
-        bits_per_byte: the same cross-entropy in bits per byte of text, comparable between tokenisers.
-        tokens: number of predicted tokens.
-        num_bytes: of UTF-8 that they stand for.
-    """
-
-    loss: float
-    bits_per_byte: float
-    tokens: int
-    num_bytes: int
+    loss: float  # mean cross-entropy in nats per token, end-of-document tokens included
+    bits_per_byte: float  # the same cross-entropy in bits per byte of text, comparable between tokenisers
+    tokens: int  # number of predicted tokens
+    num_bytes: int  # of UTF-8 that they stand for
 
     @property
     def perplexity(self) -> float:

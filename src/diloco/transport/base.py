@@ -20,27 +20,18 @@ __all__ = ["Average", "Fetching", "Pending", "SnapshotSource", "Transport"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Average(Mean):
-    """What a replica gets from a committed round: its mean, bit-identical on every replica, and how the round went.
+    """What a replica gets from a committed round: its mean, bit-identical on every replica, and how the round went."""
 
-    Attributes:
-        round: which round.
-        view: who took part.
-        sent_bytes, received_bytes: payload moved by this replica for this round.
-        wait_s: how long this replica stood still for it (virtual seconds on an emulated link).
-        note: who was left out of the mean, or whose messages were refused, and why; empty when all was well.
-        late_s: of each contributor, how many seconds after the first one this replica heard of it; empty where that is
-            not known.
-        donor: None: the average applies to the state that this replica holds. Else this replica is still taking over
-            the fragment's state, which that one holds, and its own contribution did not count.
-    """
-
-    round: RoundId
-    view: View
-    sent_bytes: int
+    round: RoundId  # which round
+    view: View  # who took part
+    sent_bytes: int  # payload moved by this replica for this round
     received_bytes: int
-    wait_s: float
-    note: str = ""
+    wait_s: float  # how long this replica stood still for it (virtual seconds on an emulated link)
+    note: str = ""  # who was left out of the mean, or whose messages were refused, and why; empty when all was well
+    # of each contributor, how many seconds after the first one this replica heard of it; empty where that is not known
     late_s: tuple[float, ...] = ()
+    # None: the average applies to the state that this replica holds. Else this replica is still taking over the
+    # fragment's state, which that one holds, and its own contribution did not count.
     donor: int | None = None
 
 

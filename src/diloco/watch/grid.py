@@ -81,22 +81,15 @@ class Part:
 
 
 class Grid:
-    """Takes the records of rounds from all replicas, in any order among replicas.
-
-    Attributes:
-        cells: (fragment, outer step) -> the round; of every fragment the newest `OUTER_STEPS`.
-        parts: replica -> what it has had to do with them.
-        merged, void: rounds so far that somebody merged, and that nobody did.
-        newest: fragment -> the newest outer step that was told of.
-        void_in_a_row: fragment -> its newest rounds that are void, one after the other.
-    """
+    """Takes the records of rounds from all replicas, in any order among replicas."""
 
     def __init__(self) -> None:
+        # (fragment, outer step) -> the round; of every fragment the newest `OUTER_STEPS`
         self.cells: dict[tuple[int, int], Cell] = {}
-        self.parts: dict[int, Part] = {}
-        self.merged = self.void = 0
-        self.void_in_a_row: dict[int, int] = {}
-        self.newest: dict[int, int] = {}
+        self.parts: dict[int, Part] = {}  # replica -> what it has had to do with them
+        self.merged = self.void = 0  # rounds so far that somebody merged, and that nobody did
+        self.void_in_a_row: dict[int, int] = {}  # fragment -> its newest rounds that are void, one after the other
+        self.newest: dict[int, int] = {}  # fragment -> the newest outer step that was told of
 
     @property
     def fragments(self) -> tuple[int, ...]:

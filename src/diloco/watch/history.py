@@ -53,47 +53,31 @@ class _Median:
 
 @dataclass
 class ProcessHistory:
-    """One process of a run: a replica, or all of them.
+    """One process of a run: a replica, or all of them."""
 
-    Attributes:
-        started: the last ``RunStarted``; empty before.
-        last: the last ``StepFinished``; empty before.
-        fetched: the last ``StateFetched``, while the state of others is being taken over; else empty.
-        steps: curves of its steps.
-        evaluations: held-out losses.
-        evaluated_at: the step of the newest evaluation or sample.
-        outer: telemetry of its rounds, at each outer step the mean over fragments.
-        best: the lowest held-out loss.
-        samples: the newest texts, newest last.
-        notes: (step, words), newest last.
-        checkpoint: the last ``CheckpointSaved``; empty before.
-        finished: the summary, once it has ended.
-        interrupted: the signal that stopped it; "" for none.
-        spikes: gradient norms far above the median, newest last.
-        not_finite: steps whose loss or gradient norm was no finite number, newest last.
-        newest_s: when it wrote its newest record, by its own clock; None before.
-        step_s: median of its last steps.
-    """
-
-    started: Record = field(default_factory=dict)
-    last: Record = field(default_factory=dict)
+    started: Record = field(default_factory=dict)  # the last ``RunStarted``; empty before
+    last: Record = field(default_factory=dict)  # the last ``StepFinished``; empty before
+    # the last ``StateFetched``, while the state of others is being taken over; else empty
     fetched: Record = field(default_factory=dict)
-    steps: Series = field(default_factory=lambda: Series(_PLACES, _OF_STEPS))
-    evaluations: Series = field(default_factory=lambda: Series(_PLACES, ("heldout_loss",), 256))
-    evaluated_at: int = 0
+    steps: Series = field(default_factory=lambda: Series(_PLACES, _OF_STEPS))  # curves of its steps
+    evaluations: Series = field(default_factory=lambda: Series(_PLACES, ("heldout_loss",), 256))  # held-out losses
+    evaluated_at: int = 0  # the step of the newest evaluation or sample
+    # telemetry of its rounds, at each outer step the mean over fragments
     outer: Series = field(default_factory=lambda: Series(_PLACES, OF_OUTER_STEPS, 256))
-    best: float | None = None
-    samples: deque[Record] = field(default_factory=lambda: deque(maxlen=8))
-    notes: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=30))
-    checkpoint: Record = field(default_factory=dict)
-    finished: Mapping[str, Any] = field(default_factory=dict)
-    interrupted: str = ""
+    best: float | None = None  # the lowest held-out loss
+    samples: deque[Record] = field(default_factory=lambda: deque(maxlen=8))  # the newest texts, newest last
+    notes: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=30))  # (step, words), newest last
+    checkpoint: Record = field(default_factory=dict)  # the last ``CheckpointSaved``; empty before
+    finished: Mapping[str, Any] = field(default_factory=dict)  # the summary, once it has ended
+    interrupted: str = ""  # the signal that stopped it; "" for none
+    # gradient norms far above the median, newest last
     spikes: deque[Spike] = field(default_factory=lambda: deque(maxlen=32))
+    # steps whose loss or gradient norm was no finite number, newest last
     not_finite: deque[int] = field(default_factory=lambda: deque(maxlen=32))
-    newest_s: float | None = None
+    newest_s: float | None = None  # when it wrote its newest record, by its own clock; None before
     _began_s: float | None = None
+    # fragment -> its round of this outer step, of the replica that told of it first
     _rounds: dict[int, Record] = field(default_factory=dict)
-    """Fragment -> its round of this outer step, of the replica that told of it first."""
     _norms: _Median = field(default_factory=_Median)
     _step_s: _Median = field(default_factory=_Median)
 
