@@ -53,11 +53,9 @@ class RunStarted(Event):
     algorithm: str
     num_replicas: int
     parameters: int
-    tokens_per_step: int
-    """Tokens of one step, all replicas together."""
+    tokens_per_step: int  # tokens of one step, all replicas together
     resumed_from: str | None = None
-    flops_per_token: float = 0.0
-    """Floating-point operations of training on one token, as the model counts them."""
+    flops_per_token: float = 0.0  # floating-point operations of training on one token, as the model counts them
     peak_flops_per_s: float | None = None
     """What the device of this process can do at most; None where it is not known, or is no GPU."""
     data_parallel_bytes_per_step: int | None = None
@@ -70,27 +68,19 @@ class RunStarted(Event):
 class StepFinished(Event):
     """One inner step of every replica of this process is done."""
 
-    loss: float
-    """Mean training loss over the replicas of this process, nats per token."""
+    loss: float  # mean training loss over the replicas of this process, nats per token
     learning_rate: float
-    gradient_norm: float
-    """Mean over replicas of the global gradient norm before clipping."""
-    tokens: int
-    """Tokens seen so far, all replicas together."""
-    step_s: float
-    """Wall-clock time of this step, in seconds."""
-    sent_bytes: int
-    """Sent so far by one replica (the mean over the replicas of this process)."""
+    gradient_norm: float  # mean over replicas of the global gradient norm before clipping
+    tokens: int  # tokens seen so far, all replicas together
+    step_s: float  # wall-clock time of this step, in seconds
+    sent_bytes: int  # sent so far by one replica (the mean over the replicas of this process)
     received_bytes: int
-    compute_utilization: float
-    """Compute time / (compute time + time waiting for communication), so far; 0..1."""
-    skipped_replicas: int = 0
-    """Replicas whose inner step the gradient scaler skipped (float16 only)."""
+    compute_utilization: float  # compute time / (compute time + time waiting for communication), so far; 0..1
+    skipped_replicas: int = 0  # replicas whose inner step the gradient scaler skipped (float16 only)
     trained: bool = True
     """False where this process left the step out, being slower than others (dynamic steps) or late (grace); loss,
     learning rate and gradient norm are then those of the last step that it trained."""
-    pace: float = 1.0
-    """Fraction of the scheduled steps that this process trains now (dynamic steps)."""
+    pace: float = 1.0  # fraction of the scheduled steps that this process trains now (dynamic steps)
     model_flops_utilization: float | None = None
     """What the model's operations in this step are of what the device of this process could have done in ``step_s``;
     None where that is not known, and for a step that was left out."""
@@ -104,12 +94,10 @@ class RoundSent(Event):
     fragment: int
     outer_step: int
     payload_bytes: int
-    saturated: bool = False
-    """True when a value lay outside the codec's range and was clamped to its limit."""
+    saturated: bool = False  # true when a value lay outside the codec's range and was clamped to its limit
     digest: str = ""
     """Of the fragment's global parameters and outer state that it was computed from: the same on all contributors."""
-    weight: float = 1.0
-    """In the mean: 1 for a replica that trained every step since its last contribution that counted."""
+    weight: float = 1.0  # in the mean: 1 for a replica that trained every step since its last contribution that counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +111,8 @@ class RoundCommitted(Event):
     sent_bytes: int
     received_bytes: int
     wait_s: float
-    clipped: tuple[int, ...] = ()
-    """Contributors whose contributions were scaled down for being too large."""
-    note: str = ""
-    """Who was left out of the mean, or whose messages were refused, and why; empty when all was well."""
+    clipped: tuple[int, ...] = ()  # contributors whose contributions were scaled down for being too large
+    note: str = ""  # who was left out of the mean, or whose messages were refused, and why; empty when all was well
     mean_norm: float | None = None
     """L2 norm of the mean pseudo-gradient. This and what follows is None where `outer.telemetry` is off, and where
     it is not defined; all but this one are estimated from samples of the fragment."""
@@ -158,13 +144,11 @@ class RoundVoid(Event):
 class ViewChanged(Event):
     """Other replicas take part from now on."""
 
-    replica: int
-    """Who says it."""
+    replica: int  # who says it
     view: int
     members: tuple[int, ...]
     joined: tuple[int, ...]
-    left: tuple[int, ...]
-    """Members before that are none any more, whatever the reason."""
+    left: tuple[int, ...]  # members before that are none any more, whatever the reason
     reason: str
 
 
@@ -175,23 +159,19 @@ class StateFetched(Event):
     Bytes are those of tensors; where the transport does not count what is on its way, fragments come all at once.
     """
 
-    fragment: int
-    """The one that is being fetched, or is here."""
+    fragment: int  # the one that is being fetched, or is here
     fragment_received_bytes: int
     fragment_expected_bytes: int
-    received_bytes: int
-    """Of all fragments."""
+    received_bytes: int  # of all fragments
     expected_bytes: int
-    here: bool = False
-    """Whether the fragment has been taken over."""
+    here: bool = False  # whether the fragment has been taken over
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """Held-out evaluation of the global parameters."""
 
-    heldout_loss: float
-    """Nats per token."""
+    heldout_loss: float  # nats per token
     perplexity: float
     bits_per_byte: float
     heldout_tokens: int
@@ -205,8 +185,7 @@ class CheckpointSaved(Event):
     path: str
     size_bytes: int
     save_s: float
-    free_bytes: int | None = None
-    """What its disk has left."""
+    free_bytes: int | None = None  # what its disk has left
 
 
 @dataclass(frozen=True, kw_only=True)
