@@ -7,6 +7,8 @@ from typing import Any
 
 from benchmarks.hostile.attack import Attack, Outcome
 from benchmarks.hostile.simulated import Lie, attacked_by_member
+from diloco.protocol.messages import RoundVote
+from tests.protocol.simulated_rank import secret_of
 
 __all__ = ["ATTACKS"]
 
@@ -62,6 +64,19 @@ def to_one(kind: str, **fields: Any) -> Lie:
     return lie
 
 
+def signs(to: Sequence[int], **vote: Any) -> Lie:
+    """The replicas ``to`` hear another vote than the others, signed as well."""
+
+    def lie(receiver: int, message: Message) -> Iterable[Message]:
+        if message["kind"] == "vote" and receiver in to:
+            view = message["view"]
+            yield RoundVote.from_message({**message, **vote}).signed(view, secret_of(len(_OTHERS))).to_message(view)
+        else:
+            yield message
+
+    return lie
+
+
 def two_headers(receiver: int, message: Message) -> Iterable[Message]:
     yield message
     if message["kind"] == "header":
@@ -76,7 +91,7 @@ def changes_often(receiver: int, message: Message) -> Iterable[Message]:
 
 def change(view: int, **fields: Any) -> dict[str, Any]:
     """A report about the end of a view."""
-    lists = ("unheard", "behind", "gone", "joining", "voted", "left", "left_commits")
+    lists = ("unheard", "behind", "gone", "joining", "voted", "left", "left_commits", "heard", "shown")
     empty: dict[str, Any] = {name: [] for name in lists}
     more = {"step": 1, "commits": [], "void": [], "ready": False, "agreed": None, "why": "a lie"}
     return {"kind": "change", "view": view, **empty, **more, **fields}
@@ -95,6 +110,7 @@ VOTE = {
     "ok": True,
     "digest": "d",
     "reason": "",
+    "signature": "",
     "diverged": [],
     "donor": -1,
 }
@@ -110,6 +126,8 @@ HEADER = {
     "integers": None,
     "withdrawn": "",
     "taking_over": False,
+    "residual": [0, 0],
+    "key": "",
 }
 _DEEP: Any = []
 for _ in range(30):
@@ -156,6 +174,9 @@ ATTACKS = [
     lies("all have diverged, in every vote", instead("vote", ok=False, diverged=_OTHERS, donor=3), "its state loaded"),
     lies("yes to one, no to the others", to_one("vote", ok=False, digest="", reason="no"), "digests differ"),
     lies("another digest to one", to_one("vote", digest="another"), "digests differ"),
+    lies("a signed no to one", signs([0], ok=False, digest="", reason="no"), "digests differ", provable=True),
+    lies("a signed no to two", signs([0, 1], ok=False, digest="", reason="no"), "digests differ", provable=True),
+    lies("another signed digest to one", signs([0], digest="another"), "digests differ", provable=True),
     lies("another header to one", to_one("header", weight="7.0"), "all rounds void"),
     lies("two headers to all", two_headers, "all rounds void"),
     says("the number 2^40 wants to join", [change(0, joining=[1 << 40])], "they throw each other out"),

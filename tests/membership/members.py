@@ -15,7 +15,7 @@ from tests.membership.network import Limits, Network, explore
 class Member:
     """A rank that has every round voted on, and does what `Change` says when others are lost. No I/O.
 
-    Each step begins one round, ``(0, step)``. ``rounds`` says what became of it here: by whom it is committed, or None
+    Each step begins one round, ``(step, 0)``. ``rounds`` says what became of it here: by whom it is committed, or None
     for a void one. It may give up a round, and leave.
     """
 
@@ -98,7 +98,7 @@ class Member:
     def _begin(self, step: int) -> None:
         if self.change is not None:
             self._waiting.append(step)
-        elif (0, step) in self.void:
+        elif (step, 0) in self.void:
             self.rounds[step] = None
         else:
             self.votes.setdefault(step, {})
@@ -114,20 +114,23 @@ class Member:
         votes = self.votes.setdefault(step, {})
         if self.change is None and step not in self.rounds and sender not in votes:
             votes[sender] = vote
-            committed = tally([*self._ranks(self.view.members), self.rank], votes).committed
-            if committed is not None:
-                self._decide(step, committed)
+            said = tally([*self._ranks(self.view.members), self.rank], votes, me=self.rank)
+            if said.committed is not None:
+                self._decide(step, said.committed)
+            elif said.disputed:
+                self.void |= {(step, 0)}
+                self._extend()
 
     def _decide(self, step: int, committed: bool) -> None:
         self.rounds[step] = self.view.members if committed else None
         if not committed:
-            self.void |= {(0, step)}
+            self.void |= {(step, 0)}
 
     def _extend(self, *, report: Report | None = None, **known: Any) -> None:
         grown = self.change is None
         if self.change is None:
-            commits = {(0, step): "" for step, members in self.rounds.items() if members == self.view.members}
-            voted = frozenset((0, step) for step in self._undecided() if self.rank in self.votes[step])
+            commits = {(step, 0): "" for step, members in self.rounds.items() if members == self.view.members}
+            voted = {(step, 0): "" for step in self._undecided() if self.rank in self.votes[step]}
             mine = Report(self.rank, self.view.id, step=self.step, commits=commits, void=self.void, voted=voted)
             self.change = Change(mine, self.view, self.size, self.policy, "somebody is lost")
         if (self.change.absorb(report) if report is not None else self.change.extend(**known)) or grown:
@@ -148,9 +151,9 @@ class Member:
         self.adopted.append(following)
         undecided = self._undecided()
         for step in undecided:
-            if (0, step) in following.commits:
+            if (step, 0) in following.commits:
                 self._decide(step, committed=True)
-            elif (0, step) in following.void or not following.carries_over:
+            elif (step, 0) in following.void or not following.carries_over:
                 self._decide(step, committed=False)
         members = () if following.view is None else following.view.members
         for rank in self._ranks([member for member in members if member not in staying]):

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.membership import proofs
 from diloco.membership.change import Change, Report
+from diloco.membership.proofs import SignedVote
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from tests.membership.members import check_agreement, run
@@ -122,7 +124,7 @@ def test_nothing_is_adopted_before_all_who_stay_say_the_same_and_are_ready() -> 
 
 
 def test_every_rank_of_a_replica_that_stays_must_report() -> None:
-    voted = frozenset({(1, 2)})
+    voted = {(1, 2): "digest"}
     ours = change(size=2, voted=voted)
     assert ours.audience == (1, 2, 3)
     for rank in (1, 2):
@@ -135,7 +137,7 @@ def test_every_rank_of_a_replica_that_stays_must_report() -> None:
 
 
 def test_what_any_survivor_committed_is_committed_and_what_only_the_lost_one_did_is_not() -> None:
-    voted = frozenset({(0, 1), (1, 1), (2, 1)})
+    voted = {(0, 1): "a", (1, 1): "b", (2, 1): "c"}
     ours = change(commits={(0, 1): "a"}, voted=voted)
     ours.absorb(Report(2, 0, commits={(2, 1): "c"}))
     agree(ours, told(1, commits={(1, 1): "b"}, voted=voted))
@@ -213,19 +215,19 @@ def test_who_is_behind_goes_where_the_others_are_enough() -> None:
 
 def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
     """Replica 3 may have adopted it before replica 0 lost it."""
-    voted = frozenset({(0, 1), (0, 3)})
+    voted = {(1, 1): "a", (3, 1): "a"}
     ours = change(replicas=4, unheard=frozenset({(0, 2), (1, 2)}), voted=voted)
     for rank in (1, 3):
-        ours.absorb(told(rank, unheard=frozenset({(0, 2), (1, 2)}), commits={(0, rank): "a"}, voted=voted))
+        ours.absorb(told(rank, unheard=frozenset({(0, 2), (1, 2)}), commits={(rank, 1): "a"}, voted=voted))
     assert ours.mine.ready
     assert ours.outcome() is None, "replica 1 does not say that it is ready"
     ours.extend(unheard=frozenset({3}))
     assert ours.staying == (0, 1)
-    agree(ours, told(1, unheard=frozenset({(0, 2), (1, 2), (0, 3)}), commits={(0, 1): "a"}))
+    agree(ours, told(1, unheard=frozenset({(0, 2), (1, 2), (0, 3)}), commits={(1, 1): "a"}))
     following = ours.outcome()
     assert following is not None
     assert following.view == View(1, (0, 1, 3))
-    assert following.commits == {(0, 1): "a", (0, 3): "a"}
+    assert following.commits == {(1, 1): "a", (3, 1): "a"}
     theirs = change(rank=1, replicas=4, unheard=frozenset({(0, 2), (1, 2), (0, 3)}))
     agree(theirs, ours.mine)
     assert theirs.outcome() == following, "also for one that was never ready for it itself"
@@ -234,7 +236,7 @@ def test_what_was_agreed_before_another_one_was_lost_is_adopted_first() -> None:
 def test_what_a_leaver_committed_is_committed_once_all_know_it() -> None:
     """Whoever heard of the leaving from another survivor only does not know what the leaver had committed."""
     left, commits = frozenset({(2, 7)}), frozenset({(0, 1, "a")})
-    voted = frozenset({(0, 1), (1, 1)})
+    voted = {(0, 1): "a", (1, 1): "b"}
     ours = change(unheard=frozenset(), voted=voted)
     assert ours.extend(left=left, left_commits=commits)
     gone = frozenset({2})
@@ -277,18 +279,54 @@ def test_who_leaves_is_gone_with_its_greatest_step_and_all_must_know() -> None:
     assert (following.left, following.reason) == (((2, 7),), "replica 2 has left; replicas 0, 1 go on")
 
 
-@pytest.mark.parametrize(
-    ("replicas", "voters", "counts"), [(2, 1, False), (3, 1, False), (3, 2, True), (4, 2, False), (4, 3, True)]
-)
-def test_a_round_is_committed_where_all_but_as_many_as_could_lie_have_voted_for_it(
-    replicas: int, voters: int, counts: bool
-) -> None:
-    """The last one says that it was; who has voted is judged by the reports, and so by all alike."""
-    joining, key = frozenset({9}), (0, 1)
-    said = {rank: frozenset({key}) if rank < voters - 1 else frozenset() for rank in range(replicas - 1)}
-    ours = change(replicas=replicas, joining=joining, voted=said[0])
-    others = [told(rank, joining=joining, voted=said[rank]) for rank in range(1, replicas - 1)]
-    agree(ours, *others, told(replicas - 1, joining=joining, commits={key: "a"}))
+KEY = (0, 1)
+MEAN = {KEY: "a"}
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+def test_nobody_is_ready_before_it_is_known_that_all_have_voted_for_what_one_has_committed(replicas: int) -> None:
+    """Rank 1 does not say so; its signed vote does."""
+    known: dict[str, Any] = {"joining": frozenset({9})}
+    ours, last = change(replicas=replicas, voted=MEAN, **known), replicas - 1
+    others = [told(rank, voted=MEAN, **known) for rank in range(2, last)]
+    agree(ours, told(1, **known), *others, told(last, commits=MEAN, **known))
+    assert (ours.outcome(), ours.unproven) == (None, {last})
+    known["shown"] = frozenset({SignedVote(1, KEY, True, "a", "its signature")})
+    others = [told(rank, voted=MEAN, **known) for rank in range(2, last)]
+    agree(ours, told(1, **known), *others, told(last, commits=MEAN, **known))
     following = ours.outcome()
     assert following is not None
-    assert following.commits == ({key: "a"} if counts else {})
+    assert following.commits == MEAN
+    assert not ours.unproven
+
+
+def test_what_was_committed_is_proved_to_who_denies_it_and_who_voted_twice_goes() -> None:
+    """Rank 2 told rank 0 that it was for the round, and rank 1 that it was against it."""
+    mine, denied, no = (
+        SignedVote(rank, KEY, ok, "a" if ok else "", "s") for rank, ok in ((0, True), (2, True), (2, False))
+    )
+    yes = SignedVote(1, KEY, True, "a", "s")
+    view, policy = View.of(3), Policy()
+    ours = Change(Report(0, 0, commits=MEAN), view, 1, policy, "", {KEY: {0: mine, 1: yes, 2: denied}})
+    against = Report(1, 0, voted=MEAN, void=frozenset({KEY}), shown=frozenset({no}))
+    theirs = Change(against, view, 1, policy, "", {KEY: {1: yes, 2: no}})
+    ours.absorb(theirs.mine)
+    assert ours.mine.shown == {no, denied}
+    theirs.absorb(ours.mine)
+    for each in (ours, theirs):
+        assert each.mine.behind >= {(each.mine.rank, 2)}
+        assert each.why == "; replica 2 voted one way and another on a round"
+    ours.absorb(theirs.mine)
+    assert ours.staying == (0, 1), "two of three say so"
+    for _ in range(2):
+        theirs.absorb(ours.mine)
+        ours.absorb(theirs.mine)
+    following = theirs.outcome()
+    assert following is not None
+    assert following == ours.outcome()
+    assert (following.commits, following.void) == (MEAN, frozenset())
+
+
+def test_many_votes_of_one_liar_are_no_more_than_two() -> None:
+    votes = [SignedVote(2, KEY, True, digest, "s") for digest in "abcd"]
+    assert len(proofs.least([*votes, replace(votes[0], signature="t")])) == 2

@@ -28,7 +28,7 @@ from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
 from tests.membership.network import Network
 
-__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "weight_of"]
+__all__ = ["LATE_S", "TIMEOUT_S", "Rank", "secret_of", "weight_of"]
 
 CODEC = make_codec("float32")
 PAYLOAD = CODEC.encode(torch.ones(2))
@@ -93,7 +93,8 @@ class Rank:
         self._given: dict[int, Contribution] = {}
         self._exchanges: dict[tuple[int, RoundId], actions.GiveVerdict | None] = {}
         self.machine = Machine(
-            Rules(rank, self.replica, size, None, TIMEOUT_S, 1 << 19, LATE_S, settle_s=LATE_S), policies
+            Rules(rank, self.replica, size, None, TIMEOUT_S, 1 << 19, secret_of(rank), LATE_S, settle_s=LATE_S),
+            policies,
         )
         view = founded or View.of(replicas)
         self.step, self.first_step = step, step + 1
@@ -346,3 +347,8 @@ def weight_of(replica: int, step: int) -> float:
     """Of a contribution: the sum over any of forty replicas tells which they were, and is exact for sixty-four."""
     # about alike, as nobody weighs more than eight full windows
     return (1 + 2.0 ** (replica % 40 - 42)) * (1 + step % 6)
+
+
+def secret_of(rank: int) -> bytes:
+    """What a rank signs its votes with."""
+    return f"secret of {rank}".encode()

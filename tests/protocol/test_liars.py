@@ -19,10 +19,11 @@ from diloco.membership.ballot import Vote
 from diloco.membership.change import Agreed, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.conduct import Conduct
+from diloco.protocol.events import ExchangeEnded
 from diloco.protocol.messages import RoundVote, adopted, change_message
 from tests.membership.network import NUMBERS, Network, explore
 from tests.protocol.simulated import begin, rank, settle, simulated
-from tests.protocol.simulated_rank import TIMEOUT_S, Rank
+from tests.protocol.simulated_rank import TIMEOUT_S, Rank, secret_of
 
 ROUND = RoundId(1, 0)
 Message = Mapping[str, Any]
@@ -278,6 +279,103 @@ def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], r
     assert sum(not committed for committed in others[0].outcomes.values()) <= 2 * Conduct.MOST
 
 
+def votes_otherwise(liar: int, to: Sequence[int], **vote: Any) -> Callable[[int, Message], list[Message]]:
+    """The ranks ``to`` hear another vote than the others, which is signed as well."""
+
+    def lie(receiver: int, message: Message) -> list[Message]:
+        if message["kind"] != "vote" or receiver not in to:
+            return [message]
+        said = RoundVote.from_message({**message, **vote})
+        return [said.signed(message["view"], secret_of(liar)).to_message(message["view"])]
+
+    return lie
+
+
+OTHER_VOTES = {"no": {"ok": False, "digest": "", "reason": "no"}, "another": {"digest": "another"}}
+
+
+@pytest.mark.parametrize("vote", OTHER_VOTES.values(), ids=OTHER_VOTES)
+@pytest.mark.parametrize(("replicas", "liar"), [(3, 0), (3, 2), (4, 1), (5, 0), (5, 4)])
+def test_who_votes_one_way_and_another_is_shown_to_and_put_out(replicas: int, liar: int, vote: Message) -> None:
+    """No round is committed by one and void for another, and at most the one of which it is shown is lost."""
+    for told in ([(liar + 1) % replicas], [each for each in range(replicas) if each != (liar + 1) % replicas]):
+        network = simulated(replicas)
+        rank(network, liar).lie = votes_otherwise(liar, told, **vote)
+        explore(network, [])
+        check_honest(network, liar)
+        for each in honest(network, liar):
+            assert liar not in each.view.members
+            assert list(each.outcomes.values()).count(False) <= 1
+            assert f"replica {liar} voted one way and another on a round" in each.machine.views.contributions.reason
+
+
+@settings(max_examples=60, deadline=None)
+@given(NUMBERS, st.integers(3, 5), st.data())
+def test_no_votes_of_liars_make_two_histories(numbers: list[int], replicas: int, data: st.DataObject) -> None:
+    """Property: with n > 2 f liars that vote differently, with signatures or without, and claim what they like."""
+    liars = data.draw(st.lists(st.integers(0, replicas - 1), min_size=1, max_size=(replicas - 1) // 2, unique=True))
+    network = simulated(replicas)
+    for liar in liars:
+        to = data.draw(st.lists(st.integers(0, replicas - 1), min_size=1, unique=True))
+        vote = data.draw(st.sampled_from([*OTHER_VOTES.values(), {"digest": "another", "signature": "none"}]))
+        if "signature" in vote:
+            rank(network, liar).lie = lambda receiver, message, vote=vote, to=to: [
+                {**message, **vote} if message["kind"] == "vote" and receiver in to else message
+            ]
+        else:
+            rank(network, liar).lie = votes_otherwise(liar, to, **vote)
+    explore(network, numbers)
+    for _ in range(6):
+        settle_with_time(network, *liars)
+    others = [each for each in honest(network, *liars) if not each.left]
+    assert len({each.view for each in others}) <= 1
+    assert len(others) == replicas - len(liars)
+    for each in others:
+        for step, committed in each.outcomes.items():
+            assert committed == others[0].outcomes.get(step, committed)
+
+
+def test_of_two_members_a_vote_against_is_enough() -> None:
+    """Nobody else can have committed by another one."""
+    network = simulated(2)
+    rank(network, 1).lie = votes_otherwise(1, [0], **OTHER_VOTES["no"])
+    explore(network, [])
+    assert set(rank(network, 0).outcomes.values()) == {False}
+    assert rank(network, 0).view == View.of(2)
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+def test_a_vote_that_is_not_signed_is_none_and_makes_no_two_histories(replicas: int) -> None:
+    """Nobody can be shown it, so its sender stays; the others say what became of the round."""
+    network = simulated(replicas)
+    rank(network, 1).lie = lambda receiver, message: [
+        {**message, "ok": False, "reason": "no"} if message["kind"] == "vote" and receiver == 0 else message
+    ]
+    explore(network, [])
+    check_honest(network, 1)
+    assert all(set(each.outcomes.values()) == {True} for each in honest(network, 1))
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+def test_who_claims_to_have_committed_what_an_honest_one_voted_against_goes(replicas: int) -> None:
+    """One against it, one that lies, and others who have voted for it and have only their word."""
+    liar, against = replicas - 1, 1
+    network = simulated(replicas)
+    rank(network, liar).lie = lambda receiver, message: [
+        {**message, "commits": [*message["commits"], *message["voted"]]} if message["kind"] == "change" else message
+    ]
+    begin(network, *range(replicas))
+    for each in honest(network, against):
+        while not each.said("vote"):
+            assert each.act()
+    rank(network, against).handle(ExchangeEnded(0, ROUND, "it came to no mean"))
+    settle_with_time(network, liar)
+    others = honest(network, liar)
+    assert [each.left for each in others] == [""] * len(others)
+    assert {each.view.members for each in others} == {tuple(each.rank for each in others)}
+    assert {each.outcomes[1] for each in others} == {False}
+
+
 LEAVING = {"kind": "leaving", "view": 0, "step": 1}
 
 
@@ -335,11 +433,11 @@ def let_time_pass(ranks: Sequence[Rank], kind: str) -> None:
                 each.suffer("timers", next(n for n, (_, one) in enumerate(each.timers) if one == timer))
 
 
-def settle_with_time(network: Network, liar: int, *, times: int = 6) -> None:
+def settle_with_time(network: Network, *liars: int, times: int = 6) -> None:
     """All that is under way comes to its end, also where honest ranks wait, at most so many times, until it is over."""
     explore(network, [])
     for _ in range(times):
-        waiting = [each for each in honest(network, liar) if any(timer.kind == "settle" for _, timer in each.timers)]
+        waiting = [each for each in honest(network, *liars) if any(timer.kind == "settle" for _, timer in each.timers)]
         if not waiting:
             break
         for each in waiting:

@@ -6,10 +6,11 @@ know the same, and who stays follows from that alone (`diloco.membership.hearing
 of everybody who is to stay says that it is *ready* for what follows; when all of them are, each adopts it. So nobody is
 a member of the next view who does not hear every other member of it, in both directions.
 
-A round that any of them committed, or one who said that it leaves, is committed, and one that any of them has decided
-void is void. Nobody commits a round that not all have voted for, so it counts only if all say that they have but for as
-many as could lie: all judge by what all have said, and by nothing that they know besides. Any other one goes on in the
-next view among those who are left; where replicas join it is void, as these know nothing of it.
+The last round of a fragment that any of them committed is committed, and one that any of them has decided void is
+void. Nobody commits a round that not all have voted for, so it counts once all say that they have, or it is shown that
+they have (`diloco.membership.proofs`); until then nobody is ready. What one who leaves says it has committed counts if
+all who stay have voted for it. Any other round goes on in the next view among those who are left; where replicas join
+it is void, as these know nothing of it.
 
 Somebody may be lost after all were ready and before all have adopted. Some may have adopted what was agreed by then, so
 the others adopt it as well, and the view after it leaves out who was lost. For that a ready member tells what it is
@@ -33,14 +34,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, TypedDict, Unpack
 
+from diloco.membership import proofs
 from diloco.membership.hearing import largest_set, within_reach
+from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.quorum import Policy, decide, more_than_could_lie
 from diloco.membership.view import View
 
 __all__ = ["Agreed", "Change", "Commits", "News", "NextView", "Report", "Rounds"]
-
-Commits = Mapping[tuple[int, int], str]
-"""(fragment, outer step) -> digest of the average that was committed."""
 
 Rounds = frozenset[tuple[int, int]]
 """Rounds as (fragment, outer step)."""
@@ -98,18 +98,21 @@ class Report:
         rank: who says it.
         view_id: of the view that ends.
         unheard: pairs of replicas of which the first one can't hear the second one.
-        behind: pairs of replicas of which the first one hears the second one, and waited for its contribution too long.
+        behind: pairs of replicas of which the first one hears the second one, and waited for its contribution too long,
+            or has seen that it lies.
         gone: replicas whose process is known to have ended.
         joining: replicas that want to be members of the next view.
         step: inner steps it has begun to synchronise.
         commits: the rounds that it has committed lately.
         void: the rounds that it has decided void lately.
-        voted: rounds that it has voted for, and not decided.
+        voted: rounds that it has voted for, and not committed; those that are disputed are ``void`` as well.
         left: replicas that have said that they leave, and after which inner step; they are gone as well.
         left_commits: the rounds that those have committed lately, as (fragment, outer step, digest).
         ready: whether it holds the same report of all who are to stay.
         agreed: what it is ready for, or was before it knew more; None: nothing yet.
         heard: rank -> digest of what that rank says of its own steps and rounds, as it came here.
+        shown: signed votes that made a round void or disputed, or that prove what the voter does not say; whoever has
+            the keys checks them.
     """
 
     rank: int
@@ -121,23 +124,35 @@ class Report:
     step: int = 0
     commits: Commits = field(default_factory=dict)
     void: Rounds = frozenset()
-    voted: Rounds = frozenset()
+    voted: Commits = field(default_factory=dict)
     left: frozenset[tuple[int, int]] = frozenset()
     left_commits: frozenset[tuple[int, int, str]] = frozenset()
     ready: bool = False
     agreed: Agreed | None = None
     heard: Mapping[int, str] = field(default_factory=dict)
+    shown: frozenset[SignedVote] = frozenset()
 
     @property
     def of_itself(self) -> str:
         """A digest of what it says of its own steps and rounds, which never changes while a view ends."""
-        text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void), sorted(self.voted)))
+        text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void), sorted(self.voted.items())))
         return blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def known(self) -> tuple[frozenset[object], ...]:
         """All that every rank must know alike."""
         return self.unheard, self.behind, self.gone, self.joining, self.left, self.left_commits
+
+    @property
+    def held(self) -> Commits:
+        """Rounds that it has voted for, committed or not."""
+        return {**self.voted, **self.commits}
+
+    @property
+    def claims(self) -> Commits:
+        """The last round of each fragment that it has committed: all have decided the ones before."""
+        last = {fragment: (fragment, outer_step) for fragment, outer_step in sorted(self.commits)}
+        return {key: self.commits[key] for key in last.values()}
 
 
 class News(TypedDict, total=False):
@@ -161,15 +176,25 @@ class Change:
         ranks_per_replica: S; rank r belongs to replica r // S.
         policy: who may go on.
         why: what happened, in words.
+        votes: round -> rank -> its signed vote, of rounds that are not long over.
     """
 
-    def __init__(self, mine: Report, view: View, ranks_per_replica: int, policy: Policy, why: str) -> None:
+    def __init__(
+        self,
+        mine: Report,
+        view: View,
+        ranks_per_replica: int,
+        policy: Policy,
+        why: str,
+        votes: Mapping[tuple[int, int], Mapping[int, SignedVote]] | None = None,
+    ) -> None:
         self.mine = mine
         self.view = view
         self.why = why
         self._replica = mine.rank // ranks_per_replica
         self._ranks_per_replica = ranks_per_replica
         self._policy = policy
+        self._votes = votes or {}
         self._reports: dict[int, Report] = {mine.rank: mine}
 
     @property
@@ -265,10 +290,20 @@ class Change:
             joining=joining,
             left=left,
             left_commits=mine.left_commits | told.left_commits,
+            shown=proofs.least(mine.shown | told.shown),
         )
 
     def _advance(self, before: Report) -> bool:
-        """Be ready, if all who stay say the same as I do."""
+        """Show what is asked for, and be ready, if all who stay say the same as I do."""
+        held = {rank: report.held for rank, report in self._reports.items()}
+        shown = proofs.to_show(self._votes, self.mine.claims, held, self.mine.shown)
+        shown = proofs.least(self.mine.shown | shown)
+        behind = self.mine.behind
+        for liar in sorted(proofs.liars(shown, self._ranks_per_replica) - {self._replica}):
+            if (self._replica, liar) not in behind:
+                behind |= {(self._replica, liar)}
+                self.why += f"; replica {liar} voted one way and another on a round"
+        self.mine = replace(self.mine, shown=shown, behind=behind)
         if self.mine.known != before.known:
             self.mine = replace(self.mine, ready=False)
         self._reports[self.mine.rank] = self.mine
@@ -280,12 +315,22 @@ class Change:
         return self.mine != before
 
     def _alike(self) -> list[Report] | None:
-        """The reports of all who stay, if I do, all are there, and each says what mine says."""
+        """The reports of all who stay, if I do, all are there, each says what mine says, and nothing is unproven."""
         if self.is_left_out:
             return None
         reports = [self._reports.get(rank) for rank in self._ranks(self.staying)]
         alike = [report for report in reports if report is not None and report.known == self.mine.known]
-        return alike if len(alike) == len(reports) else None
+        return alike if len(alike) == len(reports) and not self._unproven(alike) else None
+
+    @property
+    def unproven(self) -> frozenset[int]:
+        """Replicas that are to stay, and say that they have committed what others who stay have not voted for."""
+        told = [report for _, report in self.reports_of_staying() if report is not None]
+        return frozenset(rank // self._ranks_per_replica for rank in self._unproven(told))
+
+    def _unproven(self, told: Collection[Report]) -> frozenset[int]:
+        claims, held = {each.rank: each.claims for each in told}, {each.rank: each.held for each in told}
+        return proofs.unproven(claims, held, self.mine.shown, self._ranks_per_replica)
 
     def reports_of_staying(self) -> list[tuple[int, Report | None]]:
         """Replica and report, if one has come that is believed, of each rank that is to stay."""
@@ -299,11 +344,10 @@ class Change:
         if supported:
             return max(supported, key=lambda each: each.known).following
         mine, lost, staying = self.mine, self.lost, frozenset(self.staying)
-        held = Counter(key for report in told for key in report.commits.keys() | report.voted)
-        claimed = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(mine.left_commits)}
+        left_commits = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(mine.left_commits)}
+        commits = {key: each for key, each in left_commits.items() if all(key in report.held for report in told)}
         for report in told:
-            claimed.update(report.commits)
-        commits = {key: digest for key, digest in claimed.items() if held[key] > len(told) - needed}
+            commits.update(report.claims)
         wishing = mine.joining - mine.gone - {other for one, other in mine.unheard if one in staying}
         joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
         left = {replica: step for replica, step in sorted(mine.left)}  # two ranks of it may have named two steps

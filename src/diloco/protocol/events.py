@@ -198,7 +198,7 @@ class ViewBegan:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """The machine tells itself that replicas have spoilt too many rounds of a view, and why in words."""
+    """The machine tells itself that replicas have spoilt too many rounds of a view, or somebody one; why, in words."""
 
     view_id: int
     replicas: frozenset[int]

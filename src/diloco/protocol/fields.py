@@ -28,6 +28,7 @@ MOST_ROUNDS = 4096
 """Rounds that one member can have committed lately: two of each fragment."""
 
 _MOST_ITEMS = 1 << 16
+_MOST_VOTES = 1 << 10  # each is to be checked, which takes a tenth of a millisecond
 _MOST_DIGITS = 64
 _MOST_FLOAT = 1.7e308
 _MOST_CHARACTERS = 1 << 12
@@ -209,6 +210,18 @@ class Fields:
         if wrong := [value for value in values if len(_list(name, value)) != 2]:
             raise _wrong(name, wrong[0], "a list of [integer, text]")
         return [(_integer(name, number, 0, greatest), _text(name, text, most)) for number, text in values]
+
+    def votes(self, name: str, most: int) -> list[tuple[int, tuple[int, int], bool, str, str]]:
+        """A list of ``[rank, fragment, outer step, flag, digest, signature]``; signatures have ``most`` characters."""
+        values, found = _list(name, self._of(name)), []
+        if len(values) > _MOST_VOTES:
+            raise _wrong(name, values, f"a list of at most {_MOST_VOTES}")
+        for value in values:
+            if len(_list(name, value)) != 6 or not isinstance(value[3], bool):
+                raise _wrong(name, value, "a list of [rank, fragment, outer step, flag, digest, signature]")
+            rank, digest, signature = value[0], _text(name, value[4], MOST_DIGEST), _text(name, value[5], most)
+            found.append((_integer(name, rank, 0, MOST_RANK), _pair(name, value[1:3], -1), value[3], digest, signature))
+        return found
 
     def numbered(self, name: str) -> tuple[int, Mapping[str, Any]]:
         """An integer and another message."""

@@ -13,6 +13,7 @@ from diloco.algorithm.mean_encoding import Stretch
 from diloco.errors import CodecError
 from diloco.membership.quorum import more_than_could_lie
 from diloco.protocol.fields import MOST_DIGEST, Fields
+from diloco.protocol.signing import KEY_CHARACTERS
 
 __all__ = ["Header", "donor_for", "header_of", "judge_headers"]
 
@@ -34,6 +35,7 @@ class Header:
         withdrawn: why the sender does not want it averaged, or "".
         taking_over: whether the sender is still taking over the fragment's state from a donor; it then has no say.
         residual: the stretch of values of which the sender holds what was lost of earlier means; empty: nothing.
+        key: with which the sender's vote on the round is signed.
     """
 
     round: RoundId
@@ -46,6 +48,7 @@ class Header:
     withdrawn: str
     taking_over: bool
     residual: Stretch = (0, 0)
+    key: str = ""
 
     def to_message(self, view_id: int) -> dict[str, Any]:
         """As JSON; a weight that is no number travels as text."""
@@ -70,6 +73,7 @@ class Header:
             fields.words("withdrawn"),
             fields.flag("taking_over"),
             fields.stretch("residual", numel),
+            fields.text("key", KEY_CHARACTERS),
         )
 
 

@@ -77,7 +77,9 @@ def could_follow(following: NextView, mine: Report) -> bool:
     return before - after <= accused and after <= before | mine.joining
 
 
-def to_blame(mine: Report, reports: Collection[tuple[int, Report | None]], *, me: int) -> frozenset[int]:
+def to_blame(
+    mine: Report, reports: Collection[tuple[int, Report | None]], unproven: Collection[int], *, me: int
+) -> frozenset[int]:
     """Who keeps a change of views from its end: of those who stay, who has not reported or isn't ready for the same.
 
     Where one of them knows something else than this rank, it is whoever that is about, or from: it told them different
@@ -86,9 +88,10 @@ def to_blame(mine: Report, reports: Collection[tuple[int, Report | None]], *, me
     Args:
         mine: what this rank knows.
         reports: replica and its rank's report, None where none has come that is wholly believed, of all who stay.
+        unproven: who says that it has committed what others have not voted for.
         me: this replica.
     """
-    blamed: set[int] = set()
+    blamed = set(unproven)
     for replica, report in reports:
         if replica == me or (report is not None and report.known == mine.known):
             continue

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Agreed, Commits, NextView, Report
+from diloco.membership.proofs import SignedVote
 from diloco.membership.view import View
 from diloco.protocol.fields import MOST_DIGEST, MOST_RANK, Fields
 from diloco.protocol.headers import Header
 from diloco.protocol.registry import Entry
+from diloco.protocol.signing import SIGNATURE_CHARACTERS, secret_for, sign
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -29,6 +31,8 @@ __all__ = [
     "read_answer",
     "speed_message",
     "speed_of",
+    "vote_secret",
+    "vote_words",
 ]
 
 PROTOCOL_VERSION = 6
@@ -51,6 +55,12 @@ class RoundVote:
     diverged: tuple[int, ...] = ()
     donor: int = -1
 
+    def signed(self, view_id: int, secret: bytes) -> RoundVote:
+        """As its voter says it in a view, whose process has this secret."""
+        key, vote = (self.round.fragment, self.round.outer_step), self.vote
+        words = vote_words(view_id, key, ok=vote.ok, digest=vote.digest)
+        return replace(self, vote=replace(vote, signature=sign(vote_secret(secret, view_id, key), words)))
+
     def to_message(self, view_id: int) -> dict[str, Any]:
         """As JSON."""
         return {
@@ -60,6 +70,7 @@ class RoundVote:
             "ok": self.vote.ok,
             "digest": self.vote.digest,
             "reason": self.vote.reason,
+            "signature": self.vote.signature,
             "diverged": list(self.diverged),
             "donor": self.donor,
         }
@@ -68,8 +79,23 @@ class RoundVote:
     def from_message(cls, message: Mapping[str, Any]) -> RoundVote:
         """From JSON; `ValueError` names the field of anything that is none."""
         fields = Fields(message)
-        vote = Vote(fields.flag("ok"), fields.text("digest", MOST_DIGEST), fields.words("reason"))
+        vote = Vote(
+            fields.flag("ok"),
+            fields.text("digest", MOST_DIGEST),
+            fields.words("reason"),
+            fields.text("signature", SIGNATURE_CHARACTERS),
+        )
         return cls(RoundId(*fields.round("round")), vote, fields.ranks("diverged"), fields.rank("donor", -1))
+
+
+def vote_secret(secret: bytes, view_id: int, key: tuple[int, int]) -> bytes:
+    """What the vote on one round is signed with, by a process with this secret; ``key``: fragment and outer step."""
+    return secret_for(secret, f"{view_id} {key[0]} {key[1]}")
+
+
+def vote_words(view_id: int, key: tuple[int, int], *, ok: bool, digest: str) -> str:
+    """What is signed."""
+    return f"{view_id} {key[0]} {key[1]} {ok} {digest}"
 
 
 @dataclass(frozen=True)
@@ -150,10 +176,11 @@ def change_message(mine: Report, why: str) -> dict[str, Any]:
         "step": mine.step,
         "commits": _with_digests(mine.commits),
         "void": sorted(map(list, mine.void)),
-        "voted": sorted(map(list, mine.voted)),
+        "voted": _with_digests(mine.voted),
         "ready": mine.ready,
         "heard": sorted(map(list, mine.heard.items())),
         "agreed": None if mine.agreed is None else [mine.agreed.known, adopted(mine.agreed.following)],
+        "shown": [[vote.rank, *vote.round, vote.ok, vote.digest, vote.signature] for vote in sorted(mine.shown)],
         "why": why,
     }
 
@@ -223,12 +250,13 @@ def _report_of(sender: int, fields: Fields, view: View) -> Report:
         step=fields.integer("step"),
         commits=fields.digests("commits"),
         void=fields.pairs("void", -1),
-        voted=fields.pairs("voted", -1),
+        voted=fields.digests("voted"),
         left=fields.pairs("left"),
         left_commits=left_commits,
         ready=fields.flag("ready"),
         agreed=_agreed_of(fields, view),
         heard=dict(fields.numbered_texts("heard", MOST_RANK, MOST_DIGEST)),
+        shown=frozenset(SignedVote(*each) for each in fields.votes("shown", SIGNATURE_CHARACTERS)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 from diloco.algorithm.averaging import Mean, RoundId, Verdict
 from diloco.algorithm.exchange import Exchange
@@ -14,6 +15,7 @@ from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.change import Commits, Rounds
 from diloco.membership.lateness import Lateness
+from diloco.membership.proofs import SignedVote
 from diloco.protocol.events import HandedIn
 from diloco.protocol.headers import Header, donor_for, judge_headers
 from diloco.protocol.messages import RoundVote
@@ -42,6 +44,8 @@ class RoundState:
         verdict: whose contributions are summed; None until all headers are there.
         mean: computed by this rank.
         committed: True: applied by all; False: void for all; None: not decided yet.
+        disputed: this rank has voted for it, others against it: the next view tells which it is.
+        against: the rank whose vote made it disputed, or made this rank vote against it; None: nobody's.
         reason: why it is void.
         exchanging: whether payloads are still moving.
         concluded: whether the outcome was reported.
@@ -63,6 +67,8 @@ class RoundState:
     verdict: Verdict | None = None
     mean: Mean | None = None
     committed: bool | None = None
+    disputed: bool = False
+    against: int | None = None
     reason: str = ""
     exchanging: bool = False
     concluded: bool = False
@@ -80,6 +86,19 @@ class RoundState:
     def was_begun(self) -> bool:
         """Whether this rank contributed to it."""
         return self.begun is not None or self.concluded
+
+    def sealed(self, digest: str) -> str:
+        """The digest of an average, and of the keys with which all have signed: who votes for it names them as well."""
+        keys = (self.headers[rank].key for rank in sorted(self.headers))
+        return blake2b("\0".join((digest, *keys)).encode(), digest_size=16).hexdigest()
+
+    def signed_votes(self) -> Mapping[int, SignedVote]:
+        """Rank -> its vote, of those that can be shown to others."""
+        return {
+            rank: SignedVote(rank, self.key, vote.ok, vote.digest, vote.signature)
+            for rank, vote in self.votes.items()
+            if vote.signature
+        }
 
     def late_s(self, contributors: Sequence[int], rules: Rules) -> tuple[float, ...]:
         """How long after the first contribution this rank heard of each of ``contributors``, in seconds."""

@@ -9,7 +9,8 @@ from diloco.algorithm.averaging import RoundId, Verdict
 from diloco.algorithm.exchange import plan_round
 from diloco.errors import TransportError, ViewChangedError
 from diloco.membership.ballot import Vote
-from diloco.membership.change import Commits, NextView, Rounds
+from diloco.membership.change import NextView, Report, Rounds
+from diloco.membership.proofs import SignedVote
 from diloco.membership.view import View
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
 from diloco.protocol.conduct import Conduct
@@ -73,11 +74,17 @@ class RoundTable:
         """Whether voting and deciding have stopped, because the view is ending."""
         return self._voting.frozen
 
-    def freeze(self) -> tuple[Commits, Rounds, Rounds]:
-        """Stop voting and deciding; returns what was committed lately, what is void, and what this rank voted for."""
-        self._voting.frozen = True
-        voted = (s.key for s in self._rounds.values() if s.committed is None and self._rules.rank in s.votes)
-        return self._voting.decided.commits, self._voting.decided.void, frozenset(voted)
+    def freeze(self) -> Report:
+        """Stop voting and deciding; returns what this rank reports of its rounds."""
+        return self._voting.freeze(self._rounds.values())
+
+    def signed_votes(self) -> Mapping[tuple[int, int], Mapping[int, SignedVote]]:
+        """Round -> rank -> its vote, of rounds that are not long over."""
+        return {state.key: state.signed_votes() for state in self._rounds.values() if self._rules.rank in state.votes}
+
+    def is_vote(self, vote: SignedVote) -> bool:
+        """Whether a rank has cast this vote, as far as can be known here."""
+        return self._voting.is_vote(self._rounds.get(RoundId(*vote.round)), vote)
 
     def end(self, following: NextView | None, reason: str, failure: TransportError | None) -> Sequence[HandedIn]:
         """The view has ended. A round that any survivor committed is committed; others are carried over or void.
@@ -130,7 +137,8 @@ class RoundTable:
             return
         state.plan = plan_round(contribution, len(self.view.members))
         state.heard_s[self._rules.rank] = handed.sent_s
-        state.headers[self._rules.rank] = header = replace(handed.header, taking_over=state.taking_over)
+        header = replace(handed.header, taking_over=state.taking_over, key=self._voting.key_for(state))
+        state.headers[self._rules.rank] = header
         self._voting.tell(header.to_message(self.view.id))
         state.exchanging = True
         self._outbox.actions.append(StartExchange(self.view, contribution, state.plan))
@@ -140,6 +148,7 @@ class RoundTable:
             if self._rules.late_s is not None and fragment >= 0:
                 self._voting.look_at(state, self._rules.late_s)
         else:
+            self._voting.cast(RoundVote(state.id, Vote(False, reason=state.reason)), state)
             self._voting.conclude(state)
         self._voting.judge(state)
 
@@ -169,9 +178,13 @@ class RoundTable:
 
     def hear_vote(self, sender: int, vote: RoundVote) -> None:
         """A member voted on a round, to which it has contributed before."""
-        state = self._rounds.get(vote.round)
-        if state is not None and sender in state.headers:
-            self._voting.count(state, sender, vote)
+        state, said = self._rounds.get(vote.round), vote.vote
+        if state is None or sender not in state.headers or state.committed is not None:
+            return
+        if not self._voting.is_vote(state, SignedVote(sender, state.key, said.ok, said.digest, said.signature)):
+            unsigned = f"the vote of replica {self._rules.replica_of(sender)} is not signed with its key"
+            vote = RoundVote(vote.round, Vote(False, reason=unsigned))
+        self._voting.count(state, sender, vote)
 
     def missing(self, round_id: RoundId) -> tuple[int, ...]:
         """Replicas that have not announced a contribution to a round."""
@@ -209,7 +222,7 @@ class RoundTable:
         """This rank holds a round's mean: vote for it."""
         if state := self._present(event.view_id, event.round):
             state.mean = event.mean
-            self._voting.cast(RoundVote(state.id, Vote(True, event.digest)), state)
+            self._voting.cast(RoundVote(state.id, Vote(True, state.sealed(event.digest))), state)
 
     def end_exchange(self, event: ExchangeEnded) -> str:
         """A round's exchange has ended; returns which payload connection broke, in words, or ""."""
@@ -279,6 +292,7 @@ class RoundTable:
             if each.fragment != fragment
             or each.outer_step >= outer_step - 1
             or (old.was_begun and (not old.concluded or old.exchanging))
+            or old.key in self._voting.decided.commits  # somebody may want to see who has voted for it
         }
         for sender, early in self._early.items():
             self._early[sender] = {e for e in early if e.fragment != fragment or e.outer_step > outer_step}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import ReplicaLostError
@@ -11,7 +11,17 @@ from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
 from diloco.protocol.conduct import Conduct
 
-__all__ = ["Policies", "Rules", "expired_words", "late_words", "left_out", "owing_words", "spoilt_words", "stopped"]
+__all__ = [
+    "Policies",
+    "Rules",
+    "disputed_words",
+    "expired_words",
+    "late_words",
+    "left_out",
+    "owing_words",
+    "spoilt_words",
+    "stopped",
+]
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class Rules:
         min_contributors: a round with fewer is void; None: all that have the state.
         round_timeout_s: from this rank's contribution to its vote, over all views that the round takes.
         piece_bytes: about how large a piece of a payload is.
+        secret: random, and of this process alone: what it signs its votes with.
         late_s: a replica counts as late if it has not contributed to a round this long after this rank, or if its vote
             is due and it has sent nothing for so long; None: never.
         settle_s: a change of views that takes longer gives up those who keep it from its end.
@@ -35,6 +46,7 @@ class Rules:
     min_contributors: int | None
     round_timeout_s: float
     piece_bytes: int
+    secret: bytes = field(repr=False)
     late_s: float | None = None
     settle_s: float = 15.0
 
@@ -116,10 +128,19 @@ def spoilt_words(spoilers: frozenset[int], reason: str) -> str:
     return f"{_names(spoilers)} {has} spoilt {Conduct.MOST} rounds or more lately: {reason}"
 
 
+def disputed_words(round_id: RoundId, reason: str) -> str:
+    """Why a view ends of which some may have committed a round, and some may not.
+
+    >>> disputed_words(RoundId(0, 3), "2 holds another average than 0")
+    'fragment 0, outer step 3 is disputed: 2 holds another average than 0'
+    """
+    return f"{round_id} is disputed: {reason}"
+
+
 def expired_words(missing: Sequence[int], rules: Rules) -> str:
     """Why a rank votes against a round that took too long; ``missing``: replicas whose contributions did not come.
 
-    >>> expired_words((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19))
+    >>> expired_words((1, 2), Rules(0, 0, 1, None, 5.0, 1 << 19, b"s"))
     'nothing was heard of replica 1, 2 within 5 s (replica 0 waited)'
     """
     waited_for = f"replica {', '.join(map(str, missing))}" if missing else "the payloads"

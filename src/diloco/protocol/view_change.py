@@ -76,7 +76,8 @@ class ViewChange:
         """Replicas that keep the change from its end, which has taken too long."""
         if self.known is None:
             return frozenset()
-        return to_blame(self.known.mine, self.known.reports_of_staying(), me=self._rules.replica)
+        change = self.known
+        return to_blame(change.mine, change.reports_of_staying(), change.unproven, me=self._rules.replica)
 
     def end(self) -> None:
         """The change is over."""
@@ -94,11 +95,9 @@ class ViewChange:
             return False, self.known
         rounds = self._contributions.rounds
         assert rounds is not None
-        commits, void, voted = rounds.freeze()
-        mine = Report(
-            self._rules.rank, rounds.view.id, step=self._contributions.step, commits=commits, void=void, voted=voted
-        )
-        self.known = Change(mine, rounds.view, self._rules.ranks_per_replica, self._policies.quorum, why)
+        mine = replace(rounds.freeze(), step=self._contributions.step)
+        size, votes = self._rules.ranks_per_replica, rounds.signed_votes()
+        self.known = Change(mine, rounds.view, size, self._policies.quorum, why, votes)
         self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s))
         return True, self.known
 
@@ -113,7 +112,13 @@ class ViewChange:
             candidates = {*change.view.members, *before.joining}
             hears = {each for each in candidates if all(map(self._is_there, rules.ranks((each,))))} - apart
             told = {
-                rank: believed(report, before, sender=rules.replica_of(rank), me=rules.replica, hears=hears)
+                rank: believed(
+                    replace(report, shown=frozenset(filter(rounds.is_vote, report.shown))),
+                    before,
+                    sender=rules.replica_of(rank),
+                    me=rules.replica,
+                    hears=hears,
+                )
                 for rank, report in self._said.items()
             }
             change.absorb(*told.values(), in_part={rank for rank in told if told[rank].known != self._said[rank].known})

@@ -102,7 +102,7 @@ class ViewManager:
     def leave(self, step: int) -> None:
         """Leave for good after inner step ``step``, with all ranks of this replica; rounds in flight end here."""
         if self.failure is None:
-            commits = self.contributions.rounds.freeze()[0] if self.contributions.rounds is not None else {}
+            commits = self.contributions.rounds.freeze().commits if self.contributions.rounds is not None else {}
             self._outbox.send(self.others(), Leaving(step, commits).to_message(self.view.id))
             # the others hang up once they have heard it
             self.close(TransportError(f"replica {self._rules.replica} left after step {step}; it takes part no more."))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from diloco.algorithm.averaging import Verdict
 from diloco.errors import TransportError
 from diloco.membership.ballot import Vote, tally
-from diloco.membership.change import Rounds
+from diloco.membership.change import Report, Rounds
 from diloco.membership.lateness import Lateness
+from diloco.membership.proofs import SignedVote
 from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Outbox, Spoilt
-from diloco.protocol.messages import RoundVote
+from diloco.protocol.messages import RoundVote, vote_secret, vote_words
 from diloco.protocol.round_state import Decided, RoundState
-from diloco.protocol.rules import Rules, spoilt_words
+from diloco.protocol.rules import Rules, disputed_words, spoilt_words
+from diloco.protocol.signing import is_signed, public_key
 
 __all__ = ["Voting"]
 
@@ -65,6 +67,21 @@ class Voting:
         self._outbox = outbox
         self._refused: list[str] = []
 
+    def freeze(self, states: Collection[RoundState]) -> Report:
+        """As `RoundTable.freeze`, with the rounds of which this rank knows."""
+        self.frozen = True
+        rank = self._rules.rank
+        undecided = [state for state in states if state.committed is None and rank in state.votes]
+        against = [state.signed_votes().get(state.against) for state in states if state.against is not None]
+        return Report(
+            rank,
+            self._view.id,
+            commits=self.decided.commits,
+            void=self.decided.void.union(state.key for state in undecided if state.disputed),
+            voted={state.key: state.votes[rank].digest for state in undecided},
+            shown=frozenset(vote for vote in against if vote is not None),
+        )
+
     def note_refusal(self, refusal: str) -> None:
         """A header was refused, as ``refusal`` says; told with the next average."""
         self._refused = [*self._refused, refusal][-_MOST_TOLD:]
@@ -99,26 +116,48 @@ class Voting:
             self._outbox.actions.append(GiveVerdict(self._view.id, state.id, verdict, weights, residuals))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
-        """Vote, unless this rank has voted or may not."""
-        if self.frozen or self._rules.rank in state.votes:
+        """Vote and sign, unless this rank has voted or may not; also on a round that is void here, for the others."""
+        if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
+        vote = vote.signed(self._view.id, self._rules.secret)
         self.tell(vote.to_message(self._view.id))
+        if state.committed is not None:
+            state.votes[self._rules.rank] = vote.vote
+            return
         self.count(state, self._rules.rank, vote)
         if state.committed is None:
             state.voted_s = self._outbox.now_s
             self.wait_for_votes(state)
 
     def count(self, state: RoundState, sender: int, said: RoundVote) -> None:
-        """Count a vote; the one that decides the round ends it."""
+        """Count a vote; the one that decides the round ends it, and one that leaves it in doubt ends the view."""
         if self.frozen or state.committed is not None or sender in state.votes:
             return
         if self._rules.replica in said.diverged and state.begun is not None and state.verdict is None:
             state.unshown.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
             return
         state.votes[sender] = said.vote
-        decision = tally(self.ranks, state.votes, groups=self._positions)
-        if decision.committed is not None:
-            self.decide(state, decision.committed, decision.reason)
+        said_by_now = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
+        if said_by_now.committed is False and self._rules.rank not in state.votes:
+            state.against = sender
+            self.cast(RoundVote(state.id, Vote(False, reason=said_by_now.reason)), state)
+        if said_by_now.committed is not None and state.committed is None:
+            self.decide(state, said_by_now.committed, said_by_now.reason)
+        if said_by_now.disputed and not state.disputed:
+            state.disputed, state.against = True, sender
+            words = disputed_words(state.id, said_by_now.reason)
+            self._outbox.queue.append(Spoilt(self._view.id, frozenset(), words))
+
+    def key_for(self, state: RoundState) -> str:
+        """With which others check this rank's vote on a round."""
+        return public_key(vote_secret(self._rules.secret, self._view.id, state.key))
+
+    def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
+        """Whether a rank has cast this vote on a round of which this rank knows."""
+        if state is None or vote.rank not in state.headers:
+            return False
+        words = vote_words(self._view.id, vote.round, ok=vote.ok, digest=vote.digest)
+        return is_signed(state.headers[vote.rank].key, words, vote.signature)
 
     def decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
         """The round is committed, or void for ``reason``; ``failure``: what this rank gets in that case."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -159,6 +160,7 @@ class Wire:
             min_contributors=self.min_contributors,
             round_timeout_s=self.round_timeout_s,
             piece_bytes=self.piece_bytes,
+            secret=secrets.token_bytes(32),
             late_s=self.late_s,
             settle_s=self.silence_s,
         )

@@ -1,0 +1,116 @@
+"""Signed votes that members show to each other when a view ends, and what they prove. Pure.
+
+A member says in its report which rounds it has committed, and nobody need believe it: that all have voted for a round
+is what those say who have, or what their signed votes show. A committed round is thus one that all honest members have
+voted for, and of which each can be convinced; and two different signed votes of one rank on one round are a proof
+against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Commits", "SignedVote", "least", "liars", "to_show", "unproven"]
+
+Commits = Mapping[tuple[int, int], str]
+"""(fragment, outer step) -> digest of an average."""
+
+
+@dataclass(frozen=True, order=True)
+class SignedVote:
+    """What a rank has said on a round, and signed.
+
+    Attributes:
+        rank: whose vote it is.
+        round: fragment and outer step.
+        ok: whether it is for the round.
+        digest: of the average that it is for.
+        signature: with the key that the rank has told for this round.
+    """
+
+    rank: int
+    round: tuple[int, int]
+    ok: bool
+    digest: str
+    signature: str
+
+
+def least(votes: Iterable[SignedVote]) -> frozenset[SignedVote]:
+    """Those of ``votes`` that are enough: at most two of each rank on each round, whatever else it has signed."""
+    said: dict[tuple[object, ...], dict[tuple[bool, str], SignedVote]] = defaultdict(dict)
+    for vote in sorted(votes):
+        said[vote.rank, vote.round].setdefault((vote.ok, vote.digest), vote)
+    return frozenset(vote for different in said.values() for vote in [*different.values()][:2])
+
+
+def liars(votes: Collection[SignedVote], ranks_per_replica: int) -> frozenset[int]:
+    """Replicas with a rank that has signed two different votes on one round; ``votes`` as `least` gives them.
+
+    >>> no, yes = SignedVote(2, (0, 1), False, "", "s"), SignedVote(2, (0, 1), True, "mean", "t")
+    >>> sorted(liars([yes], 1)), sorted(liars([no, yes], 1))
+    ([], [2])
+    """
+    times = Counter((vote.rank, vote.round) for vote in votes)
+    return frozenset(rank // ranks_per_replica for (rank, _), count in times.items() if count > 1)
+
+
+def unproven(
+    claims: Mapping[int, Commits],
+    held: Mapping[int, Commits],
+    shown: Collection[SignedVote],
+    ranks_per_replica: int,
+) -> frozenset[int]:
+    """Ranks that say they have committed a round, of which it is not known that all have voted for it.
+
+    Args:
+        claims: rank -> what it says it has committed.
+        held: rank -> what it says it has committed or voted for; of all whose votes are needed.
+        shown: signed votes, as far as they are valid.
+        ranks_per_replica: S; ranks at the same position of their replicas hold the same average.
+
+    >>> mean = {(0, 1): "mean"}
+    >>> vote = SignedVote(1, (0, 1), True, "mean", "s")
+    >>> sorted(unproven({0: mean}, {0: mean, 1: {}}, (), 1)), sorted(unproven({0: mean}, {0: mean, 1: {}}, [vote], 1))
+    ([0], [])
+    """
+    votes: dict[int, dict[tuple[int, int], str]] = defaultdict(dict)
+    for vote in shown:
+        if vote.ok:
+            votes[vote.rank][vote.round] = vote.digest
+    found = set()
+    for rank, commits in claims.items():
+        for other, theirs in held.items():
+            if (rank - other) % ranks_per_replica:
+                denied = commits.keys() - theirs.keys() - votes[other].keys()
+            else:
+                denied = {key for key, _ in commits.items() - theirs.items() - votes[other].items()}
+            if denied:
+                found.add(rank)
+    return frozenset(found)
+
+
+def to_show(
+    votes: Mapping[tuple[int, int], Mapping[int, SignedVote]],
+    claims: Commits,
+    held: Mapping[int, Commits],
+    shown: Collection[SignedVote],
+) -> frozenset[SignedVote]:
+    """Of the votes that a rank holds, those that others need to see by now: for what it has committed, where the voter
+    does not say so; and those of which another one has been shown.
+
+    Args:
+        votes: round -> rank -> its vote, as it came here.
+        claims: what this rank says it has committed.
+        held: as in `unproven`, of those that have reported.
+        shown: what has been shown by now.
+    """
+    known = {(each.rank, each.round): each for each in shown}
+    return frozenset(
+        vote
+        for key, of_round in votes.items()
+        for rank, vote in of_round.items()
+        if (known.get((rank, key), vote).ok, known.get((rank, key), vote).digest) != (vote.ok, vote.digest)
+        or (key in claims and rank in held and held[rank].get(key) != vote.digest)
+    )
