@@ -32,7 +32,8 @@ test: $(STAMP) ## run the tests, in two processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-browser: $(STAMP) ## install a browser if need be, test the page of diloco watch in it, and make the pictures of docs/watch.md
-	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install --yes --no-install-recommends chromium fonts-dejavu-core
+	command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	  { apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[browser]'
 	DILOCO_PICTURES=docs/pictures $(BIN)/python -m pytest tests/browser $(ARGS)
 

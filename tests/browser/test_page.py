@@ -246,6 +246,15 @@ def test_no_line_is_drawn_where_nothing_was_told(tmp_path: Path, pages: Pages, w
     assert drawn == [2] * 8 + [None] + [2] * 9
 
 
+def test_no_band_is_drawn_where_nothing_was_told(tmp_path: Path, pages: Pages, watch: Any) -> None:
+    told = [started(total_steps=9000), *(step(number, 2.0) for number in (*range(1, 601), *range(8000, 8601)))]
+    page = pages.open(watch(*quiet(write(tmp_path / "mine", told))).address)
+    bands = "document.querySelector('#figure-loss .plot').data.filter((trace) => trace.fill)"
+    until(page, f"{bands}.length === 2")
+    widths = page.evaluate(f"{bands}.map((band) => band.x[band.x.length - 1] - band.x[0])")
+    assert all(500 < width < 600 for width in widths)
+
+
 def test_two_runs_are_compared(tmp_path: Path, pages: Pages, watch: Any) -> None:
     folders = [write(tmp_path / "a", run_of(40)), write(tmp_path / "b", run_of(30, loss=2.0))]
     for folder, codec in zip(folders, ("fp4", "int8"), strict=True):

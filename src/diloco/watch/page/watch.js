@@ -121,6 +121,15 @@ function withGaps(table) {  // where a replica was away, no line is drawn: a poi
     ? [row.map((value, column) => (column < 3 ? value : null)), row] : [row]));
 }
 
+function stretches(table, column) {  // what lies between two gaps: a band would be filled across them
+  const found = [[]];
+  for (const row of table) {
+    if (row[column] === null) found.push([]);
+    else found[found.length - 1].push(row);
+  }
+  return found.filter((stretch) => stretch.length);
+}
+
 function traces(figure, all, divisor) {
   const found = [];
   const place = { step: 0, tokens: 1, time_s: 2 }[state.axis];
@@ -132,10 +141,13 @@ function traces(figure, all, divisor) {
     const line = { color: colour(each.colour), width: 1.6, dash: each.dash };
     if (y.some((value) => value !== null)) {
       if (figure.band && each.line.stride > 1) {
-        const side = (offset) => ({
-          x, y: each.table.map((row) => row[column + offset]), mode: "lines", line: { width: 0 }, hoverinfo: "skip",
-        });
-        found.push(side(1), { ...side(2), fill: "tonexty", fillcolor: line.color + "2e" });
+        for (const stretch of stretches(each.table, column)) {
+          const side = (offset) => ({
+            x: stretch.map((row) => row[place] / divisor), y: stretch.map((row) => row[column + offset]),
+            mode: "lines", line: { width: 0 }, hoverinfo: "skip",
+          });
+          found.push(side(1), { ...side(2), fill: "tonexty", fillcolor: line.color + "2e" });
+        }
       }
       found.push({ x, y, mode: "lines", name: plain(figure.heldout ? `${each.name} training` : each.name), line });
     }
