@@ -119,7 +119,7 @@ class RendezvousError(TransportError):
 
 
 class RunOverError(RendezvousError):
-    """The others have finished the run; nobody of it is left to join."""
+    """The others have finished the run; nobody is left to join."""
 
 
 class ReplicaLostError(TransportError):

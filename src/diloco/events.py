@@ -132,7 +132,7 @@ class RoundCommitted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundVoid(Event):
-    """A round was applied by nobody; the work it held is carried by the fragment's next pseudo-gradient."""
+    """Nobody applied a round; its work is in the fragment's next pseudo-gradient."""
 
     replica: int
     fragment: int

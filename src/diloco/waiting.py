@@ -72,7 +72,7 @@ def told_on_stderr() -> None:
 
 @contextmanager
 def waiting_for(whom: Callable[[], str], limit_s: float = math.inf) -> Iterator[None]:
-    """Whatever is done inside is waiting, and is told of as `tell` does, in a thread of its own."""
+    """Everything inside is a wait, of which a thread tells as `tell` does."""
     over = threading.Event()
     thread = threading.Thread(target=tell, args=(whom, limit_s, over.wait), name="diloco-waiting", daemon=True)
     thread.start()

@@ -121,7 +121,7 @@ def _folded(values: Tensor) -> Tensor:
 
 
 def check_mean(values: Tensor, addends: Mapping[int, tuple[Codec, Tensor, float]]) -> None:
-    """Check (a part of) a mean, of which every addend may be finite and the sum not.
+    """Check (a part of) a mean: its addends may all be finite and their sum not.
 
     Args:
         values: ``(n,)`` float32, the mean.

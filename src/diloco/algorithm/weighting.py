@@ -104,7 +104,7 @@ class TrainedSteps:
         self._handed_in = [0.0] * num_fragments
 
     def add(self, trained: float) -> None:
-        """Count an inner step, of which ``trained`` was trained: 1 all, 0 nothing.
+        """Count an inner step; ``trained`` is the share of it that was trained, 0 to 1.
 
         Raises:
             ConfigurationError: for anything but 0 to 1. Nothing was counted.

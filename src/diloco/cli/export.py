@@ -112,7 +112,7 @@ def _export(given: ExportOptions, largest: str) -> None:
 
 
 def _check_adapters(given: ExportOptions, *, adapts: bool) -> None:
-    """What was asked for must be said where there are adapters, and can't be where there are none."""
+    """With adapters the user says whether to merge them; without, there is nothing to merge or to export for peft."""
     if adapts and given.to == "hf" and not given.merge:
         raise ConfigurationError(
             f"{given.run} has adapters beside weights of another model. Use --merge for a whole model, or --to "

@@ -32,7 +32,7 @@ Examples:
   diloco generate runs/streaming-llama --chat
   cat beginning.txt | diloco generate runs/streaming-tiny --prompt-file - --json"""
 
-_LARGEST_SEED = 2**63 - 1  # that a torch generator takes
+_LARGEST_SEED = 2**63 - 1  # the largest that a torch generator takes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,7 @@ def _table(found: Sequence[PeerReport]) -> str:
 
 
 def _about(found: Sequence[PeerReport], run: str) -> Iterator[str]:
-    """Why some do not answer, why digests differ, or why there is nobody."""
+    """Why some peers do not answer, why digests differ, or why there are none."""
     from diloco.transport.hivemind.visitor import absence
 
     for each in found:

@@ -1,4 +1,4 @@
-"""The folder of a run: claimed for it alone, for one of its processes, and given back by a run that never began."""
+"""The folder of a run: claimed by the run or one of its processes, and cleared if the run never begins."""
 
 from __future__ import annotations
 

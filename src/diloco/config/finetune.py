@@ -1,4 +1,4 @@
-"""What `diloco finetune` sets where nothing else is said: a layer between the presets and what is asked for."""
+"""The defaults of `diloco finetune`: a layer between the presets and the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEPS = 10  # until the data says how many
 
 
 def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
-    """What `diloco train` would have been told.
+    """The same request as a command line of `diloco train`.
 
     Args:
         line: as typed; its file is the folder of the model.

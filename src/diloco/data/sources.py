@@ -208,7 +208,7 @@ def _select_split(loaded: Any, split: str | None, place: str) -> Any:
 
 @contextmanager
 def _as_data_error(place: str) -> Iterator[None]:
-    """Whatever the library raises, as a sentence that says what to do."""
+    """Turn any error of the library into a sentence that says what to do."""
     try:
         yield
     except (DataError, ConfigurationError):

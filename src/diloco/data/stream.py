@@ -135,7 +135,7 @@ class DocumentStream:
         )
 
     def join_at(self, step: int, order: str) -> None:
-        """Nobody can join: what this replica has read is known to its checkpoint alone."""
+        """Refuse: only its checkpoint knows what a replica has read."""
         raise ConfigurationError(
             f"Replica {self._replica} cannot join at step {step} a run that streams its data, as nobody there knows "
             "what it has read. Resume all replicas from their checkpoints, or use tokens made by `diloco tokenize`. "
@@ -240,7 +240,7 @@ class DocumentStream:
         return tokens
 
     def _next_document(self) -> _Begun:
-        """A document that nobody has begun, of the source that is furthest behind its weight."""
+        """A new document, from the source that is furthest behind its weight."""
         drawn = [place.tokens / weight for place, weight in zip(self._places, self._weights, strict=True)]
         source = drawn.index(min(drawn))
         place, reader, passed = self._places[source], self._readers[source], 0

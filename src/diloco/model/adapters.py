@@ -132,7 +132,7 @@ def _file_name(name: str) -> str:
 
 @contextmanager
 def _in_words(settings: ModelSettings, wrapped: nn.Module) -> Iterator[None]:
-    """Whatever peft refuses, as a configuration error."""
+    """Turn any refusal of peft into a configuration error."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft sees for itself that it must be

@@ -267,7 +267,7 @@ def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) 
 
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """Whatever transformers refuses, as a configuration error."""
+    """Turn any refusal of transformers into a configuration error."""
     try:
         yield
     except ConfigurationError:

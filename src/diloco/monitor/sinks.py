@@ -1,4 +1,4 @@
-"""All sinks of a run as one. Whatever goes wrong in any of them hurts neither the run nor the others."""
+"""All sinks of a run as one. An error in one of them harms neither the run nor the others."""
 
 from __future__ import annotations
 

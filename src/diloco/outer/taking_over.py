@@ -78,7 +78,7 @@ _TELL_EVERY_S = 1.0
 
 
 class SharedState:
-    """An outer loop of which any thread may take snapshots, never in the middle of a change."""
+    """An outer loop whose state any thread may copy, never in the middle of a change."""
 
     def __init__(self, outer_loop: OuterLoop) -> None:
         self.outer_loop = outer_loop

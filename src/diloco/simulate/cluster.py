@@ -200,7 +200,7 @@ class LateSteps:
         self._sync_s[fragment] = Grace.KEPT * self._sync_s.get(fragment, sync_s) + (1 - Grace.KEPT) * sync_s
 
     def _due_s(self, fragment: int, ready_s: Floats) -> tuple[Floats, Floats]:
-        """When each replica hears of a quorum, and when its own contribution has to be there.
+        """When each replica hears of a quorum, and when its own contribution is due.
 
         Args:
             fragment: that is sent.

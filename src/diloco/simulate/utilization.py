@@ -187,7 +187,7 @@ class _Run:
         }
 
     def now_s(self, step: int) -> Floats:
-        """The clocks after ``step``, as far as it is known what they did until then."""
+        """The clocks after ``step``, as far as is known."""
         clocks_s: Floats = self.computed_s[step] - self.saved_s + self.waited_s + self.spent_s
         return clocks_s
 

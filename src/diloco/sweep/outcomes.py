@@ -59,7 +59,7 @@ class Outcomes:
         return outcome is not None and outcome["status"] == "done"
 
     def add(self, run: Run, summary: Mapping[str, Any] | None, error: str = "") -> None:
-        """Keep what came of ``run``: its summary, or why there is none."""
+        """Keep the outcome of ``run``: its summary, or why there is none."""
         held = {"run": run.name, "varied": _plain(run.varied), "settings": _plain(run.settings)}
         self._held[run.name] = {
             **held,

@@ -90,7 +90,7 @@ class DynamicSteps:
         return trains_at(step, self.steps_of(replica), self._inner_steps)
 
     def _fits(self) -> bool:
-        """Whether a step is over, by this replica's speed, before anybody stands still for it."""
+        """Whether this replica is fast enough to finish a step before anybody has to wait for it."""
         speed = self._rate.steps_per_s
         if self._grace_steps is None or speed is None:
             return True

@@ -94,7 +94,7 @@ def run_facts(session: Session, folder: Path) -> dict[str, str]:
 
 
 def _kernels(session: Session) -> dict[str, str]:
-    """What runs the codec on CPU tensors, of a codec that has kernels of its own: one of blocks."""
+    """What runs a block-wise codec on CPU tensors; other codecs have no kernels of their own."""
     codec = make_configured_codec(session.settings.codec)
     return {"codec kernels": codec.implementation} if codec.parameters() else {}
 

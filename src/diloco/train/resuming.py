@@ -19,7 +19,7 @@ _REPLICA = re.compile(r"replica-(\d+)\Z")  # the part of a checkpoint; its shard
 
 @dataclass(frozen=True)
 class Held:
-    """A peer's newest checkpoint, as far as it matters before it is loaded."""
+    """What must be known of a peer's newest checkpoint before it is loaded."""
 
     step: int = -1  # inner steps done; -1: there is none
     replica: int | None = None  # whose state it is

@@ -76,7 +76,7 @@ class Session:
         return self.settings.algorithm == "data-parallel" or self.totals.steps < shared_start
 
     def part_models(self) -> None:
-        """Where gradients are not averaged any more, each replica needs a model of its own."""
+        """Once gradients are no longer averaged, give each replica a model of its own."""
         if not self.averages_gradients:
             self._maker.part(self.replicas[0], self.replicas[1:])
 
@@ -181,7 +181,7 @@ class Session:
             replica.sampler.close()
 
     def drain(self) -> None:
-        """Merge whatever is in flight; at the end of a run."""
+        """Merge all that is in flight; at the end of a run."""
         for replica in self.replicas:
             if replica.diloco:
                 replica.diloco.drain()

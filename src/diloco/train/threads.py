@@ -49,7 +49,7 @@ class Seats:
         self._mine: int | None = None
         self._number = -1
         if sys.platform == "win32":
-            return  # where no library for swarms runs
+            return  # where swarms do not run
         with contextlib.suppress(OSError):  # without a seat it counts itself alone
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.stat().st_uid != os.getuid():

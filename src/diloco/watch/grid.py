@@ -19,7 +19,7 @@ _MOST_REPLICAS = 1_024
 
 @dataclass(slots=True)
 class Cell:
-    """One round, as far as replicas have told of it."""
+    """One round, by what the replicas have told of it."""
 
     step: int = 0  # of its newest record
     # replicas that handed in a contribution -> digest of the state behind it

@@ -65,7 +65,7 @@ class Board:
 
     @property
     def full(self) -> bool:
-        """Whether so many are looking that nobody else may."""
+        """Whether as many are looking as may."""
         return len(self._readers) >= _MOST_READERS
 
     async def messages(self) -> AsyncIterator[str]:

@@ -17,7 +17,7 @@ __all__ = ["Fleet", "InProcessFleet"]
 
 
 class Fleet(abc.ABC):
-    """The replicas of this process. What is not overridden suits a fixed number of them."""
+    """The replicas of this process. The defaults suit a fixed number of them."""
 
     in_one_process: bool = False  # whether these are all replicas of the run
     elastic: bool = False  # whether replicas come and go

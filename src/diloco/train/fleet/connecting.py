@@ -107,7 +107,7 @@ def connect_peer(run: RunSettings, folder: Path, facts: Mapping[str, str]) -> Sw
 
 
 def _exchange(settings: TransportSettings, facts: Mapping[str, str]) -> dict[str, Any]:
-    """What a wire is told whatever it is made of."""
+    """The settings that every kind of wire takes."""
     names = ("piece_bytes", "heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "min_contributors")
     chosen = {name: getattr(settings, name) for name in (*names, "min_replicas", "pace")}
     return {**chosen, "raise_on_loss": False, "facts": facts}

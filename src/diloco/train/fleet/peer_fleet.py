@@ -110,7 +110,7 @@ class PeerFleet(Fleet):
             return tuple(taken)
 
     def take_words(self) -> str:
-        """What else has changed about this process since this was last asked; "" for nothing."""
+        """Other changes in this process since the last call, in words; "" for none."""
         ways = self.transport.link_words if self._talks else {}
         news = {replica: way for replica, way in ways.items() if self._link_words.get(replica) != way}
         self._link_words = {**self._link_words, **news}

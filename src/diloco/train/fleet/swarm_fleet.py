@@ -198,7 +198,7 @@ class SwarmFleet(PeerFleet):
         return ("diloco: others take part by", *(f"  {self.others_type} {address}" for address in found))
 
     def beginning(self) -> tuple[str, ...]:
-        """What becomes of the checkpoint that it could go on from; nothing if there is none."""
+        """What happens to the checkpoint that it could resume from; empty if there is none."""
         held, table = self._held, self.connected.table
         if held.step < 0:
             return ()
