@@ -162,7 +162,7 @@ def test_positions_beyond_a_short_tile_and_unused_bits_are_refused() -> None:
             codec.validate(bad, 65)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(payload=st.binary(min_size=10, max_size=10))
 def test_no_payload_of_the_right_size_does_harm(payload: bytes) -> None:
     codec, numel = TopK2(), 130

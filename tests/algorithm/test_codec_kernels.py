@@ -49,7 +49,7 @@ def test_implementations_agree_bit_for_bit(block_size: int, numel: int) -> None:
     assert_same_bits_either_way(spread_values(numel), block_size, weight=0.3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(values=vectors, weight=finite_floats)
 def test_implementations_agree_bit_for_bit_on_any_values(values: Tensor, weight: float) -> None:
     assert_same_bits_either_way(values, BLOCK, weight)

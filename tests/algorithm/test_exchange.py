@@ -44,7 +44,7 @@ def codecs(block_sizes: tuple[int, ...] = (2, 6, 64, 256)) -> list[Codec]:
     return casts + [make_codec(name, block_size=size) for name in ("int8", "fp4") for size in block_sizes]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     codec=st.sampled_from(codecs()),
     numel=st.integers(0, 3000),
@@ -69,7 +69,7 @@ def test_the_plan_is_the_cheaper_of_two_simulated_exchanges(
     assert plan.mean_bytes == sum(size for _, _, size in cheaper) / num_replicas
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(numel=st.integers(0, 5000), num_replicas=st.integers(1, 9), block_size=st.sampled_from([1, 2, 6, 256, 65536]))
 def test_shards_are_cut_between_blocks_and_as_even_as_blocks_allow(
     numel: int, num_replicas: int, block_size: int

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
-import subprocess
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,56 +19,54 @@ from diloco.checkpoint.reading import list_checkpoints, open_checkpoint
 from diloco.checkpoint.writing import save_checkpoint
 from diloco.errors import CheckpointError
 from tests.checkpoint.marked_checkpoints import mark_of, names, save
+from tests.processes import Processes
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
-KILLER = """
-import os, shutil, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from tests.checkpoint.marked_checkpoints import save
-
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
-os.fsync = lambda descriptor: None  # what a kill leaves is in the page cache, and that is what is looked at
 
-def arm(kill_at):
-    count = 0
-    def tick():
-        nonlocal count
-        count += 1
-        if count == kill_at:
+
+def kill_at(number: int) -> None:
+    """Arm this process to be killed at its so many-th system call of a save."""
+    calls = itertools.count(1)
+
+    def tick() -> None:
+        if next(calls) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-    os.fsync = lambda descriptor: tick()
+
+    os.fsync = lambda descriptor: tick()  # what a kill leaves is in the page cache, and that is what is looked at
     sys.addaudithook(lambda event, arguments: tick() if event in WATCHED else None)
 
-before = Path(sys.argv[2]) / "before"
-save(before, 1, 1.0)
-save(before, 2, 2.0)
-for scenario, step in (("first", 3), ("next", 3), ("again", 2)):
-    for kill_at in range(1, 1000):
-        folder = Path(sys.argv[2]) / scenario / f"{kill_at:03d}"
-        if scenario != "first":
-            shutil.copytree(before, folder)
-        child = os.fork()
-        if child == 0:
-            arm(kill_at)
-            save(folder, step, 3.0, keep=1)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0, status
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL, status
-"""
-"""Saves again and again, each time killed one system call later, until a save gets through; for three scenarios."""
+
+def save_and_be_killed(rank: int, top: Path) -> None:
+    """In a process: save again and again, each time killed one system call later, until a save gets through."""
+    os.fsync = lambda descriptor: None
+    save(top / "before", 1, 1.0)
+    save(top / "before", 2, 2.0)
+    for scenario, step in (("first", 3), ("next", 3), ("again", 2)):
+        for number in itertools.count(1):
+            folder = top / scenario / f"{number:03d}"
+            if scenario != "first":
+                shutil.copytree(top / "before", folder)
+            child = os.fork()
+            if child == 0:
+                kill_at(number)
+                save(folder, step, 3.0, keep=1)
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if os.WIFEXITED(status):
+                assert os.WEXITSTATUS(status) == 0, status
+                break
+            assert os.WTERMSIG(status) == signal.SIGKILL, status
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
-    arguments = [sys.executable, "-c", KILLER, str(Path(__file__).parents[2]), str(folder)]
-    subprocess.run(arguments, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    with Processes() as processes:
+        processes.start(1, save_and_be_killed, folder)
+        processes.results(120)
     return folder
 
 

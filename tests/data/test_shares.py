@@ -70,7 +70,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(CHANGES)
 def test_nothing_is_drawn_twice_and_a_clean_leave_loses_nothing(changes: list[tuple[str, int]]) -> None:
     run, following = Run(), 1

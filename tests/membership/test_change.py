@@ -18,7 +18,7 @@ from tests.membership.members import check_agreement, run
 from tests.membership.network import LIMITS, NUMBERS, Limits
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 5), st.integers(1, 3), st.integers(1, 2))
 def test_processes_that_end_leave_survivors_that_agree_and_go_on(
     numbers: list[int], replicas: int, ends: int, size: int
@@ -32,7 +32,7 @@ def test_processes_that_end_leave_survivors_that_agree_and_go_on(
         assert member.view.members == tuple(sorted({each.rank // size for each in whole}))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 5), LIMITS, st.integers(1, 2))
 def test_silent_machines_and_cut_connections_never_make_two_histories(
     numbers: list[int], replicas: int, limits: Limits, size: int
@@ -41,7 +41,7 @@ def test_silent_machines_and_cut_connections_never_make_two_histories(
     check_agreement(run(limits, numbers, replicas=replicas, size=size))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 5), LIMITS, st.integers(1, 4), st.integers(1, 2))
 def test_a_round_that_somebody_gives_up_is_void_for_all_and_every_other_one_is_not(
     numbers: list[int], replicas: int, limits: Limits, gives_up: int, size: int
@@ -51,7 +51,7 @@ def test_a_round_that_somebody_gives_up_is_void_for_all_and_every_other_one_is_n
     check_agreement(run(limits, numbers, replicas=replicas, size=size), whole=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 5), st.integers(1, 4), st.integers(1, 2))
 def test_who_leaves_never_counts_as_silent(numbers: list[int], replicas: int, leaves: int, size: int) -> None:
     """Property: however few are left, they go on."""

@@ -12,7 +12,7 @@ from diloco.membership.hearing import largest_set, within_reach
 PAIRS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sets(st.integers(0, 7)), PAIRS, st.sets(st.integers(0, 7)))
 def test_it_is_the_first_of_all_sets_by_size_then_who_came_last_then_numbers(
     members: set[int], unheard: set[tuple[int, int]], latest: set[int]

@@ -56,7 +56,7 @@ def test_one_that_does_not_hear_two_others_is_the_one_to_go(
     check_agreement([rank(network, number) for number in stays], whole=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(0, 3), st.sampled_from(["stop", "go-on"]))
 def test_once_the_network_is_whole_all_who_live_are_in_one_view_again(
     numbers: list[int], replicas: int, limits: Limits, timers: int, split: str

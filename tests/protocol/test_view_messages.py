@@ -122,14 +122,14 @@ def malformed(draw: st.DrawFn) -> dict[str, Any]:
     return {"kind": draw(st.sampled_from(["header", "vote", "change", "adopted", "leaving", "?"])), name: value}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(malformed())
 def test_what_is_no_message_names_its_field_and_raises_nothing_else(message: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^it has no '|^its 'kind' is|^its kind is|^its '.* should be |^a view of"):
         read(1, message, View.of(3))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), LIMITS, st.lists(malformed(), min_size=1, max_size=3), st.integers(1, 2))
 def test_what_is_no_message_costs_its_sender_the_view_and_nothing_else(
     numbers: list[int], replicas: int, limits: Limits, garbage: list[dict[str, Any]], size: int

@@ -26,7 +26,7 @@ def test_with_nothing_lost_every_round_is_committed(numbers: list[int], replicas
     assert all(not rank.left for rank in ranks)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.booleans())
 def test_processes_that_end_leave_survivors_that_agree_and_commit_every_round(
     numbers: list[int], replicas: int, ends: int, size: int, gradients: bool
@@ -39,7 +39,7 @@ def test_processes_that_end_leave_survivors_that_agree_and_commit_every_round(
         assert rank.view.members == tuple(sorted(each.rank for each in survivors))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 2), st.booleans())
 def test_silent_machines_and_cut_connections_never_make_two_histories(
     numbers: list[int], replicas: int, limits: Limits, size: int, gradients: bool
@@ -48,7 +48,7 @@ def test_silent_machines_and_cut_connections_never_make_two_histories(
     check_agreement(simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients), whole=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), st.integers(0, 2), st.integers(1, 4), st.integers(1, 2))
 def test_rounds_go_on_over_payload_connections_that_are_made_anew(
     numbers: list[int], replicas: int, ends: int, breaks: int, size: int
@@ -60,7 +60,7 @@ def test_rounds_go_on_over_payload_connections_that_are_made_anew(
         assert [rank.left for rank in ranks] == [""] * replicas * size
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 # it stops amid a round of gradients, which raises, and another one
 @example(numbers=[1, 15904], replicas=2, limits=Limits(1, 1), timers=1, breaks=0, size=1, gradients=True)
 @given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 6), st.integers(0, 2), st.integers(1, 2), st.booleans())
@@ -73,7 +73,7 @@ def test_times_that_are_over_at_any_moment_make_no_two_histories(
     check_agreement(simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 # one hears of it from another one, before the leaver itself
 @example(numbers=[1504, 0, 0, 0, 12939, 0], replicas=3, leaves=1, size=1)
 @given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2))
@@ -97,7 +97,7 @@ def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leave
             assert step in {each.step for each in ranks if each.replica == replica}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 2), st.integers(0, 2))
 def test_leaving_amid_all_kinds_of_trouble_makes_no_two_histories(
     numbers: list[int], replicas: int, limits: Limits, leaves: int, returns: int
@@ -128,7 +128,7 @@ def test_fewer_than_asked_for_never_go_on(numbers: list[int], least: int) -> Non
     assert {bool(rank.left) for rank in ranks} == {len(ranks) < least}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(0, 2))
 def test_sides_that_go_on_make_one_history_where_more_than_half_are_asked_for(
     numbers: list[int], replicas: int, limits: Limits, returns: int
@@ -149,7 +149,7 @@ def test_a_side_goes_on_alone_where_that_is_wanted() -> None:
         assert node.view.members == (rank,)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NUMBERS, st.integers(2, 4), st.integers(1, 3))
 @example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, 2)  # again, before who it let in has begun
 def test_who_is_started_again_becomes_a_member_or_is_told_why_not(

@@ -42,7 +42,7 @@ states = st.dictionaries(
 
 
 @given(anything, anything)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_is_offered_is_taken_or_refused_and_never_more(message: Any, tensors: Any) -> None:
     for offered in ({"skeleton": message, "tensors": tensors}, {"skeleton": {"dict": {"a": message}}}, message):
         if not isinstance(offered, dict):
