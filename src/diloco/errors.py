@@ -107,11 +107,15 @@ class DivergedError(TransportError):
 
     Attributes:
         donor: a replica that holds what the majority holds.
+        digest: of what the majority holds.
     """
 
-    def __init__(self, message: str, *, donor: int, round: str | None = None, replicas: Iterable[int] = ()) -> None:
+    def __init__(
+        self, message: str, *, donor: int, digest: str, round: str | None = None, replicas: Iterable[int] = ()
+    ) -> None:
         super().__init__(message, round=round, replicas=replicas)
         self.donor = donor
+        self.digest = digest
 
 
 class RendezvousError(TransportError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -80,6 +83,26 @@ def test_who_misses_a_commit_is_found_out_and_takes_over_the_majoritys_state() -
     swarm.run(20, quadratic())
     assert agree(swarm)
     assert [diloco.rounds_void for diloco in swarm.replicas] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("all_lie", [False, True])
+def test_a_donors_state_is_taken_over_only_if_it_is_what_the_majority_holds(
+    all_lie: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replica 0 hands over another state than it holds; replica 2 is asked instead, and nobody is believed who lies."""
+    swarm = streaming(faults=[Fault(kind="miss-commit", replica=1, round=RoundId(0, 0))])
+    endpoint = swarm.replicas[1].transport
+    fetch = endpoint.fetch
+
+    def lied_to(fragment: int, donors: Sequence[int], expected_bytes: int | None = None) -> Mapping[str, Any]:
+        state = dict(fetch(fragment, donors, expected_bytes))
+        return state | {"global_params": state["global_params"] + 1} if donors[0] == 0 or all_lie else state
+
+    monkeypatch.setattr(endpoint, "fetch", lied_to)
+    swarm.run(10, quadratic())
+    assert agree(swarm) == (not all_lie)
+    reasons = " ".join(event.reason for event in swarm.events if isinstance(event, RoundVoid))
+    assert ("took over no state: what was offered is not what the majority holds" in reasons) == all_lie
 
 
 def test_a_corrupted_replica_is_found_before_its_first_average() -> None:

@@ -104,7 +104,7 @@ def test_who_has_diverged_hears_that_and_else_why_the_round_is_void() -> None:
     void = state.failure(None)
     assert isinstance(void, RoundVoidError)
     assert str(void) == "fragment 1, outer step 4 is void: no contribution of 2."
-    state.fault = DivergedError("1 holds another state", donor=0, replicas=(1,))
+    state.fault = DivergedError("1 holds another state", donor=0, digest="d", replicas=(1,))
     assert state.failure(failed) is state.fault
 
 

@@ -62,7 +62,7 @@ def outcome(act: Callable[[], Any]) -> dict[str, Any]:
     try:
         act()
     except DiLoCoError as error:
-        fields = ("round", "replicas", "donor")
+        fields = ("round", "replicas", "donor", "digest")
         return {"class": type(error).__name__, "words": str(error)} | {
             name: getattr(error, name) for name in fields if hasattr(error, name)
         }

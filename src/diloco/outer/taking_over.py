@@ -8,8 +8,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.algorithm.digest import digest_state
 from diloco.algorithm.merge import AlphaMerge
 from diloco.algorithm.outer_loop import OuterLoop
+from diloco.algorithm.outer_optimizer import OuterState
 from diloco.errors import DivergedError, FragmentError, TransportError
 from diloco.events import StateFetched
 from diloco.transport.base import Average, Fetching, Transport
@@ -177,20 +179,24 @@ class TakingOver:
                 yield progress.end()
 
     def follow(self, index: int, error: DivergedError) -> str:
-        """Take over a fragment now; work that is not shared yet stays in the local parameters.
+        """Take over a fragment now, if it is what the majority holds; work that is not shared yet stays in the local
+        parameters.
 
         Returns:
             The outcome, as a sentence.
         """
-        donor = error.donor
+        donor, replica = error.donor, self._transport.replica
+        others = [m for m in self._transport.view.members if m not in (donor, *error.replicas)]
         try:
-            others = [m for m in self._transport.view.members if m not in (donor, *error.replicas)]
-            state = self._transport.fetch(index, [donor, *others], self._expected_bytes(index))
-            with self._shared.changing(index), self._loop.carrying_over(index):
-                self._load(index, state)
+            for asked in ([donor, *others], [donor], *([other] for other in others)):  # one of them may lie
+                state = self._transport.fetch(index, asked, self._expected_bytes(index))
+                if self._digest(index, state) == error.digest:
+                    with self._shared.changing(index), self._loop.carrying_over(index):
+                        self._load(index, state)
+                    return f"Replica {replica} took over the state of replica {donor}."
         except TransportError as failure:  # the next round of this fragment finds the difference again
             return f"Taking over the state of replica {donor} failed: {failure}"
-        return f"Replica {self._transport.replica} took over the state of replica {donor}."
+        return f"Replica {replica} took over no state: what was offered is not what the majority holds."
 
     def sending(self, index: int) -> None:
         """A round begins with the state held now: if the others' turns out to differ, this state is out of date."""
@@ -249,6 +255,14 @@ class TakingOver:
                 self._loop.outer_step(index, average.values)
             self._base[index] = max([finished, *(average.round.outer_step + 1 for average in later)])
             self._shared.finished_rounds[index] = self._base[index]
+
+    def _digest(self, index: int, state: Mapping[str, Any]) -> str:
+        """Digest of a state that has come, as its holder would say it in a round."""
+        try:
+            slots = {name: state["slots"][name] for name in self._loop.outer_states[index].slots}
+            return digest_state(state["global_params"], OuterState(int(state["outer_step"]), slots))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _no_state(index, error) from error
 
     def _load(self, index: int, state: Mapping[str, Any]) -> None:
         try:

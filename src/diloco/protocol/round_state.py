@@ -175,6 +175,7 @@ class RoundState:
             self.fault = DivergedError(
                 f"{self.id}: {verdict.reason}. The round is void for all.",
                 donor=verdict.donor,
+                digest=self.headers[verdict.donor * rules.ranks_per_replica + rules.position].digest,
                 round=str(self.id),
                 replicas=verdict.diverged,
             )

@@ -182,7 +182,13 @@ class InProcessTransport:
             del self._rounds[round_id]
         if replica in verdict.diverged:
             words = f"{round_id}: {verdict.reason}. The round is void for all."
-            raise DivergedError(words, donor=verdict.donor, round=str(round_id), replicas=verdict.diverged)
+            raise DivergedError(
+                words,
+                donor=verdict.donor,
+                digest=state.contributions[verdict.donor].digest,
+                round=str(round_id),
+                replicas=verdict.diverged,
+            )
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
         if any((f.kind, f.replica, f.round) == ("miss-commit", replica, round_id) for f in self.faults):

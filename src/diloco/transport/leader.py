@@ -137,7 +137,7 @@ class _LeaderPending:
 
 def _described(error: DiLoCoError) -> dict[str, Any]:
     """An error as JSON."""
-    fields = {name: value for name, value in vars(error).items() if name in ("round", "replicas", "donor")}
+    fields = {name: value for name, value in vars(error).items() if name in ("round", "replicas", "donor", "digest")}
     return {"class": type(error).__name__, "message": str(error), "fields": fields}
 
 
