@@ -1,0 +1,126 @@
+"""Fine-tuning by replicas that are killed and come back: they end with the same adapters, and nothing else travels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from diloco.data.chat import build_chat_corpus
+from diloco.events import Event
+from diloco.model.build import with_vocabulary
+from diloco.train.fleet.torch_fleet import TorchFleet
+from diloco.train.joining import join_run
+from diloco.train.session import Session
+from diloco.transport.address import Address
+from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from tests.finetuning import write_base, write_sums
+from tests.train.test_finetuning import plan_of
+from tests.transport.wires import QUICK, at_once, rendezvous
+
+LIMIT_S = 60.0
+"""Far more than anything here takes, for machines that are busy."""
+
+
+class Peer:
+    """One replica, and the thread in which it trains until all are asked to end, or it is killed.
+
+    Args:
+        session: makes it, given its fleet and what gets its events.
+    """
+
+    def __init__(self, place: Place, make: Callable[..., Session]) -> None:
+        wire = TcpWire(**QUICK | {"go_on": True, "join_window_s": 1.0})
+        self.fleet = TorchFleet(connect(place, wire), place, wire)
+        self._make = make
+        self._changed = threading.Condition()
+        self._events: list[Event] = []
+        self._asked, self._killed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._train)
+        self.digest = ""
+
+    def make(self) -> None:
+        """With random numbers that all threads share, so while nobody trains, or where they don't matter."""
+        self.session = self._make(self.fleet, self._note)
+
+    def start(self) -> None:
+        """Where the others are, if they are at work already."""
+        if self.fleet.joining:
+            join_run(self.session, self.fleet, LIMIT_S)
+        self.session.open_to_joiners()
+        self._thread.start()
+
+    def _train(self) -> None:
+        last = None
+        try:
+            while not self._killed.is_set() and (last is None or self.session.totals.steps < last):
+                self.session.step()
+                last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self._asked.is_set())
+            if not self._killed.is_set():
+                self.digest = self.session.global_digest()
+                self.fleet.finish()
+        finally:
+            self.fleet.close()
+
+    def _note(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def wait_for_round_of(self, *replicas: int) -> None:
+        """One that comes from now on."""
+        before = len(self._events)
+
+        def come() -> bool:
+            return any(getattr(event, "contributors", ()) == replicas for event in self._events[before:])
+
+        with self._changed:
+            assert self._changed.wait_for(come, LIMIT_S), f"no round of {replicas}: {self._events[-9:]}"
+
+    def kill(self) -> None:
+        """Its connections end between two steps, and it has told nobody."""
+        self._killed.set()
+        self._thread.join()
+
+    def end(self) -> None:
+        """All at one step."""
+        self._asked.set()
+        self._thread.join()
+
+
+def test_who_is_killed_and_started_again_takes_over_the_adapters_of_the_others(tmp_path: Path) -> None:
+    base, sums = write_base(tmp_path / "base"), write_sums(tmp_path / "sums.jsonl")
+    settings = plan_of(base, sums, transport__replicas=3, train__steps=100_000).configuration
+    corpus = build_chat_corpus(settings.data, settings.train.sequence_length)
+    settings = replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
+
+    def make(fleet: TorchFleet, note: Callable[[Event], None]) -> Session:
+        return Session(settings, corpus, fleet, torch.device("cpu"), note)
+
+    def peer(replica: int, address: Address) -> Peer:
+        return Peer(Place(replica=replica, num_replicas=3, rendezvous=address), make)
+
+    with rendezvous(3) as address:
+        first, second, third = at_once([lambda m=m: peer(m, address) for m in range(3)])
+    peers = [first, second, third]
+    try:
+        for each in peers:
+            each.make()
+        for each in peers:
+            each.start()
+        first.wait_for_round_of(0, 1, 2)
+        third.kill()
+        first.wait_for_round_of(0, 1)
+        peers.append(again := peer(2, first.fleet.transport.address))
+        again.make()
+        again.start()
+        again.wait_for_round_of(0, 1, 2)
+    finally:
+        for each in peers:
+            each.end()
+    assert third.digest == ""
+    assert first.digest == second.digest == again.digest != ""
+    assert all("lora_" in name for name in again.session.global_params())
