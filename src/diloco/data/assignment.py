@@ -13,19 +13,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from reprlib import repr as shortened
-from typing import Any, TypeAlias
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["Assignment", "Range"]
+__all__ = ["Assignment", "Drawing", "Range", "Sharding"]
 
 Range: TypeAlias = tuple[int, int]  # positions from the first number on, up to but not including the second
 
 _LIMIT = 2**62  # steps and positions stay below this, so that they fit int64
 _MOST_ENTRIES = 2**16  # more members or returned ranges than this are a malformed message, not a run
+
+Sharding = Literal["shuffled", "contiguous"]
+
+
+class Drawing(TypedDict):
+    """What the batches of one replica are drawn by, as `diloco.data.sampler.Sampler` explains it."""
+
+    sequence_length: int
+    batch_size: int
+    replica: int
+    num_replicas: int | None
+    seed: int
+    sharding: NotRequired[Sharding]
 
 
 @dataclass(frozen=True)

@@ -5,31 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from reprlib import repr as shortened
-from typing import Any, Literal, NotRequired, TypedDict, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco.data.assignment import Assignment
+from diloco.data.assignment import Assignment, Sharding
 from diloco.data.batches import Batch, Cursor, check_cursor, gather
 from diloco.data.packed import PackedTokens, num_windows
 from diloco.data.permutation import permute
 from diloco.errors import CheckpointError, ConfigurationError, nearest
 
-__all__ = ["Drawing", "Sampler", "Sharding"]
-
-Sharding = Literal["shuffled", "contiguous"]
-
-
-class Drawing(TypedDict):
-    """What the batches of one replica are drawn by, as `Sampler` explains it."""
-
-    sequence_length: int
-    batch_size: int
-    replica: int
-    num_replicas: int | None
-    seed: int
-    sharding: NotRequired[Sharding]
+__all__ = ["Sampler"]
 
 
 class Sampler:
