@@ -273,7 +273,7 @@ class Rank:
         if not verdict.void:
             weight = sum(given.weights[member] for member in verdict.contributors)
             mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=weight)
-            digest = f"mean of {round_id} by {verdict.contributors} in view {view_id}"
+            digest = f"mean of {round_id} in view {view_id}, of weight {weight!r}"  # which tells the contributors
             self.handle(events.Computed(view_id, round_id, mean, digest))
         self.handle(events.ExchangeEnded(view_id, round_id))
 

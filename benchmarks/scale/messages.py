@@ -1,0 +1,182 @@
+"""``python -m benchmarks.scale.messages``: what members say to each other as views begin, go on and end, counted.
+
+The machines of the protocol, on the simulated network of their tests. Whatever is on its way arrives in one trip, and
+what it causes is on its way in the next one, so the counts are the same every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from benchmarks.scale.__main__ import table
+from diloco.membership.quorum import Policy
+from diloco.membership.view import View
+from diloco.protocol.events import Leave
+from diloco.protocol.rules import Policies
+from tests.membership.network import Limits, Network
+from tests.protocol.simulated_rank import Rank
+
+__all__ = ["PHASES", "Counted", "counted"]
+
+_POLICIES = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
+_MOST_TRIPS = 10_000
+
+
+class Counted(Network):
+    """Members of a view, and others that are to join it; one trip takes all that is on its way.
+
+    Args:
+        members: of the view.
+        outside: ranks after them that have not begun.
+
+    Attributes:
+        messages, num_bytes: sent so far, by all.
+        trips: so far.
+    """
+
+    def __init__(self, members: int, outside: int = 0) -> None:
+        super().__init__(range(members + outside), Limits(ends=1, machines=1))
+        self.messages = self.num_bytes = self.trips = 0
+        for number in range(members, members + outside):
+            self._end(number)
+        for number in range(members):
+            view = View(0, tuple(range(members)))
+            self.nodes[number] = Rank(self, number, len(self.ranks), 1, _POLICIES, founded=view)
+        self.make = lambda number: Rank(self, number, len(self.ranks), 1, _POLICIES, joining=True)
+
+    def send(self, sender: int, receiver: int, message: str) -> None:
+        self.messages += 1
+        self.num_bytes += len(message)
+        super().send(sender, receiver, message)
+
+    def rank(self, number: int) -> Rank:
+        """A rank's node."""
+        node = self.nodes[number]
+        assert isinstance(node, Rank)
+        return node
+
+    def rest(self) -> None:
+        """Trips until nothing is left to say."""
+        for _ in range(_MOST_TRIPS):
+            while any([self.nodes[number].act() for number in sorted(self.alive)]):
+                pass
+            arriving = {pair: len(waiting) for pair, waiting in self._on_the_way.items() if self.can("deliver", *pair)}
+            noticed = [choice for choice in self.choices() if choice[0] == "notice"]
+            if not arriving and not noticed:
+                return
+            self.trips += 1
+            for pair, number in arriving.items():
+                for _ in range(number):
+                    if self.can("deliver", *pair):
+                        self.happen("deliver", *pair, 0)
+            for choice in noticed:
+                if self.can(*choice):
+                    self.happen(*choice, 0)
+        raise AssertionError("it goes on and on")
+
+    def join(self, number: int) -> None:
+        """One more becomes a member."""
+        self.return_whole(number)
+        self.rest()
+        self.check(number + 1)
+
+    def check(self, members: int) -> None:
+        """All who live are in one view of so many."""
+        (view,) = {self.rank(number).view for number in self.alive}
+        assert view.members == tuple(sorted(self.alive))
+        assert len(view.members) == members
+
+
+def _start(network: Counted) -> None:
+    for number in network.ranks[1:]:
+        network.join(number)
+
+
+def _join(network: Counted) -> None:
+    network.join(network.ranks[-1])
+
+
+def _round(network: Counted) -> None:
+    for number in network.alive:
+        network.rank(number).STEPS = 1
+    network.rest()
+    assert all(network.rank(number).outcomes == {1: True} for number in network.alive)
+
+
+def _leave(network: Counted) -> None:
+    network.rank(1).handle(Leave())
+    network.alive.discard(1)
+    _go_on(network)
+
+
+def _kill(network: Counted) -> None:
+    network.happen("ends", 1, 0, 0)
+    _go_on(network)
+
+
+def _lose_machine(network: Counted) -> None:
+    network.happen("machines", 1, 0, 0)
+    _go_on(network)
+
+
+def _go_on(network: Counted) -> None:
+    network.rest()
+    network.check(len(network.ranks) - 1)
+
+
+PHASES: dict[str, tuple[bool, Callable[[Counted], None]]] = {
+    "start, one after the other": (True, _start),
+    "round": (False, _round),
+    "join": (False, _join),
+    "leave": (False, _leave),
+    "kill": (False, _kill),
+    "machine lost": (False, _lose_machine),
+}
+"""Name -> whether only one is a member at first, and what happens."""
+
+
+@contextmanager
+def _no_training() -> Iterator[None]:
+    steps, Rank.STEPS = Rank.STEPS, 0
+    try:
+        yield
+    finally:
+        Rank.STEPS = steps
+
+
+def counted(phase: str, members: int) -> Counted:
+    """A phase with M ``members`` before it; after it, where they join."""
+    alone, happens = PHASES[phase]
+    outside = members - 1 if alone else int(happens is _join)
+    with _no_training():
+        network = Counted(members - outside, outside)
+        network.rest()
+        network.messages = network.num_bytes = network.trips = 0
+        happens(network)
+    return network
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.messages", description=__doc__)
+    parser.add_argument("--members", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
+    given = parser.parse_args()
+    rows = []
+    for phase in given.phases:
+        cells = []
+        for members in given.members:
+            begun_s = time.perf_counter()
+            network = counted(phase, members)
+            cells.append(
+                f"{network.messages / members:,.0f} ({network.trips}, {network.num_bytes / members / 1e3:,.0f})"
+            )
+            print(phase, members, cells[-1], f"{time.perf_counter() - begun_s:.1f} s", flush=True)
+        rows.append([phase, *cells])
+    print(table(["", *(f"M = {members}" for members in given.members)], rows))
+
+
+if __name__ == "__main__":
+    main()
