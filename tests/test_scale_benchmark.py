@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.scale.churn import Churn, void_probability
 from benchmarks.scale.churn_run import ChurnRun
+from benchmarks.scale.messages import counted
 from benchmarks.scale.round_cost import RoundCost
 from benchmarks.scale.sweep import Scaled, simulate_churn, sweep
 from diloco.algorithm.codec import make_codec
@@ -209,6 +210,16 @@ def test_connections_messages_and_room() -> None:
     assert RoundCost.of(FLOAT32, 1_000_000, 5, streams=4).connections == 20
     assert RoundCost.of(make_codec("fp4"), 1 << 20, 8).room_bytes == 7 * 528_384 + 4 * (1 << 20)
     assert many.room_bytes == pytest.approx(2 * 4_000_000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("phase", "messages", "trips"), [("round", 2, 2), ("join", 2, 4), ("leave", 3, 3), ("kill", 3, 4)]
+)
+def test_what_a_member_says_to_another_does_not_grow_with_their_number(phase: str, messages: int, trips: int) -> None:
+    """Nor do the trips that it takes; of a kill, the first one is its end being noticed."""
+    network = counted(phase, 8)
+    assert network.messages <= messages * 8 * 7
+    assert network.trips == trips
 
 
 def test_a_sweep_has_a_row_for_every_scenario() -> None:

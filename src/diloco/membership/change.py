@@ -154,6 +154,10 @@ class Report:
         last = {fragment: (fragment, outer_step) for fragment, outer_step in sorted(self.commits)}
         return {key: self.commits[key] for key in last.values()}
 
+    def covers(self, other: Report) -> bool:
+        """Whether it says all that ``other`` says of what every rank must know alike."""
+        return all(more >= less for more, less in zip(self.known, other.known, strict=True))
+
 
 class News(TypedDict, total=False):
     """What happened to a view: replicas that this one can't hear (``unheard``), or hears and whose contribution it has
@@ -255,11 +259,11 @@ class Change:
         """More happened; True if my report changed by it and must be told to all again.
 
         A replica that wanted to join and is lost again neither joins nor counts as a loss of the old view. One that has
-        left is gone.
+        left is gone, and that one who is gone can't be heard is no news.
         """
         before, more = self.mine, dict[str, Any](news)
         for name in ("unheard", "behind"):
-            more[name] = frozenset((self._replica, other) for other in more.get(name, ()))
+            more[name] = frozenset((self._replica, other) for other in more.get(name, ()) if other not in before.gone)
         self._learn(replace(Report(before.rank, before.view_id), **more))
         return self._advance(before)
 

@@ -40,6 +40,12 @@ def believed(
     ([(2, 1)], [])
     """
 
+    agreed = report.agreed
+    if agreed is not None and (agreed.known > sum(map(len, report.known)) or not could_follow(agreed.following, mine)):
+        agreed = None
+    if mine.covers(report):  # nothing in it is news
+        return replace(report, agreed=agreed)
+
     def speaks_of(replica: int) -> bool:
         return replica == sender or (replica != me and replica not in hears)
 
@@ -47,9 +53,6 @@ def believed(
     fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is told to all once more
     left = frozenset(each for each in report.left if each in mine.left or speaks_of(each[0]))
     ended = mine.gone | {replica for replica, _ in left}
-    agreed = report.agreed
-    if agreed is not None and (agreed.known > sum(map(len, report.known)) or not could_follow(agreed.following, mine)):
-        agreed = None
     return replace(
         report,
         unheard=unheard,

@@ -21,6 +21,11 @@ __all__ = ["ViewChange"]
 class ViewChange:
     """Idle until something happens to the view; from then on the rounds of the view are frozen.
 
+    What this rank knows is told to all at first, when it is ready, and when it has grown; but not before everybody who
+    stays, and had not said as much, has answered what this rank told last. So one message to each other rank holds what
+    many have said. Nobody waits for one who waits for it: who had heard before it spoke is not waited for. `hurry` ends
+    the waiting, as somebody may never answer.
+
     Args:
         rules: this rank.
         policies: which replicas may go on.
@@ -44,6 +49,9 @@ class ViewChange:
         self._contributions = contributions
         self._outbox = outbox
         self._said: dict[int, Report] = {}  # rank -> its last report, as it came
+        self._told: Report | None = None  # what this rank has said last
+        self._awaited: set[int] = set()  # ranks that are to answer before it says more
+        self._hurries = False
 
     def extend(self, why: str, **news: Unpack[News]) -> NextView | None:
         """Something happened, ``why`` in words, so the view ends; ignored if this rank does not take part.
@@ -54,9 +62,9 @@ class ViewChange:
         rounds = self._contributions.rounds
         if self._contributions.failure is not None or rounds is None:
             return None
-        started, change = self._begin(why)
-        grew = change.extend(**news)
-        return self._settle(change, announce=self._weigh(change) or grew or started)
+        change = self._begin(why)
+        change.extend(**news)
+        return self._settle(change)
 
     def absorb(self, said: ChangeReport) -> NextView | None:
         """Another rank reports what it knows; returns what to adopt now, if anything.
@@ -65,12 +73,21 @@ class ViewChange:
         """
         if self._contributions.failure is not None or self._contributions.rounds is None:
             return None
-        started, change = self._begin(said.why)
+        change = self._begin(said.why)
+        self._awaited.discard(said.report.rank)
         first = self._said.get(said.report.rank, said.report)
         self._said[said.report.rank] = replace(
             said.report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
         )
-        return self._settle(change, announce=self._weigh(change) or started)
+        return self._settle(change)
+
+    def hurry(self) -> bool:
+        """Wait for nobody's answer any more, as the change takes long; False if this rank does not wait already."""
+        if self.known is None or self._hurries:
+            return False
+        self._hurries = True
+        self._tell(self.known)
+        return True
 
     def blame(self) -> frozenset[int]:
         """Replicas that keep the change from its end, which has taken too long."""
@@ -83,27 +100,29 @@ class ViewChange:
         """The change is over."""
         if self.known is not None:
             self._outbox.actions.append(CancelTimer(Timer("settle", self.known.view.id)))
-        self.known = None
+        self.known = self._told = None
         self._said.clear()
+        self._awaited.clear()
+        self._hurries = False
 
     def is_joining(self, replica: int) -> bool:
         """Whether a replica becomes a member by this change."""
         return self.known is not None and replica in self.known.mine.joining
 
-    def _begin(self, why: str) -> tuple[bool, Change]:
+    def _begin(self, why: str) -> Change:
         if self.known is not None:
-            return False, self.known
+            return self.known
         rounds = self._contributions.rounds
         assert rounds is not None
         mine = replace(rounds.freeze(), step=self._contributions.step)
         size, votes = self._rules.ranks_per_replica, rounds.signed_votes()
         self.known = Change(mine, rounds.view, size, self._policies.quorum, why, votes)
-        self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s))
-        return True, self.known
+        self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s / 2))
+        return self.known
 
-    def _weigh(self, change: Change) -> bool:
-        """Take in what has been said, as far as it is believed by now; whether that was news."""
-        rounds, rules, first = self._contributions.rounds, self._rules, change.mine
+    def _weigh(self, change: Change) -> None:
+        """Take in what has been said, as far as it is believed by now."""
+        rounds, rules = self._contributions.rounds, self._rules
         assert rounds is not None
         before = None
         while before != change.mine:
@@ -130,19 +149,15 @@ class ViewChange:
             unheard = absent - apart - {rules.replica}
             if late or unheard:
                 change.extend(behind=frozenset(late), unheard=frozenset(unheard))
-        return change.mine != first
 
     def _is_there(self, rank: int) -> bool:
         """Whether a rank is connected: the member, where it is one."""
         return self._roster.is_connected(rank) if self._roster.has(rank) else rank in self._roster.connections
 
-    def _settle(self, change: Change, *, announce: bool) -> NextView | None:
+    def _settle(self, change: Change) -> NextView | None:
         """What to adopt, if all who stay are ready, or if none of them hears this rank any more."""
-        if announce:
-            if change.mine.agreed is not None:
-                self.agreed = change.mine.agreed.following.view
-            heard = {rank: report.of_itself for rank, report in self._said.items()}
-            self._outbox.send(change.audience, change_message(replace(change.mine, heard=heard), change.why))
+        self._weigh(change)
+        self._tell(change)
         following = change.outcome()
         if change.is_left_out and not any(map(self._roster.is_connected, self._rules.ranks(change.staying))):
             following = change.alone()
@@ -150,3 +165,18 @@ class ViewChange:
         if following is not None and following.view is None and in_doubt - change.mine.gone:
             return None  # one whose process turns out to have ended is no side that could be larger
         return following
+
+    def _tell(self, change: Change) -> None:
+        """Say what this rank knows to all who may be there, if it is news and no answers are awaited."""
+        mine, rules = change.mine, self._rules
+        heard_of = (each for each in change.staying if (rules.replica, each) not in mine.unheard)
+        answering = frozenset(rules.ranks(heard_of)) - {rules.rank}
+        waits = not (mine.ready or self._hurries or self._awaited.isdisjoint(answering))
+        if mine == self._told or waits:
+            return
+        self._told = mine
+        self._awaited = {each for each in answering if each not in self._said or not self._said[each].covers(mine)}
+        if mine.agreed is not None:
+            self.agreed = mine.agreed.following.view
+        heard = {rank: report.of_itself for rank, report in self._said.items()}
+        self._outbox.send(change.audience, change_message(replace(mine, heard=heard), change.why))

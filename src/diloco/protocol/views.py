@@ -239,8 +239,10 @@ class ViewManager:
             self._follow(self._ending.extend(self._broken))
 
     def settle(self, view_id: int) -> None:
-        """A change of views has taken too long: give up those who keep it from its end."""
-        if view_id == self.view.id and (blamed := self._ending.blame()):
+        """A change of views takes long: wait for no answers first, then give up those who keep it from its end."""
+        if view_id == self.view.id and self._ending.hurry():
+            self._outbox.actions.append(SetTimer(Timer("settle", view_id), self._rules.settle_s / 2))
+        elif view_id == self.view.id and (blamed := self._ending.blame()):
             words = f"{'replicas' if len(blamed) > 1 else 'replica'} {', '.join(map(str, sorted(blamed)))}"
             why = f"{words} did not agree on the next view within {self._rules.settle_s:g} s"
             self._outbox.actions.append(SetTimer(Timer("settle", view_id), self._rules.settle_s))
