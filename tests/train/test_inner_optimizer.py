@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -85,7 +86,11 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 
 class TestOptimizer:
     @pytest.mark.parametrize(("name", "arguments"), OPTIMIZERS)
-    def test_any_of_torch_trains(self, name: str, arguments: dict[str, Any]) -> None:
+    def test_any_of_torch_trains_without_torchs_compiler(
+        self, name: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Which is 70 MB in every process that imports it."""
+        monkeypatch.setitem(sys.modules, "torch._dynamo", None)
         rate = ValueSchedule(peak=1.0 if name == "Adadelta" else 0.1 if name == "SGD" else 1e-2)
         loop = make_loop(name=name, arguments=arguments, rate=rate)
         losses = train(loop, 30)

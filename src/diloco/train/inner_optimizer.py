@@ -57,7 +57,7 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
     decays = "weight_decay" in accepted and arguments.get("weight_decay", accepted["weight_decay"].default) != 0
     trained = model if "model" in inspect.signature(make).parameters else _groups(model, decays=decays)
     try:
-        optimizer = make(trained, lr=settings.learning_rate, **arguments)
+        optimizer = _uncompiled(make)(trained, lr=settings.learning_rate, **arguments)
     except ConfigurationError:
         raise
     except Exception as error:
@@ -145,6 +145,19 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
     if name == "Muon":
         accepted |= inspect.signature(Muon).parameters
     return known[name], {key: accepted[key] for key in accepted.keys() - {"params", "lr", "model", "arguments"}}
+
+
+def _uncompiled(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """A class of ``torch.optim`` without its breaks for a compiler, which nobody here puts around a step.
+
+    The first of them imports ``torch._dynamo``: 70 MB and a second for nothing.
+    """
+    if not inspect.isclass(make) or not make.__module__.startswith("torch.optim"):
+        return make
+    methods = ("add_param_group", "load_state_dict", "state_dict", "step", "zero_grad")
+    plain = {name: inspect.unwrap(getattr(make, name)) for name in methods}
+    made: Any = type(make.__name__, (make,), plain | {"step": torch.no_grad()(plain["step"])})
+    return made  # type: ignore[no-any-return]
 
 
 def _groups(model: nn.Module, *, decays: bool) -> list[dict[str, Any]]:
