@@ -218,6 +218,18 @@ def test_who_beats_and_never_votes_goes_after_a_rounds_time(replicas: int, liar:
         assert why.startswith(f"replica {liar} has not voted on fragment 1, outer step 0 within 10 s; ")
 
 
+def test_of_two_members_the_one_that_never_votes_holds_no_round_up_for_longer_than_its_time() -> None:
+    """Also where the other one may not go on without it: the rounds are void."""
+    network = simulated(2)
+    rank(network, 0).lie = keeps_to_itself("vote", of=[1])
+    explore(network, [])
+    for _ in range(3 * Rank.STEPS):
+        let_time_pass([rank(network, 1)], "expire")
+        settle_with_time(network, 0)
+    assert rank(network, 1).view.members == (0, 1)
+    assert set(rank(network, 1).outcomes) == set(range(1, Rank.STEPS + 1))
+
+
 @pytest.mark.parametrize("replicas", [3, 4, 5])
 def test_whose_vote_only_one_misses_stays_and_the_round_is_what_the_others_say(replicas: int) -> None:
     """As many as could lie put nobody out."""

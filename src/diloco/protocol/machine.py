@@ -116,7 +116,7 @@ class Machine:
                     views.settle(timer.view_id)
                 elif rounds is not None and timer.kind == "expire":
                     if owing := rounds.overdue(timer):
-                        views.give_up_late(*owing)
+                        views.give_up_owing(*owing)
                     else:
                         views.renew_soon(rounds.expire(timer))
                 elif rounds is not None and (late := rounds.look(timer)):

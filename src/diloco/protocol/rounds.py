@@ -11,6 +11,7 @@ from diloco.errors import TransportError, ViewChangedError
 from diloco.membership.ballot import Vote
 from diloco.membership.change import NextView, Report, Rounds
 from diloco.membership.proofs import SignedVote
+from diloco.membership.quorum import enough_without
 from diloco.membership.view import View
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
 from diloco.protocol.conduct import Conduct
@@ -258,6 +259,8 @@ class RoundTable:
         if state is None or state.committed is not None or self.frozen or self._rules.rank not in state.votes:
             return None
         late = self._voting.wait_for_votes(state)
+        # where the others can't be done without, the next view tells whether they have committed the round
+        state.disputed = state.disputed or not enough_without(self.view, late, self._policies.quorum)
         return (late, frozenset(), owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:

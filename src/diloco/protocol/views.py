@@ -222,6 +222,10 @@ class ViewManager:
         if unheard or enough_without(self.view, behind, self._policies.quorum):
             self._follow(self._ending.extend(words, behind=behind, unheard=unheard))
 
+    def give_up_owing(self, behind: frozenset[int], unheard: frozenset[int], words: str) -> None:
+        """Replicas have not voted for too long; the view ends also where it can't go on without them."""
+        self._follow(self._ending.extend(words, behind=behind, unheard=unheard))
+
     def give_up_unlinked(self, replicas: Sequence[int], reason: str) -> None:
         """Payload connections to some replicas could not be made."""
         words = f"replica {replicas[0]} has no payload connection to replica {self._rules.replica}: {reason}"
