@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -351,4 +352,4 @@ def weight_of(replica: int, step: int) -> float:
 
 def secret_of(rank: int) -> bytes:
     """What a rank signs its votes with."""
-    return f"secret of {rank}".encode()
+    return sha256(f"secret of {rank}".encode()).digest()

@@ -45,7 +45,7 @@ class Rank:
 
     def __init__(self) -> None:
         policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
-        self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19, b"0"), policies)
+        self.machine = Machine(Rules(0, 0, 2, None, 10.0, 1 << 19, bytes(32)), policies)
         for rank in range(1, 6):
             self.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"))
 
@@ -302,7 +302,7 @@ def test_all_are_told_of_a_stop_and_of_a_barrier_once_there_is_a_view(member: Ra
 def test_nobody_stops_before_it_is_known_what_has_become_of_all_whose_connections_ended(second: str) -> None:
     """Two of three end in one moment: the third is no smaller side of them, unless one may be going on."""
     policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
-    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19, b"0"), policies)
+    machine = Machine(Rules(0, 0, 1, None, 10.0, 1 << 19, bytes(32)), policies)
     for rank in (1, 2):
         machine.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"), 0.0)
     machine.handle(Begin(View.of(3), member=True), 0.0)

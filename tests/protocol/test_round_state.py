@@ -19,7 +19,7 @@ from diloco.protocol.rules import Rules
 ROUND = RoundId(1, 4)
 HEADER = Header(ROUND, 8, 1.0, 1.0, "d", None, None, "", False)
 RANKS = range(6)
-RULES = Rules(2, 1, 2, None, 10.0, 1 << 19, b"2")
+RULES = Rules(2, 1, 2, None, 10.0, 1 << 19, bytes(32))
 """Rank 2 of replicas 0 to 2 of two ranks each."""
 
 

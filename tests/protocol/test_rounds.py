@@ -29,7 +29,7 @@ from diloco.protocol.events import (
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.headers import Header, header_of
 from diloco.protocol.machine import Machine
-from diloco.protocol.messages import RoundVote, vote_secret
+from diloco.protocol.messages import RoundVote
 from diloco.protocol.rules import Policies, Rules
 from diloco.protocol.signing import public_key
 
@@ -55,7 +55,7 @@ class Member:
 
     def __init__(self, *, joins: bool = False) -> None:
         policies = Policies(Policy(), go_on=True, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
-        self.machine = Machine(Rules(0, 0, 1, None, TIMEOUT_S, 1 << 19, b"0"), policies)
+        self.machine = Machine(Rules(0, 0, 1, None, TIMEOUT_S, 1 << 19, bytes(32)), policies)
         for rank in (1, 2):
             self.handle(ConnectionMade(rank, 10 + rank, f"host:{rank}"))
         self.handle(Begin(View(-1, (0,)) if joins else VIEW, member=not joins))
@@ -73,7 +73,7 @@ class Member:
     def header(self, rank: int, round_id: RoundId = ROUND, digest: str = "d", *, now_s: float = 0.0) -> list[Action]:
         header = replace(
             header_of(contribution(rank, round_id, digest)),
-            key=public_key(vote_secret(bytes([rank]), 3, (round_id.fragment, round_id.outer_step))),
+            key=public_key(bytes([rank] * 32)),
         )
         return self.hear(rank, header, now_s=now_s)
 
@@ -82,7 +82,7 @@ class Member:
         rounds = self.machine.views.contributions.rounds
         assert rounds is not None
         sealed = "" if reason else rounds._rounds[ROUND].sealed(digest)
-        return self.hear(rank, RoundVote(ROUND, Vote(not reason, sealed, reason)).signed(VIEW.id, bytes([rank])))
+        return self.hear(rank, RoundVote(ROUND, Vote(not reason, sealed, reason)).signed(VIEW.id, bytes([rank] * 32)))
 
     def hear(self, rank: int, said: Header | RoundVote, *, now_s: float = 0.0) -> list[Action]:
         return self.handle(Received(rank, said.to_message(self.machine.views.view.id)), now_s)

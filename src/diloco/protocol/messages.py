@@ -15,7 +15,7 @@ from diloco.membership.view import View
 from diloco.protocol.fields import MOST_DIGEST, MOST_RANK, Fields
 from diloco.protocol.headers import Header
 from diloco.protocol.registry import Entry
-from diloco.protocol.signing import SIGNATURE_CHARACTERS, secret_for, sign
+from diloco.protocol.signing import SIGNATURE_CHARACTERS, sign
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -31,7 +31,6 @@ __all__ = [
     "read_answer",
     "speed_message",
     "speed_of",
-    "vote_secret",
     "vote_words",
 ]
 
@@ -59,7 +58,7 @@ class RoundVote:
         """As its voter says it in a view, whose process has this secret."""
         key, vote = (self.round.fragment, self.round.outer_step), self.vote
         words = vote_words(view_id, key, ok=vote.ok, digest=vote.digest)
-        return replace(self, vote=replace(vote, signature=sign(vote_secret(secret, view_id, key), words)))
+        return replace(self, vote=replace(vote, signature=sign(secret, words)))
 
     def to_message(self, view_id: int) -> dict[str, Any]:
         """As JSON."""
@@ -86,11 +85,6 @@ class RoundVote:
             fields.text("signature", SIGNATURE_CHARACTERS),
         )
         return cls(RoundId(*fields.round("round")), vote, fields.ranks("diverged"), fields.rank("donor", -1))
-
-
-def vote_secret(secret: bytes, view_id: int, key: tuple[int, int]) -> bytes:
-    """What the vote on one round is signed with, by a process with this secret; ``key``: fragment and outer step."""
-    return secret_for(secret, f"{view_id} {key[0]} {key[1]}")
 
 
 def vote_words(view_id: int, key: tuple[int, int], *, ok: bool, digest: str) -> str:

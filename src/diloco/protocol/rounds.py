@@ -138,7 +138,7 @@ class RoundTable:
             return
         state.plan = plan_round(contribution, len(self.view.members))
         state.heard_s[self._rules.rank] = handed.sent_s
-        header = replace(handed.header, taking_over=state.taking_over, key=self._voting.key_for(state))
+        header = replace(handed.header, taking_over=state.taking_over, key=self._voting.key)
         state.headers[self._rules.rank] = header
         self._voting.tell(header.to_message(self.view.id))
         state.exchanging = True

@@ -34,7 +34,7 @@ class Rules:
         min_contributors: a round with fewer is void; None: all that have the state.
         round_timeout_s: from this rank's contribution to its vote, over all views that the round takes.
         piece_bytes: about how large a piece of a payload is.
-        secret: random, and of this process alone: what it signs its votes with.
+        secret: 32 random bytes of this process alone: what it signs its votes with.
         late_s: a replica counts as late if it has not contributed to a round this long after this rank, or if its vote
             is due and it has sent nothing for so long; None: never.
         settle_s: a change of views that takes longer gives up those who keep it from its end.

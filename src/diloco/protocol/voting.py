@@ -15,7 +15,7 @@ from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Outbox, Spoilt
-from diloco.protocol.messages import RoundVote, vote_secret, vote_words
+from diloco.protocol.messages import RoundVote, vote_words
 from diloco.protocol.round_state import Decided, RoundState
 from diloco.protocol.rules import Rules, disputed_words, spoilt_words
 from diloco.protocol.signing import is_signed, public_key
@@ -148,9 +148,10 @@ class Voting:
             words = disputed_words(state.id, said_by_now.reason)
             self._outbox.queue.append(Spoilt(self._view.id, frozenset(), words))
 
-    def key_for(self, state: RoundState) -> str:
-        """With which others check this rank's vote on a round."""
-        return public_key(vote_secret(self._rules.secret, self._view.id, state.key))
+    @property
+    def key(self) -> str:
+        """With which others check this rank's votes."""
+        return public_key(self._rules.secret)
 
     def is_vote(self, state: RoundState | None, vote: SignedVote) -> bool:
         """Whether a rank has cast this vote on a round of which this rank knows."""

@@ -13,6 +13,7 @@ from diloco.errors import ConfigurationError, RendezvousError
 from diloco.membership.quorum import Policy
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.signing import SECRET_BYTES
 from diloco.transport.links import Link
 from diloco.transport.peers.transport import PeerTransport
 
@@ -160,7 +161,7 @@ class Wire:
             min_contributors=self.min_contributors,
             round_timeout_s=self.round_timeout_s,
             piece_bytes=self.piece_bytes,
-            secret=secrets.token_bytes(32),
+            secret=secrets.token_bytes(SECRET_BYTES),
             late_s=self.late_s,
             settle_s=self.silence_s,
         )
