@@ -119,8 +119,22 @@ def test_nothing_is_adopted_before_all_who_stay_say_the_same_and_are_ready() -> 
     following = ours.outcome()
     assert following is not None
     assert (following.view, following.from_step) == (View(1, (0, 1)), 8)
-    assert ours.absorb(told(1, step=7, unheard=frozenset({(1, 0)}), gone=frozenset({2}))), "this is news, for all"
-    assert members_of(ours) == (0, 1), "what was agreed before stands"
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_what_was_agreed_before_stands_for_those_who_may_go_on(replicas: int) -> None:
+    """A smaller side can't know whether the others, some of whom have ended since, agreed on something else."""
+    ours, others = change(replicas=replicas), range(replicas)
+    stays = [other for other in others if other != 2]
+    agree(ours, *(told(other) for other in stays[1:]))
+    agreed = ours.outcome()
+    assert agreed is not None
+    assert ours.absorb(told(1, unheard=frozenset({(1, 0)}), gone=frozenset({2}))), "this is news, for all"
+    assert ours.staying == tuple(other for other in stays if other != 1)
+    agree(ours, *(replace(ours.mine, rank=other) for other in ours.staying[1:]))
+    following = ours.outcome()
+    assert following is not None
+    assert following.view == (agreed.view if replicas == 4 else None)
 
 
 def test_every_rank_of_a_replica_that_stays_must_report() -> None:

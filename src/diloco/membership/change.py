@@ -342,11 +342,6 @@ class Change:
 
     def _following(self, told: Sequence[Report]) -> NextView:
         """What follows from the reports of all who stay, which say the same."""
-        agreed = [report.agreed for report in told if report.agreed is not None]
-        needed = more_than_could_lie(len(told))
-        supported = [each for each in agreed if sum(each.following == other.following for other in agreed) >= needed]
-        if supported:
-            return max(supported, key=lambda each: each.known).following
         mine, lost, staying = self.mine, self.lost, frozenset(self.staying)
         left_commits = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(mine.left_commits)}
         commits = {key: each for key, each in left_commits.items() if all(key in report.held for report in told)}
@@ -356,6 +351,11 @@ class Change:
         joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
         left = {replica: step for replica, step in sorted(mine.left)}  # two ranks of it may have named two steps
         decision = decide(self.view, lost=lost, gone=mine.gone, joining=joining, policy=self._policy, left=left)
+        agreed = [report.agreed for report in told if report.agreed is not None]
+        needed = more_than_could_lie(len(told))
+        supported = [each for each in agreed if sum(each.following == other.following for other in agreed) >= needed]
+        if supported and decision.members is not None:  # else others may have agreed on something else since
+            return max(supported, key=lambda each: each.known).following
         members, joined = decision.members, tuple(sorted(joining - frozenset(self.view.members)))
         return NextView(
             view=None if members is None else self.view.followed_by(self.view.id + 1, members, joined),
