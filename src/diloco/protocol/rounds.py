@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -204,8 +205,13 @@ class RoundTable:
         return {state.key: state.contributed_s(self.view.members, self._rules) for state in open_ones}
 
     def lacking(self) -> frozenset[int]:
-        """Replicas that have not contributed to a round that this rank waits for."""
-        waited_for = (state for state in self._rounds.values() if state.begun is not None and state.committed is None)
+        """Replicas whose contribution this rank has waited for, since its own, for half of what makes one late."""
+        half_s = math.inf if self._rules.late_s is None else self._rules.late_s / 2
+        waited_for = (
+            state
+            for state in self._rounds.values()
+            if state.begun is not None and state.committed is None and self._outbox.now_s - state.begun.sent_s >= half_s
+        )
         return frozenset(replica for state in waited_for for replica in state.missing(self._ranks, self._rules))
 
     def owing(self) -> frozenset[int]:
