@@ -133,8 +133,8 @@ def test_lies_at_any_moment_make_no_two_histories(numbers: list[int], replicas: 
     going_on = [each for each in honest(network, liar) if not each.left]
     assert len({each.view for each in going_on}) <= 1, "two histories"
     # one after the other, until as many could lie as are left besides: `test_of_two_members...`; those who alone were
-    # told that others are late can't show it to the rest, and may go as well
-    most = max(lies, len(misled))
+    # told a lie can't show it to the rest, and may go as well
+    most = lies + len(misled)
     assert len(going_on) >= replicas - 1 - most, "one bad pair costs one of the two, and a lie can make such a pair"
 
 
