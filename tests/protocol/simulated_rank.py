@@ -17,7 +17,7 @@ import torch
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.codec import make_codec
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.change import NextView
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
 from diloco.protocol.actions import Commit, Timer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import DivergedError
 from diloco.membership.ballot import Vote
-from diloco.membership.change import Agreed, NextView, Report
+from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import ExchangeEnded

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.change import Rounds
+from diloco.membership.reports import Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import Void
 from diloco.protocol.conduct import Conduct

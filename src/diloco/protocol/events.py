@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.errors import TransportError
-from diloco.membership.change import NextView, Report
+from diloco.membership.reports import NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, SendMessage, Timer
 from diloco.protocol.failure_detector import Loss

@@ -10,9 +10,9 @@ from diloco.algorithm.averaging import RoundId, Verdict
 from diloco.algorithm.exchange import plan_round
 from diloco.errors import TransportError, ViewChangedError
 from diloco.membership.ballot import Vote
-from diloco.membership.change import NextView, Report, Rounds
 from diloco.membership.proofs import SignedVote
 from diloco.membership.quorum import enough_without
+from diloco.membership.reports import NextView, Report, Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
 from diloco.protocol.conduct import Conduct
@@ -256,10 +256,11 @@ class RoundTable:
             return f"a payload connection of replica {self._rules.replica} stands still: {reason}"
         return ""
 
-    def overdue(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
-        """As `look`, of replicas that have not voted on a round for as long as a round may take since this rank has.
+    def overdue(self, timer: Timer) -> tuple[frozenset[int], str] | None:
+        """Replicas that have not voted on a round for as long as one may take since this rank has, and a sentence.
 
         All had contributed by then, and who has no mean within that time of its contribution votes against the round.
+        They are given up also where the others can't go on without them.
         """
         state = self._present(timer.view_id, timer.round)
         if state is None or state.committed is not None or self.frozen or self._rules.rank not in state.votes:
@@ -267,7 +268,7 @@ class RoundTable:
         late = self._voting.wait_for_votes(state)
         # where the others can't be done without, the next view tells whether they have committed the round
         state.disputed = state.disputed or not enough_without(self.view, late, self._policies.quorum)
-        return (late, frozenset(), owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
+        return (late, owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
         """Replicas that are late but send something, replicas that send nothing, and a sentence; None if none is."""

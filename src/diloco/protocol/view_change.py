@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from diloco.membership.change import Change, News, NextView, Report
+from diloco.membership.change import Change
+from diloco.membership.reports import News, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.contributions import Contributions

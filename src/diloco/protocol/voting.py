@@ -8,9 +8,9 @@ from typing import Literal
 from diloco.algorithm.averaging import Verdict
 from diloco.errors import TransportError
 from diloco.membership.ballot import Vote, tally
-from diloco.membership.change import Report, Rounds
 from diloco.membership.lateness import Lateness
 from diloco.membership.proofs import SignedVote
+from diloco.membership.reports import Report, Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.conduct import Conduct

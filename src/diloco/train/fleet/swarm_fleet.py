@@ -14,8 +14,8 @@ from diloco.data.assignment import Assignment
 from diloco.data.shares import Shares
 from diloco.errors import RendezvousError
 from diloco.events import Event, StateFetched, json_ready
-from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet

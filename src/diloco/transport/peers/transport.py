@@ -180,11 +180,11 @@ class PeerTransport(Meetings, Transport):
     @property
     def closed_to_joiners(self) -> str:
         """Why nobody can join at present; "" if anybody can."""
-        return self._machine.views.closed_to_joiners
+        return self._machine.ends.closed_to_joiners
 
     def close_to_joiners(self, reason: str) -> None:
         """Let nobody join for ``reason``; "" lets everybody join again."""
-        self._machine.views.closed_to_joiners = reason
+        self._machine.ends.closed_to_joiners = reason
 
     def tell_speed(self, steps_per_s: float) -> None:
         """Tell the other members how many inner steps a second this replica takes."""
