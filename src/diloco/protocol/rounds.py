@@ -12,10 +12,8 @@ from diloco.errors import TransportError, ViewChangedError
 from diloco.membership.ballot import Vote
 from diloco.membership.proofs import SignedVote
 from diloco.membership.quorum import enough_without
-from diloco.membership.reports import NextView, Report, Rounds
-from diloco.membership.view import View
+from diloco.membership.reports import NextView, Report
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
-from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
 from diloco.protocol.headers import Header
 from diloco.protocol.messages import RoundVote
@@ -36,35 +34,19 @@ class RoundTable:
     """Round table: the rounds of one view.
 
     Args:
-        view: the members.
+        voting: this rank's part in the decisions of the view.
         rules: this rank, and how rounds go.
         policies: what happens when replicas are lost.
-        words: rank -> number of messages that have come from it; kept up to date by the roster.
         outbox: collects actions.
-        void: rounds of earlier views that others have found void.
-        has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
-        conduct: how often members have spoilt rounds; rounds add to it.
 
     Attributes:
         view: the members.
-        conduct: as given.
     """
 
-    def __init__(
-        self,
-        view: View,
-        rules: Rules,
-        policies: Policies,
-        words: Mapping[int, int],
-        outbox: Outbox,
-        void: Rounds,
-        has_state_of: set[int],
-        conduct: Conduct,
-    ) -> None:
-        self.view = view
-        self.conduct = conduct
-        self._voting = Voting(view, rules, words, outbox, void, has_state_of, conduct)
-        self._ranks = self._voting.ranks
+    def __init__(self, voting: Voting, rules: Rules, policies: Policies, outbox: Outbox) -> None:
+        self.view = voting.view
+        self._voting = voting
+        self._ranks = voting.ranks
         self._rules = rules
         self._policies = policies
         self._outbox = outbox

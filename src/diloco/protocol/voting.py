@@ -42,7 +42,7 @@ class Voting:
         frozen: whether voting and deciding have stopped, because the view is ending.
         ranks: all of the view.
         decided: what was committed lately, and what is void.
-        has_state_of: as given.
+        view, has_state_of: as given.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Voting:
         self.decided = Decided(void)
         self.has_state_of = has_state_of
         self._conduct = conduct
-        self._view = view
+        self.view = view
         self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
         self._rules = rules
         self._words = words
@@ -75,7 +75,7 @@ class Voting:
         against = [state.signed_votes().get(state.against) for state in states if state.against is not None]
         return Report(
             rank,
-            self._view.id,
+            self.view.id,
             commits=self.decided.commits,
             void=self.decided.void.union(state.key for state in undecided if state.disputed),
             voted={state.key: state.votes[rank].digest for state in undecided},
@@ -92,7 +92,7 @@ class Voting:
             return
         if any(rank not in state.headers for rank in self.ranks):
             return
-        verdict = state.judge(self._view.members, self._rules)
+        verdict = state.judge(self.view.members, self._rules)
         if state.taking_over and state.donor is None:  # this rank's state is the majority's
             self.has_state_of.add(state.id.fragment)
         self.give_verdict(state, verdict)
@@ -102,25 +102,25 @@ class Voting:
         unshown, state.unshown = state.unshown, {}
         for sender, said in unshown.items():
             self.count(state, sender, said)
-        spoilers = self._conduct.note(self._view.members, verdict.refused) - {self._rules.replica}
+        spoilers = self._conduct.note(self.view.members, verdict.refused) - {self._rules.replica}
         if spoilers:
-            self._outbox.queue.append(Spoilt(self._view.id, spoilers, spoilt_words(spoilers, verdict.reason)))
+            self._outbox.queue.append(Spoilt(self.view.id, spoilers, spoilt_words(spoilers, verdict.reason)))
 
     def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
         """Tell the round's exchange, if payloads are still moving."""
         state.verdict = verdict
         if state.exchanging:
             weights = state.weights(verdict.contributors, self._rules)
-            here = {} if verdict.void else state.headers_here(self._view.members, self._rules)
+            here = {} if verdict.void else state.headers_here(self.view.members, self._rules)
             residuals = {member: header.residual for member, header in here.items()}
-            self._outbox.actions.append(GiveVerdict(self._view.id, state.id, verdict, weights, residuals))
+            self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
         """Vote and sign, unless this rank has voted or may not; also on a round that is void here, for the others."""
         if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
-        vote = vote.signed(self._view.id, self._rules.secret)
-        self.tell(vote.to_message(self._view.id))
+        vote = vote.signed(self.view.id, self._rules.secret)
+        self.tell(vote.to_message(self.view.id))
         if state.committed is not None:
             state.votes[self._rules.rank] = vote.vote
             return
@@ -146,7 +146,7 @@ class Voting:
         if said_by_now.disputed and not state.disputed:
             state.disputed, state.against = True, sender
             words = disputed_words(state.id, said_by_now.reason)
-            self._outbox.queue.append(Spoilt(self._view.id, frozenset(), words))
+            self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
 
     @property
     def key(self) -> str:
@@ -157,7 +157,7 @@ class Voting:
         """Whether a rank has cast this vote on a round of which this rank knows."""
         if state is None or vote.rank not in state.headers:
             return False
-        words = vote_words(self._view.id, vote.round, ok=vote.ok, digest=vote.digest)
+        words = vote_words(self.view.id, vote.round, ok=vote.ok, digest=vote.digest)
         return is_signed(state.headers[vote.rank].key, words, vote.signature)
 
     def decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
@@ -180,17 +180,17 @@ class Voting:
             assert state.mean is not None
             assert state.plan is not None
             assert state.verdict is not None
-            lost = state.lost_residual(self._view.members, self._rules)
+            lost = state.lost_residual(self.view.members, self._rules)
             note = "; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused])
             self._refused = []
             late_s = state.late_s(state.mean.contributors, self._rules)
-            self._outbox.actions.append(Commit(state.id, state.mean, self._view, state.plan, note, state.donor, late_s))
+            self._outbox.actions.append(Commit(state.id, state.mean, self.view, state.plan, note, state.donor, late_s))
         state.concluded = True
         state.free()
 
     def timer(self, kind: Literal["expire", "look"], state: RoundState) -> Timer:
         """A timer of a round."""
-        return Timer(kind, self._view.id, state.id)
+        return Timer(kind, self.view.id, state.id)
 
     def stop_timers(self, state: RoundState) -> None:
         """Cancel the timers of a round that is decided or carried over."""
