@@ -121,6 +121,7 @@ def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> No
     for peer in others:
         left = peer.wait_for("ViewChanged", members=[1, 2])
         assert "replica 0 has left" in left["reason"]
+        assert (left["left"], left["lost"]) == ([0], [])
         peer.wait_for("RoundCommitted", contributors=[1, 2])
     for peer in others:
         os.kill(peer.pid, signal.SIGINT)
