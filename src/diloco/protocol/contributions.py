@@ -35,7 +35,7 @@ class Contributions:
         self.step = 0  # inner steps that this rank has begun to synchronise; set by its owner
         self.from_step = 0  # contributions sent before this inner step are too old for the present view
         self.joined = False  # whether this rank joined a run in progress, so that it has to take over its state
-        self.conduct = Conduct()  # how often members have spoilt rounds
+        self.conduct = Conduct()  # of the members, as this rank has seen it
         self._rules = rules
         self._policies = policies
         self._words = words

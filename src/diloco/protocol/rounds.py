@@ -85,6 +85,8 @@ class RoundTable:
         carried = failure is None and following is not None and following.carries_over
         for state in list(self._rounds.values()):
             mine = state.votes.get(self._rules.rank)
+            if state.exchanging:
+                self._voting.note_against(state)
             if state.committed is not None:
                 pass
             elif following is not None and state.key in following.commits and mine is not None and mine.ok:
@@ -222,6 +224,10 @@ class RoundTable:
             broken = f"replica {self._rules.replica} says: {event.failure}"
         elif event.failure and state.committed is None:
             self._voting.cast(RoundVote(state.id, Vote(False, reason=event.failure)), state)
+        if event.spoiler is not None:
+            self._voting.note_spoilers({event.spoiler}, event.failure)
+        elif not event.failure:
+            self._voting.note_against(state)
         state.exchanging = False
         state.free()
         return broken

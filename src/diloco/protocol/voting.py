@@ -36,13 +36,13 @@ class Voting:
         outbox: collects actions.
         void: rounds of earlier views that others have found void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
-        conduct: how often members have spoilt rounds; rounds add to it.
+        conduct: what members have done to rounds; rounds add to it.
 
     Attributes:
         frozen: whether voting and deciding have stopped, because the view is ending.
         ranks: all of the view.
         decided: what was committed lately, and what is void.
-        view, has_state_of: as given.
+        view, has_state_of, conduct: as given.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Voting:
         self.ranks = rules.ranks(view.members)
         self.decided = Decided(void)
         self.has_state_of = has_state_of
-        self._conduct = conduct
+        self.conduct = conduct
         self.view = view
         self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
         self._rules = rules
@@ -102,9 +102,20 @@ class Voting:
         unshown, state.unshown = state.unshown, {}
         for sender, said in unshown.items():
             self.count(state, sender, said)
-        spoilers = self._conduct.note(self.view.members, verdict.refused) - {self._rules.replica}
-        if spoilers:
-            self._outbox.queue.append(Spoilt(self.view.id, spoilers, spoilt_words(spoilers, verdict.reason)))
+        took_back = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
+        self.conduct.count("missed", took_back)
+        self.note_spoilers(verdict.refused, verdict.reason)
+
+    def note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
+        """Replicas have spoilt a round for ``reason``; those who have done so too often are to go."""
+        too_often = self.conduct.note(self.view.members, spoilers) - {self._rules.replica}
+        if too_often:
+            self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_words(too_often, reason)))
+
+    def note_against(self, state: RoundState) -> None:
+        """Count whose vote made a round void that this rank had nothing against; of a disputed one it was counted."""
+        if state.against is not None and state.verdict is not None and not state.verdict.void and not state.disputed:
+            self.conduct.count("against", {self._rules.replica_of(state.against)})
 
     def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
         """Tell the round's exchange, if payloads are still moving."""
@@ -145,6 +156,7 @@ class Voting:
             self.decide(state, said_by_now.committed, said_by_now.reason)
         if said_by_now.disputed and not state.disputed:
             state.disputed, state.against = True, sender
+            self.conduct.count("against", {self._rules.replica_of(sender)})
             words = disputed_words(state.id, said_by_now.reason)
             self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
 
@@ -168,6 +180,8 @@ class Voting:
             self.decided.commit(state.key, state.votes[self._rules.rank].digest)
         else:
             self.decided.call_off(state.key)
+            if state.begun is not None and self._outbox.now_s - state.begun.sent_s >= self._rules.round_timeout_s / 2:
+                self.conduct.count("missed", state.missing(self.ranks, self._rules))
         if state.begun is not None:
             self.conclude(state, failure)
 
@@ -204,10 +218,14 @@ class Voting:
     def look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
         """As `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self.timer("look", state), late_s / Lateness.LOOKS))
-        return state.look(self.ranks, self._rules, self._words)
+        absent, silent, unheard = state.look(self.ranks, self._rules, self._words)
+        self.conduct.count("late", absent | silent)
+        return absent, silent, unheard
 
     def wait_for_votes(self, state: RoundState) -> frozenset[int]:
         """Look at whose votes on a round are missing, and set the timer for the next look; who has been late."""
         timer, delay_s = self.timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
         self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
-        return state.owing.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
+        late = state.owing.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
+        self.conduct.count("late", late)
+        return late
