@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
-__all__ = ["Conduct", "Faults"]
+from diloco.protocol.faults import Faults
+
+__all__ = ["Conduct"]
 
 _LATELY = 32  # rounds that are remembered of each member
-
-
-class Faults(NamedTuple):
-    """In how many rounds a member was at fault, as another one has seen it; only the first is a proof.
-
-    Attributes:
-        spoilt: its contribution was one that no honest member sends.
-        missed: no contribution of it came in time, or it took it back.
-        against: of the votes against the round, its was the first to come.
-        late: it kept the round waiting for longer than one waits.
-    """
-
-    spoilt: int = 0
-    missed: int = 0
-    against: int = 0
-    late: int = 0
 
 
 class Conduct:
