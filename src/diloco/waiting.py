@@ -7,9 +7,13 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
 
-__all__ = ["FIRST_S", "LOGGER", "moments", "sentence", "tell", "told_on_stderr", "waiting_for"]
+from diloco.units import format_bytes
+
+__all__ = ["FIRST_S", "LOGGER", "fetching", "moments", "sentence", "tell", "told_on_stderr", "waiting_for"]
 
 LOGGER = logging.getLogger("diloco.waiting")
 """Warnings of it reach the standard error output of a program that has not set up logging."""
@@ -61,7 +65,10 @@ def tell(whom: Callable[[], str], limit_s: float, ended: Callable[[float], bool]
 
 class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"diloco: {record.getMessage()}", file=sys.stderr, flush=True)
+        bars = sys.modules.get("tqdm")  # of what is waited for: a line is written above them
+        write = bars.tqdm.write if bars else print
+        write(f"diloco: {record.getMessage()}", file=sys.stderr)
+        sys.stderr.flush()
 
 
 def told_on_stderr() -> None:
@@ -81,3 +88,35 @@ def waiting_for(whom: Callable[[], str], limit_s: float = math.inf) -> Iterator[
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def fetching(place: str, kind: Literal["models", "datasets"]) -> Iterator[None]:
+    """Everything inside may fetch ``place`` from the Hugging Face hub, which is told with the bytes that have come.
+
+    Args:
+        place: a name on the hub; a path that exists is not fetched.
+    """
+    if Path(place).expanduser().exists():
+        yield
+        return
+    from huggingface_hub import constants
+
+    kept = Path(constants.HF_HUB_CACHE, f"{kind}--{place.replace('/', '--')}", "blobs")
+    before_bytes = _size_bytes(kept)
+
+    def whom() -> str:
+        return (
+            f"{place} from {constants.ENDPOINT}, {format_bytes(_size_bytes(kept) - before_bytes)} of which have come,"
+        )
+
+    with waiting_for(whom):
+        yield
+
+
+def _size_bytes(folder: Path) -> int:
+    size_bytes = 0
+    for file in folder.glob("*"):
+        with suppress(OSError):  # one that is complete gets another name
+            size_bytes += file.stat().st_size
+    return size_bytes

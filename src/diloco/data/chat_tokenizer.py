@@ -15,6 +15,7 @@ from diloco.data.rows import Example
 from diloco.data.settings import HUB_PREFIX
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import ConfigurationError, DataError
+from diloco.waiting import fetching
 
 __all__ = ["ChatTokenizer", "Message", "has_template"]
 
@@ -44,8 +45,10 @@ class ChatTokenizer(Tokenizer):
                 f"Conversations need transformers, which can't be imported ({error}): pip install 'diloco[finetune]'. "
                 "Nothing was started."
             ) from error
+        source = place.removeprefix(HUB_PREFIX)
         try:
-            library: Any = AutoTokenizer.from_pretrained(place.removeprefix(HUB_PREFIX))
+            with fetching(source, "models"):
+                library: Any = AutoTokenizer.from_pretrained(source)
             content = library.backend_tokenizer.to_str()
         except Exception as error:  # of many kinds
             reason = " ".join(str(error).split())

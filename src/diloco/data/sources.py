@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from diloco.data.settings import HUB_PREFIX, DataSettings, SourceSettings
 from diloco.data.text import checked_text, missing_field, read_documents
 from diloco.errors import ConfigurationError, DataError
+from diloco.waiting import fetching
 
 __all__ = ["DocumentSource", "open_source", "parse_hub_name", "read_source", "read_texts"]
 
@@ -172,13 +173,14 @@ def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # of save_to_disk
             rows = _select_split(datasets.load_from_disk(str(folder)), split, place)
         else:
-            rows = datasets.load_dataset(
-                str(folder) if folder.exists() else path,
-                config,
-                split=split or "train",
-                data_files=list(settings.data_files) or None,
-                streaming=settings.streaming,
-            )
+            with fetching(path, "datasets") if "/" in path else nullcontext():  # else a loader of files
+                rows = datasets.load_dataset(
+                    str(folder) if folder.exists() else path,
+                    config,
+                    split=split or "train",
+                    data_files=list(settings.data_files) or None,
+                    streaming=settings.streaming,
+                )
     columns = rows.column_names
     if columns is not None and settings.text_field not in columns:
         raise missing_field(place, settings.text_field, columns)

@@ -12,6 +12,7 @@ from typing import Any
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.data.tokenizer import EOS, ByteTokenizer, Tokenizer, byte_letters, checked_utf8
 from diloco.errors import ConfigurationError, DataError, nearest
+from diloco.waiting import fetching
 
 __all__ = ["given_tokenizer", "load_hub_tokenizer", "load_tokenizer", "make_tokenizer", "train_bpe"]
 
@@ -141,10 +142,11 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        file = Path(hf_hub_download(place, "tokenizer.json"))
-        # beside it, where `load_tokenizer` looks for the token that ends a document
-        with suppress(EntryNotFoundError):
-            hf_hub_download(place, "tokenizer_config.json")
+        with fetching(place, "models"):
+            file = Path(hf_hub_download(place, "tokenizer.json"))
+            # beside it, where `load_tokenizer` looks for the token that ends a document
+            with suppress(EntryNotFoundError):
+                hf_hub_download(place, "tokenizer_config.json")
     except LocalEntryNotFoundError as error:
         raise _unreadable(name, error) from error
     except EntryNotFoundError:
@@ -163,7 +165,8 @@ def _converted(place: str, name: str) -> Tokenizer:
             "pip install 'diloco[hf]'. No tokenizer was made."
         ) from error
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(place)
+        with fetching(place, "models"):
+            loaded: Any = AutoTokenizer.from_pretrained(place)
         content, eos = loaded.backend_tokenizer.to_str(), loaded.eos_token
     except Exception as error:  # of many kinds
         raise _unreadable(name, error) from error

@@ -18,6 +18,7 @@ from diloco.errors import ConfigurationError, nearest
 from diloco.model.huggingface import HuggingFaceModel
 from diloco.model.huggingface_folder import CONFIG_NAME, has_weights, import_transformers, weights_digest
 from diloco.model.settings import ModelSettings, parse_source
+from diloco.waiting import fetching
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -131,7 +132,8 @@ def _find_folder(place: str, *, with_weights: bool) -> Path:
     if with_weights:
         wanted += ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json", *PICKLES[1:]]
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
+        with fetching(name, "models"):
+            return Path(snapshot_download(name, revision=revision or None, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigurationError(
             f"model.source=hf:{place} is no folder here, and the Hugging Face hub did not give it: "
