@@ -174,12 +174,16 @@ def test_gradients_are_never_late() -> None:
     assert sorted(filter(None, looked_at)) == sorted(set(mine.given.values()) - {RoundId(-1, 3)})
 
 
-def test_a_round_has_one_time_in_all_the_views_that_it_takes() -> None:
-    """Else it might outlast any time that somebody waits for it; whoever is late has a new time in each view."""
+@pytest.mark.parametrize("changing_s", [0.0, 9.0])
+def test_a_round_has_one_time_in_all_the_views_that_it_takes(changing_s: float) -> None:
+    """Else it might outlast any time that somebody waits for it; whoever is late has a new time in each view. While
+    views change it could not go on, so that takes none of it."""
     network = simulated(3, Limits(ends=1))
     begin(network, 0)
     rank(network, 0).now_s += 7.0
     network.happen("ends", 2, 0, 0)
+    network.happen("notice", 0, 2, 0)
+    rank(network, 0).now_s += changing_s
     settle(network)
     assert rank(network, 0).view.members == (0, 1)
     assert [(timer.kind, delay_s) for delay_s, timer in rank(network, 0).timers] == [

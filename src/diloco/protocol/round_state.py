@@ -13,9 +13,9 @@ from diloco.algorithm.mean_encoding import lost_words
 from diloco.algorithm.weighting import bounded_weights
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
+from diloco.membership.change import Commits, Rounds
 from diloco.membership.lateness import Lateness
-from diloco.membership.proofs import Commits, SignedVote
-from diloco.membership.reports import Rounds
+from diloco.membership.proofs import SignedVote
 from diloco.protocol.events import HandedIn
 from diloco.protocol.headers import Header, donor_for, judge_headers
 from diloco.protocol.messages import RoundVote
@@ -124,10 +124,18 @@ class RoundState:
         """Other replicas whose votes have not come; ``ranks``: of the view."""
         return frozenset(rules.replica_of(rank) for rank in ranks if rank not in self.votes) - {rules.replica}
 
-    def renewed(self, rules: Rules, now_s: float) -> HandedIn:
-        """This rank's contribution for the next view; its time begins anew where this rank had voted within it."""
+    def renewed(self, rules: Rules, frozen_s: float, now_s: float) -> HandedIn:
+        """This rank's contribution for the next view; its time begins anew where this rank had voted within it.
+
+        Args:
+            rules: this rank.
+            frozen_s: when the view began to end.
+            now_s: when the next one begins.
+        """
         assert self.begun is not None
-        return replace(self.begun, sent_s=now_s) if rules.rank in self.votes else self.begun
+        if rules.rank in self.votes:
+            return replace(self.begun, sent_s=now_s, paused_s=0.0)
+        return replace(self.begun, paused_s=self.begun.paused_s + now_s - frozen_s)
 
     def look(
         self, ranks: Sequence[int], rules: Rules, words: Mapping[int, int]

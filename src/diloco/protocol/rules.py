@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import ReplicaLostError
+from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
-from diloco.membership.reports import NextView
 from diloco.protocol.conduct import Conduct
 
 __all__ = [
@@ -32,7 +32,8 @@ class Rules:
         rank, replica: of this process.
         ranks_per_replica: S.
         min_contributors: a round with fewer is void; None: all that have the state.
-        round_timeout_s: from this rank's contribution to its vote, over all views that the round takes.
+        round_timeout_s: from this rank's contribution to its vote, over all views that the round takes; changes of the
+            view come on top, up to as much again.
         piece_bytes: about how large a piece of a payload is.
         secret: 32 random bytes of this process alone: what it signs its votes with.
         late_s: a replica counts as late if it has not contributed to a round this long after this rank, or if its vote
