@@ -5,33 +5,40 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from unittest import mock
 
 import pytest
 
-from diloco.errors import RendezvousError, RunOverError
+from diloco.errors import RendezvousError, RunOverError, TransportError
+from diloco.protocol.registry import Entry
+from diloco.train import joining
 from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
+from diloco.transport.torch_distributed.rendezvous import ask
+from tests.transport.nowhere import nobody_at
 from tests.transport.swarms import wait_for_members
-from tests.transport.wires import QUICK, at_once, rendezvous
+from tests.transport.wires import QUICK, at_once, deaf_manager, rendezvous
 
 LIMIT_S = 30.0
 Meet = Callable[..., list[TorchFleet]]
 
 
+WIRE = TcpWire(**QUICK | {"join_window_s": 1.0, "go_on": True, "comes_back": True, "raise_on_loss": False})
+
+
 @pytest.fixture
 def meet() -> Iterator[Meet]:
-    """Fleets of one replica each, that begin together."""
+    """Fleets of one replica each, that begin together; ``ended``: there was one more, which has ended since it told
+    where it listens."""
     fleets: list[TorchFleet] = []
 
-    def made(count: int, **wire: Any) -> list[TorchFleet]:
-        exchange = TcpWire(
-            **QUICK | {"join_window_s": 1.0, "go_on": True, "comes_back": True, "raise_on_loss": False} | wire
-        )
-        with rendezvous(count) as address:
-            places = [Place(replica=m, num_replicas=count, rendezvous=address) for m in range(count)]
-            begin = [lambda place=place: TorchFleet(connect(place, exchange), place, exchange) for place in places]
-            found = at_once(begin)
+    def made(count: int, *, ended: bool = False) -> list[TorchFleet]:
+        registered = count + ended
+        with rendezvous(registered) as address, nobody_at() as nowhere, deaf_manager() as asking:
+            places = [Place(replica=m, num_replicas=registered, rendezvous=address) for m in range(count)]
+            begin = [lambda place=place: TorchFleet(connect(place, WIRE), place, WIRE) for place in places]
+            register = [lambda: ask(asking, address, Entry(count, str(nowhere)), LIMIT_S)] if ended else []
+            found = at_once([*begin, *register])[:count]
         for each in found:
             if isinstance(each, Exception):
                 raise each
@@ -59,8 +66,7 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
     fleets = meet(4)
     fleets[3].close()
     place = Place(replica=3, num_replicas=4, rendezvous=fleets[1].transport.address)
-    wire = TcpWire(**QUICK | {"join_window_s": 1.0, "go_on": True, "comes_back": True, "raise_on_loss": False})
-    started = TorchFleet(connect(place, wire), place, wire)
+    started = TorchFleet(connect(place, WIRE), place, WIRE)
     try:
         fleets[0].rejoin(LIMIT_S)
         fleets[0].join(LIMIT_S)
@@ -69,6 +75,37 @@ def test_one_that_is_started_again_joins_though_another_comes_back_meanwhile(mee
         assert started.transport.view.members == (0, 1, 2, 3)
     finally:
         started.close()
+
+
+def test_one_that_ends_while_all_connect_is_lost_and_joins_when_it_is_started_again(meet: Meet) -> None:
+    fleets = meet(2, ended=True)
+    for fleet in fleets:
+        wait_for_members(fleet.transport, 2)
+    place = Place(replica=2, num_replicas=3, rendezvous=fleets[1].transport.address)
+    started = TorchFleet(connect(place, WIRE), place, WIRE)
+    try:
+        started.join(LIMIT_S)
+        assert started.transport.view.members == (0, 1, 2)
+    finally:
+        started.close()
+
+
+def test_who_joins_waits_while_the_others_have_nothing_yet_and_not_when_they_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have just been started as well, or average gradients at every step."""
+    monkeypatch.setattr(joining, "_AGAIN_S", 0.0)
+    session, fleet = mock.MagicMock(replicas=[mock.MagicMock()]), mock.MagicMock(sees_others=True)
+    session.settings.algorithm, session.settings.transport.give_up_after_s = "streaming", None
+    session.totals.steps, fleet.join.return_value = 0, 40
+    nothing = TransportError("replica 0 has published nothing.")
+    session.begin_diloco.return_value.take_over.side_effect = [nothing, nothing, None]
+    joining.join_run(session, fleet, LIMIT_S)
+    assert session.totals.steps == 40
+    fleet.sees_others = False
+    session.begin_diloco.return_value.take_over.side_effect = [nothing, None]
+    with pytest.raises(TransportError, match="published nothing"):
+        joining.join_run(session, fleet, LIMIT_S)
 
 
 @pytest.mark.parametrize("steps", [(30, 30, 20), (10, 20, 30)])

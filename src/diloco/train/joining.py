@@ -50,8 +50,24 @@ def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:
             "only DiLoCo and Streaming DiLoCo can be joined. Start all replicas again. Nothing was started."
         )
     if fleet.others_have_trained:
-        session.begin_diloco(replica).take_over(fleet.view.members)
+        _take_over(session, replica, fleet)
     _become_member(session, replica, fleet, timeout_s)
+
+
+def _take_over(session: Session, replica: Replica, fleet: PeerFleet) -> None:
+    """Take over what the others have; wait while they are there and have nothing yet, as they have just been started
+    or average gradients at every step."""
+    diloco, limit_s = session.begin_diloco(replica), session.settings.transport.give_up_after_s or math.inf
+    began_s, why = time.monotonic(), ""
+    with waiting_for(lambda: f"a state to take over, as {why or 'the other replicas send it'}", limit_s):
+        while True:
+            try:
+                return diloco.take_over(fleet.view.members)
+            except TransportError as error:
+                why = str(error).partition(". ")[0]
+                if time.monotonic() - began_s >= limit_s or not fleet.sees_others:
+                    raise
+            time.sleep(_AGAIN_S)
 
 
 def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Callable[[Event], None]) -> None:
@@ -67,8 +83,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     if words := fleet.take_words():
         emit(Note(step=step, text=words))
     for news in fleet.take_news():
-        now = news.view.members if news.view else ()
-        left = set(news.previous.members) - set(now)
+        before, now = news.previous.members, news.view.members if news.view else ()
         emit(
             ViewChanged(
                 step=step,
@@ -76,8 +91,7 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 view=news.view.id if news.view else news.previous.id,
                 members=now,
                 joined=news.joined,
-                left=tuple(sorted(left)),
-                lost=tuple(sorted(left - {replica for replica, _ in news.left})),
+                left=tuple(sorted(set(before) - set(now))),
                 reason=news.reason,
             )
         )

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event
+from diloco.membership.change import NextView
 from diloco.membership.quorum import enough_without
-from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.train.fleet.base import Fleet
 from diloco.transport.base import Transport
@@ -156,6 +156,15 @@ class PeerFleet(Fleet):
     def others_have_trained(self) -> bool:
         """For a joiner: whether there is a state to take over."""
         return True
+
+    @property
+    def sees_others(self) -> bool:
+        """Whether a connection to another replica stands."""
+        return bool(self._ask(self._sees_others))
+
+    def _sees_others(self) -> bool:
+        rules = self.transport.rules
+        return any(rules.replica_of(rank) != rules.replica for rank in self.transport.connections.connected)
 
     def held_steps(self) -> dict[int, int]:
         """Rank -> the newest step that it could resume from; -1 for none."""
