@@ -49,13 +49,20 @@ def simulate(
     quorum: Policy | None = None,
     gradients: bool = False,
     garbage: Sequence[Mapping[str, Any]] = (),
+    ready: bool = True,
 ) -> list[Rank]:
-    """The ranks that have not ended, when all has come to rest."""
+    """The ranks that have not ended, when all has come to rest; ``ready``: all have begun before anything happens."""
     policies = Policies(quorum or Policy(), go_on=go_on, raise_on_loss=False, streams=1, connect_timeout_s=1.0)
     network = Network(range(replicas * size), limits)
 
     def make(rank: int, *, joining: bool = True) -> Rank:
-        return Rank(network, rank, replicas, size, policies, joining=joining, gradients=gradients, garbage=garbage)
+        kind: dict[str, Any] = {
+            "joining": joining,
+            "ready": joining or ready,
+            "gradients": gradients,
+            "garbage": garbage,
+        }
+        return Rank(network, rank, replicas, size, policies, **kind)
 
     network.make = make
     for rank in range(replicas * size):

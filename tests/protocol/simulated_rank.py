@@ -17,7 +17,7 @@ import torch
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.codec import make_codec
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.reports import NextView
+from diloco.membership.change import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
 from diloco.protocol.actions import Commit, Timer
@@ -43,6 +43,7 @@ class Rank:
 
     Args:
         joining: whether it comes to a run that is going on.
+        ready: whether it begins at once; else it is the first thing that it does.
         gradients: whether one of the three kinds of rounds is that of gradients.
         garbage: messages that it may hear from anybody.
         founded: the view of its own that it founds; None: it is one of ``replicas`` that begin, or joins.
@@ -59,7 +60,6 @@ class Rank:
         changes: the views that it adopted.
         sent: its messages.
         lie: what it sends to a rank instead of a message; the message itself, unless a test changes it.
-        finds_unusable: the replica whose values spoil every mean that it has a part in, as this rank finds; or None.
     """
 
     STEPS = 5
@@ -74,6 +74,7 @@ class Rank:
         policies: Policies,
         *,
         joining: bool = False,
+        ready: bool = True,
         gradients: bool = False,
         garbage: Sequence[Mapping[str, Any]] = (),
         founded: View | None = None,
@@ -89,7 +90,6 @@ class Rank:
         self.changes: list[NextView] = []
         self.sent: list[Mapping[str, Any]] = []
         self.lie: Callable[[int, Mapping[str, Any]], Iterable[Mapping[str, Any]]] = lambda receiver, message: (message,)
-        self.finds_unusable: int | None = None
         self.gradients, self._garbage = gradients, garbage
         self._known: dict[int, int] = {}  # connections that the machine has been told of
         self._todo: deque[events.Event] = deque()
@@ -108,7 +108,10 @@ class Rank:
             reached = sorted({other // size for other in network.ranks if network.connection(rank, other) is not None})
             view = View(-1, tuple(reached) or (self.replica,))
             self._todo.append(events.Say({"kind": "join", **self._joins.to_message()}))
-        self.handle(events.Begin(view, member=not joining))
+        if ready:
+            self.handle(events.Begin(view, member=not joining))
+        else:
+            self._todo.append(events.Begin(view, member=not joining))
 
     @property
     def step(self) -> int:
@@ -273,10 +276,6 @@ class Rank:
         given = self._exchanges.pop((view_id, round_id))
         assert given is not None
         verdict: Verdict = given.verdict
-        if self.finds_unusable in verdict.contributors:
-            words = f"the mean is not finite, to which replica {self.finds_unusable} contributed most"
-            self.handle(events.ExchangeEnded(view_id, round_id, words, spoiler=self.finds_unusable))
-            return
         if not verdict.void:
             weight = sum(given.weights[member] for member in verdict.contributors)
             mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=weight)

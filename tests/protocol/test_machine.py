@@ -14,8 +14,8 @@ import pytest
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
+from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
-from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
 from diloco.protocol.events import Begin, ConnectionEnded, ConnectionMade, Enter, Lost, Received, Say
@@ -112,6 +112,12 @@ def test_what_others_did_in_a_view_that_is_over_excludes_nobody(member: Rank) ->
     parted = member.hear(2, {"kind": "excluded", "view": 4, "reason": "late"})
     assert [action for action in parted if isinstance(action, HangUp)] == [HangUp(1), HangUp(2), HangUp(3)]
     assert "late" in str(member.machine.views.failure)
+
+
+def test_who_was_lost_while_all_began_is_told_so_when_it_begins_after_all(member: Rank) -> None:
+    """It was frozen then, say, and no connection to it stood that could end."""
+    told = {"kind": "excluded", "view": 3, "reason": ""}
+    assert member.hear(4, HEADER | {"view": 2}) == [SendMessage(4, told)]
 
 
 def test_who_is_no_member_may_ask_to_be_one_in_its_own_name(member: Rank) -> None:

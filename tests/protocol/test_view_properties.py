@@ -27,12 +27,13 @@ def test_with_nothing_lost_every_round_is_committed(numbers: list[int], replicas
 
 
 @settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.booleans())
+@given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.booleans(), st.booleans())
 def test_processes_that_end_leave_survivors_that_agree_and_commit_every_round(
-    numbers: list[int], replicas: int, ends: int, size: int, gradients: bool
+    numbers: list[int], replicas: int, ends: int, size: int, gradients: bool, ready: bool
 ) -> None:
-    """Property: wherever they end, also in the middle of a broadcast; everybody knows that they have ended."""
-    survivors = simulate(Limits(ends=ends), numbers, replicas=replicas, size=size, gradients=gradients)
+    """Property: wherever they end, also in the middle of a broadcast, or before they or others have begun; everybody
+    knows that they have ended."""
+    survivors = simulate(Limits(ends=ends), numbers, replicas=replicas, size=size, gradients=gradients, ready=ready)
     check_agreement(survivors, whole=True)
     for rank in survivors if size == 1 else ():  # ranks that live and leave with their replica look like cut ones
         assert not rank.left
@@ -40,12 +41,13 @@ def test_processes_that_end_leave_survivors_that_agree_and_commit_every_round(
 
 
 @settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 2), st.booleans())
+@given(NUMBERS, st.integers(2, 4), LIMITS, st.integers(1, 2), st.booleans(), st.booleans())
 def test_silent_machines_and_cut_connections_never_make_two_histories(
-    numbers: list[int], replicas: int, limits: Limits, size: int, gradients: bool
+    numbers: list[int], replicas: int, limits: Limits, size: int, gradients: bool, ready: bool
 ) -> None:
     """Property: who goes on agrees on the view and commits every round, as those who were lost take none along."""
-    check_agreement(simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients), whole=True)
+    ranks = simulate(limits, numbers, replicas=replicas, size=size, gradients=gradients, ready=ready)
+    check_agreement(ranks, whole=True)
 
 
 @settings(max_examples=100, deadline=None)
@@ -150,13 +152,13 @@ def test_a_side_goes_on_alone_where_that_is_wanted() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 4), st.integers(1, 3))
-@example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, 2)  # again, before who it let in has begun
+@given(NUMBERS, st.integers(2, 4), st.integers(1, 3), st.booleans())
+@example([0, 171, 2118, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 14294], 2, 2, True)  # again, before who it let in has begun
 def test_who_is_started_again_becomes_a_member_or_is_told_why_not(
-    numbers: list[int], replicas: int, returns: int
+    numbers: list[int], replicas: int, returns: int, ready: bool
 ) -> None:
-    """Property: also before anybody has noticed that it had ended, and while others end."""
-    check_agreement(simulate(Limits(ends=2, returns=returns), numbers, replicas=replicas))
+    """Property: also before anybody has noticed that it had ended, or has begun, and while others end."""
+    check_agreement(simulate(Limits(ends=2, returns=returns), numbers, replicas=replicas, ready=ready))
 
 
 def test_a_replica_that_has_lost_one_of_its_own_ranks_stops_and_says_so() -> None:

@@ -46,6 +46,10 @@ class Roster:
         """The process of that rank is no member any more."""
         self._members.pop(rank, None)
 
+    def disown(self, rank: int) -> None:
+        """The process that is connected as ``rank`` has taken the place of the member."""
+        self._members[rank] = None
+
     def has(self, rank: int) -> bool:
         """Whether a process of that rank is a member, connected or not."""
         return rank in self._members
@@ -56,15 +60,14 @@ class Roster:
 
     def is_connected(self, rank: int) -> bool:
         """Whether the process that is connected as ``rank`` is the member."""
-        return self.has(rank) and self._members[rank] == self.connections.get(rank)
+        return self.has(rank) and rank in self.connections and self._members[rank] == self.connections[rank]
 
     def unreached(self, view: View) -> frozenset[int]:
         """Members of ``view``, which is formed, that are not connected."""
         return frozenset(
             member
             for member in view.members
-            if member != self._rules.replica
-            and not all(rank in self.connections and self.is_connected(rank) for rank in self._rules.ranks((member,)))
+            if member != self._rules.replica and not all(map(self.is_connected, self._rules.ranks((member,))))
         )
 
     def replaced(self, replicas: Collection[int]) -> frozenset[int]:

@@ -113,8 +113,7 @@ class MeanExchange:
             if not self._codec.exact:  # else it has arrived where it belongs
                 self._decode(piece, values)
             if not largest_magnitude(values) <= LARGEST_MEAN:
-                words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
-                raise CodecError(words, replica=piece.member)
+                raise CodecError(f"replica {piece.member} sent a part of the mean that is not finite or too large")
         return None if left is None else Residual(self.owned[0], left)
 
     def drain(self) -> None:
@@ -149,8 +148,7 @@ class MeanExchange:
             for work in works:
                 self._messages.wait(member, work)
             if not math.isfinite(largest_magnitude(residual.values)):
-                words = f"what replica {member} handed over of earlier means is not finite. It was refused."
-                raise CodecError(words, replica=member)
+                raise CodecError(f"what replica {member} handed over of earlier means is not finite. It was refused.")
             held.append(residual)
         return collected(held, self.owned, self._values.device)
 
@@ -158,8 +156,7 @@ class MeanExchange:
         try:
             self._codec.validate(piece.room, len(values))
         except CodecError as error:
-            words = f"the mean of replica {piece.member} was refused: {error}"
-            raise CodecError(words, replica=piece.member) from error
+            raise CodecError(f"the mean of replica {piece.member} was refused: {error}") from error
         self._codec.decode(piece.room, len(values), out=values)
 
     def _residual_pieces(self, stretch: Stretch) -> enumerate[Stretch]:

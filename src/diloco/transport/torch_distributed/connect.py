@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from diloco.errors import RendezvousError, TransportError
@@ -14,18 +13,17 @@ from diloco.membership.view import View
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
-from diloco.transport.peers.connected import Connected, Table, Wire
+from diloco.transport.peers.connected import Connected, Wire
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.link_manager import LinkManager
-from diloco.transport.peers.streams import within
 from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.transport.torch_distributed.doctor import serve_probes
+from diloco.transport.torch_distributed.reach import reach
 from diloco.transport.torch_distributed.reconnect import Reconnection, TorchConnected, serve_lookers
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, greet, said, serve
-from diloco.waiting import waiting_for
 
 __all__ = ["Place", "TcpWire", "connect", "connect_again"]
 
@@ -150,16 +148,19 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
     registry = Registry(len(table.entries), size, list(table.entries.values()))
     open_link = _open_link(transport, registry, wire)
-    with waiting_for(lambda: _named(table, _unreached(connections, table, place)), wire.rendezvous_timeout_s):
-        reached = connections.call(_dial(connections, table, place, wire.rendezvous_timeout_s))
-    if not table.running:
-        with waiting_for(lambda: _named(table, _unreached(connections, table, place)), wire.rendezvous_timeout_s):
-            connections.call(_arrived(connections, place, wire.rendezvous_timeout_s, table))
+    # who begins together is there, or is lost
+    patience_s = wire.rendezvous_timeout_s if table.running else min(wire.silence_s, wire.rendezvous_timeout_s)
+    siblings = range(place.replica * size, (place.replica + 1) * size)
+    lacking = reach(connections, table, siblings, patience_s)
+    reached = table.entries.keys() - {*siblings} - lacking.keys()
     if table.running and not reached:
         raise RendezvousError(
             f"the run that {meeting} knows of is over: none of its replicas answers. Start all of them again. Nothing "
             "was started."
         )
+    for rank, words in {} if table.running else lacking.items():
+        if not wire.go_on or rank in siblings:  # else it is lost in the first view
+            raise RendezvousError(words, replicas=[rank // size])
     members = sorted({rank // size for rank in reached})
     view = View(-1, tuple(members)) if table.running else View.of(place.num_replicas)
     me = Looker(place.replica, held_step)
@@ -181,65 +182,6 @@ def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
     if not wire.interface or not isinstance(streams, TcpStreams):
         return ()
     return (str(transport.connections.call(streams.listen_for_payloads(wire.interface))),)
-
-
-async def _dial(connections: ConnectionManager, table: Table, place: Place, timeout_s: float) -> set[int]:
-    """Connect to all lower ranks, or, as a joiner, to all others that answer; returns the ranks reached."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + timeout_s
-    size = place.ranks_per_replica
-    reached: set[int] = set()
-
-    async def one(rank: int) -> None:
-        address = parse_address(table.entries[rank].address)
-        why = ""
-        while (left_s := deadline_s - loop.time()) > 0:
-            try:
-                await within(left_s, connections.connect(rank, address))
-                reached.add(rank)
-                return
-            except ConnectionRefusedError as error:
-                why = str(error)
-                if table.running:
-                    return  # it has ended, as the others know
-            except (OSError, EOFError, TransportError, TimeoutError) as error:
-                why = str(error) or type(error).__name__
-            await asyncio.sleep(0.2)
-        raise RendezvousError(
-            f"rank {place.rank} can't reach rank {rank} at {address} within {timeout_s:g} s: {why}. Open that port, or "
-            "use another transport.host or transport.ports there; `diloco doctor` checks the way. Nothing was started.",
-            replicas=[rank // size],
-        )
-
-    # the ranks of a replica that joins connect to each other as all ranks do at the start
-    mine = range(place.replica * size, (place.replica + 1) * size)
-    lower = [rank for rank in table.entries if rank < place.rank]
-    others = [rank for rank in table.entries if rank not in mine or rank < place.rank]
-    await asyncio.gather(*(one(rank) for rank in (others if table.running else lower)))
-    return reached - set(mine)
-
-
-async def _arrived(connections: ConnectionManager, place: Place, timeout_s: float, table: Table) -> None:
-    """Wait for the connections that higher ranks open."""
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + timeout_s
-    while missing := _unreached(connections, table, place):
-        connections.arrived.clear()
-        try:
-            await within(deadline_s - loop.time(), connections.arrived.wait())
-        except TimeoutError:
-            raise RendezvousError(
-                f"rank {place.rank} at {connections.address} was not reached by {_named(table, missing)} within "
-                f"{timeout_s:g} s. Open that port; `diloco doctor` checks the way. Nothing was started."
-            ) from None
-
-
-def _unreached(connections: ConnectionManager, table: Table, place: Place) -> frozenset[int]:
-    return frozenset(table.entries) - {place.rank} - connections.connected
-
-
-def _named(table: Table, ranks: Collection[int]) -> str:
-    return f"rank {', '.join(f'{rank} ({table.entries[rank].address})' for rank in sorted(ranks))}"
 
 
 async def _host_rendezvous(connections: ConnectionManager, address: Address, host: str) -> bool:
