@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from diloco.errors import TransportError
 from diloco.transport.base import Transport
+from diloco.transport.peers.threads import in_thread
 from diloco.transport.tcp import congestion_control, streams_to_each
 from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
 from tests.transport.wires import Wires
@@ -34,6 +37,35 @@ def test_payloads_may_take_another_interface(wires: Wires) -> None:
     averages = exchange(transports, [contribution(m) for m in range(2)])
     assert averages[0].contributors == (0, 1)
     assert all(entry.places != (entry.address,) for each in transports for entry in each.known_entries())
+
+
+def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one says nothing: it has contributed nothing, is at no barrier, and never has its state ready."""
+    transport, other = wires.meet(2)
+    asked, ready = threading.Event(), threading.Event()
+    other.publish(lambda fragment: {"ready": asked.set() or ready.wait()})
+    waiting = [
+        in_thread(transport.average(contribution(0)).wait, "round"),
+        in_thread(lambda: transport.meet("the end", 1), "barrier"),
+        in_thread(lambda: transport.agree({"seed": "0"}), "agreement"),
+        transport.fetch_beside(0, [1]),
+    ]
+    assert asked.wait(20)
+    # what is handed in while the control thread ends is never heard of there
+    monkeypatch.setattr(transport.connections, "post", lambda *call: None)
+    waiting.append(in_thread(transport.average(contribution(0, fragment=1)).wait, "late"))
+    try:
+        transport.close()
+        for each in waiting:
+            with pytest.raises(TransportError, match="closed"):
+                each.result(10)
+    finally:
+        ready.set()
+    for late in (lambda: transport.average(contribution(0, outer_step=1)), lambda: transport.meet("later", 1)):
+        with pytest.raises(TransportError, match="has closed its transport"):
+            late()
 
 
 def test_a_replica_that_loss_slows_down_opens_more_streams() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -43,7 +44,7 @@ class ControlThread:
         """Run ``coroutine`` in this thread and wait for it.
 
         Raises:
-            TransportError: this thread has ended.
+            TransportError: this thread has ended, or ends meanwhile.
             TimeoutError: it took longer than ``timeout_s``, and was cancelled.
         """
         try:
@@ -56,6 +57,8 @@ class ControlThread:
         except TimeoutError:
             future.cancel()
             raise
+        except CancelledError as error:
+            raise TransportError(f"the connections of rank {self.rank} were closed before it was done.") from error
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call ``function`` in this thread soon, unless it has ended."""

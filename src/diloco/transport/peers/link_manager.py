@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Mapping
-from concurrent.futures import CancelledError
 from typing import Any
 
 from diloco.errors import TransportError
@@ -61,12 +60,7 @@ class LinkManager:
 
     def open_link(self, request: LinkRequest, route: Route = _PLAIN) -> ReliableLink:
         """As `OpenLink` says, over what both ends have agreed on."""
-        opening = self._open(request, route)
-        try:
-            return self._connections.call(opening)
-        except (CancelledError, RuntimeError) as error:
-            opening.close()
-            raise TransportError(f"the payload connection {request.key} was not made: the transport closed") from error
+        return self._connections.call(self._open(request, route))
 
     def address_of(self, rank: int) -> Address:
         """Of a rank that is connected, or has been known; `OSError` for any other."""

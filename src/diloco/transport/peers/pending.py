@@ -80,12 +80,14 @@ class Contributed:
         self._replica = replica
         self._sent: dict[int, PeerPending] = {}
         self._undecided: dict[RoundId, PeerPending] = {}
+        self._closed: TransportError | None = None
+        self._lock = threading.Lock()  # the control thread decides rounds, another one may close
 
     def add(self, contribution: Contribution, guard_s: float, transport: PeerTransport) -> PeerPending:
         """Register a contribution to a round that this replica has not contributed to, or that became void.
 
         Raises:
-            TransportError: it is another replica's, or a second one to the same round.
+            TransportError: it is another replica's, or a second one to the same round, or the transport is closed.
         """
         replica, round_id = contribution.replica, contribution.round
         if replica != self._replica:
@@ -102,13 +104,25 @@ class Contributed:
                 replicas=[replica],
             )
         pending = PeerPending(round_id, contribution.payload.numel(), guard_s, transport)
-        self._sent[round_id.fragment] = self._undecided[round_id] = pending
+        with self._lock:
+            if self._closed is not None:
+                raise TransportError(f"{self._closed}; its contribution to {round_id} was not taken.")
+            self._sent[round_id.fragment] = self._undecided[round_id] = pending
         self.digests[round_id.fragment] = contribution.digest
         return pending
 
     def resolve(self, round_id: RoundId, outcome: Average | TransportError) -> None:
         """A round was decided."""
-        self._undecided.pop(round_id).resolve(outcome)
+        with self._lock:
+            if pending := self._undecided.pop(round_id, None):  # else it was closed
+                pending.resolve(outcome)
+
+    def close(self, failure: TransportError) -> None:
+        """All that is in flight ends with ``failure``, and nothing more is taken; for any thread."""
+        with self._lock:
+            self._closed = failure
+            while self._undecided:
+                self._undecided.popitem()[1].resolve(failure)
 
     def decided_rounds(self, fragment: int) -> int:
         """Rounds of ``fragment`` that are decided here; a replica that has finished fewer is behind."""

@@ -93,9 +93,15 @@ class ProtocolRunner:
         self.connections.call(handle(), timeout_s)
 
     def _wait_for(self, predicate: Callable[[], object], timeout_s: float) -> None:
-        """Wait until ``predicate`` holds, which is evaluated after each event, or until the transport closes."""
+        """Wait until ``predicate`` holds, which is evaluated after each event, or for ``timeout_s``.
+
+        Raises:
+            TransportError: the transport was closed meanwhile.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: predicate() or self._closed, min(timeout_s, threading.TIMEOUT_MAX))
+            self._changed.wait_for(lambda: self._closed or predicate(), min(timeout_s, threading.TIMEOUT_MAX))
+            if self._closed:
+                raise TransportError(f"replica {self.rules.replica} has closed its transport; it waits for nobody.")
 
     # In the control thread.
 

@@ -227,13 +227,19 @@ class PeerTransport(Meetings, Transport):
         self._post(events.Leave())
 
     def close(self) -> None:
-        """End all connections within seconds. The others count this replica as lost, unless they were told before."""
+        """End all connections within seconds, and at once whatever waits in another thread, with an error.
+
+        The others count this replica as lost, unless they were told before.
+        """
         if self._closed:
             return
-        self._closed = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         left = TransportError(f"replica {self.replica} has closed its transport")
         with contextlib.suppress(TimeoutError):
             self._call(events.Close(left), _ENDING_S)
+        self._contributed.close(left)  # what the machine has not heard of
         self.mailbox.close("the transport was closed")
         self.connections.close()
         self._queue.close(_ENDING_S)
