@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.decentralised.plan import Job
-from diloco.membership.change import NextView
+from diloco.membership.reports import NextView
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
-from benchmarks.wan.plan import LINKS, METHODS, Link, Work
+from benchmarks.wan.plan import GRID, LINKS, METHODS, Link, Work
 from benchmarks.wan.planned import congestion_control, ways
 from benchmarks.wan.report import round_times
 from diloco.algorithm.codec import make_codec
@@ -26,7 +26,7 @@ TESTED_FROM_S = 0.4
 
 
 def link_named(name: str) -> Link:
-    return next(link for link in LINKS if link.name == name)
+    return next(link for link in (*LINKS, *GRID) if link.name == name)
 
 
 CAREFUL = 0.9

@@ -1,8 +1,8 @@
 """``python -m benchmarks.wan --wan SCRIPT``: run what is missing, one run at a time, and write the tables.
 
 Needs what SCRIPT needs (root, network namespaces). Rivals run with ``--rivals-python``, the interpreter of a virtual
-environment with ``requirements-rivals.txt``; without it they are left out. What is in results.json is not run again
-unless ``--again`` is given.
+environment with ``requirements-rivals.txt``; without it they are left out. What is in results.json (with ``--grid``: in
+grid.json) is not run again unless ``--again`` is given.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.wan.counters import wait_for_quiet
+from benchmarks.wan.grid import grid_tables
 from benchmarks.wan.network import Network
-from benchmarks.wan.plan import LINKS, METHODS, Job, Link, Method, Work
+from benchmarks.wan.plan import GRID, LINKS, METHODS, Job, Link, Method, Work
 from benchmarks.wan.planned import planned
 from benchmarks.wan.report import baseline_s, write_report
 from benchmarks.wan.run import run_job
 from diloco.errors import ConfigurationError
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results.json"
+RESULTS, GRID_RESULTS = HERE / "results.json", HERE / "grid.json"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -35,8 +36,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--wan", type=Path, help="script that makes the network; without it only the tables are made")
     parser.add_argument("--prefix", default="wb", help="WAN_PREFIX for the script")
     parser.add_argument("--rivals-python", type=Path, help="interpreter that has the rivals installed")
+    parser.add_argument(
+        "--grid", action="store_true", help="the links of the grid, with Streaming fp4 unless told else"
+    )
     parser.add_argument("--links", nargs="+", default=["*"], help="which links, as shell-style patterns")
-    parser.add_argument("--methods", nargs="+", default=["*"], help="which methods, as shell-style patterns")
+    parser.add_argument("--methods", nargs="+", help="which methods, as shell-style patterns")
     parser.add_argument("--compute", choices=["pause", "matmul"], default="pause", help="what stands for a step")
     parser.add_argument("--limit-s", type=float, default=300.0, help="a run that takes longer is stopped")
     parser.add_argument("--runs", type=Path, default=Path("runs/wan"), help="where logs go")
@@ -50,16 +54,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def chosen(links: Sequence[str], methods: Sequence[str]) -> list[tuple[Link, Method]]:
+def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> list[tuple[Link, Method]]:
     """Pairs to run.
+
+    Args:
+        of: the links to choose from.
+        links, methods: patterns of names.
 
     Raises:
         ConfigurationError: if a pattern fits nothing; it lists what there is.
     """
-    picked_links = [link for link in LINKS if any(fnmatchcase(link.name, pattern) for pattern in links)]
+    picked_links = [link for link in of if any(fnmatchcase(link.name, pattern) for pattern in links)]
     picked_methods = [method for method in METHODS if any(fnmatchcase(method.name, pattern) for pattern in methods)]
     for flag, given, picked, names in (
-        ("--links", links, picked_links, [link.name for link in LINKS]),
+        ("--links", links, picked_links, [link.name for link in of]),
         ("--methods", methods, picked_methods, [method.name for method in METHODS]),
     ):
         if not picked:
@@ -67,7 +75,7 @@ def chosen(links: Sequence[str], methods: Sequence[str]) -> list[tuple[Link, Met
                 f"{flag} {' '.join(given)} fits nothing; one of these, or patterns, would work: {'; '.join(names)}. "
                 "Nothing was started."
             )
-    first = {link.replicas: link for link in reversed(LINKS)}  # nothing to carry: one link per number of replicas
+    first = {link.replicas: link for link in reversed(of)}  # nothing to carry: one link per number of replicas
     return [
         (link, method)
         for link in picked_links
@@ -102,11 +110,13 @@ def run_one(
 def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers and network are taken down on the way out
-    results: list[dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    links, path = (GRID, GRID_RESULTS) if given.grid else (LINKS, RESULTS)
+    methods = given.methods or ([METHODS[0].name, "Streaming fp4"] if given.grid else ["*"])
+    results = _read(path)
     work = replace(Work(), compute=given.compute)
     if given.wan:
         network = Network(given.wan, given.prefix)
-        for link, method in chosen(given.links, given.methods):
+        for link, method in chosen(links, given.links, methods):
             same = [row for row in results if _key(row) == (link.name, method.name, work.compute)]
             if method.rival and not given.rivals_python:
                 print(f"left out for want of --rivals-python: {method.name}")
@@ -115,8 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 # of several runs of one kind, the one that others disturbed least says most
                 kept = made if given.again else min([*same, made], key=_worth)
                 results = [row for row in results if row not in same] + [kept]
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    write_report(results, HERE / "README.md")
+                path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    rows, grid = _read(RESULTS), _read(GRID_RESULTS)
+    write_report(rows, HERE / "README.md", grid_tables(grid, baseline_s([*rows, *grid])))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return rows
 
 
 def _disturbance(row: dict[str, Any]) -> float:

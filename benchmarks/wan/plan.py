@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["LINKS", "METHODS", "Job", "Link", "Method", "Work"]
+__all__ = ["GRID", "LINKS", "METHODS", "Job", "Link", "Method", "Work"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,14 @@ LINKS = (
     Link("300 Mbit/s, 80 ms, 0.5 % loss, cubic, 3 replicas", 3, 300e6, 0.08, 0.5, "cubic"),
     Link("300 Mbit/s, 80 ms, 0.5 % loss, bbr, 3 replicas", 3, 300e6, 0.08, 0.5, "bbr"),
 )
+
+GRID = tuple(
+    Link(f"{rate} Mbit/s, {rtt} ms, {replicas} replicas", replicas, 1e6 * rate, rtt / 1e3)
+    for rate in (100, 200, 300, 500)
+    for rtt in (100, 300, 500)
+    for replicas in (2, 4, 8)
+)
+"""All combinations; those that are in `LINKS`, too, are the same there."""
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.wan.plan import LINKS, METHODS, Link, Method, Work
+from benchmarks.wan.plan import LINKS, METHODS, Link, Work
 
 __all__ = ["baseline_s", "round_times", "write_report"]
 
 Row = dict[str, Any]
 MARK = "<!-- what follows is written by python -m benchmarks.wan -->"
 HEAD = (
-    "| method | s per inner step | CU | sent per H steps: wire, payload (MB) | wire / payload | "
+    "| s per inner step | CU | sent per H steps: wire, payload (MB) | wire / payload | "
     "stands still per synchronisation: mean, most (s) | from handing in to having the average: mean (floor), s | "
     "same bits everywhere | CPU: workers, all |"
 )
 
 
-def write_report(results: Sequence[Row], path: Path) -> None:
-    """Put the tables behind the mark in ``path``; the prose before it stays."""
+def write_report(results: Sequence[Row], path: Path, more: str) -> None:
+    """Put the tables, and ``more``, behind the mark in ``path``; the prose before it stays."""
     prose = path.read_text(encoding="utf-8").split(MARK)[0]
-    path.write_text(prose + MARK + "\n\n" + tables(results), encoding="utf-8")
+    path.write_text(prose + MARK + "\n\n" + tables(results) + "\n" + more, encoding="utf-8")
 
 
 def tables(results: Sequence[Row]) -> str:
@@ -33,9 +33,11 @@ def tables(results: Sequence[Row]) -> str:
     for link in LINKS:
         rows = {row["method"]: row for row in runs if row["link"] == link.name}
         if rows:
-            lines += [f"## {link.name}", "", HEAD, "|---" * (HEAD.count("|") - 1) + "|"]
+            lines += [f"## {link.name}", "", f"| method {HEAD}", "|---" * HEAD.count("|") + "|"]
             base_s = baseline_s(results)
-            lines += [describe(rows[method.name], method, link, base_s) for method in METHODS if method.name in rows]
+            lines += [
+                describe(method.name, rows[method.name], link, base_s) for method in METHODS if method.name in rows
+            ]
             lines.append("")
     return "\n".join(lines + rounds_table(results) + overlap_table(results))
 
@@ -55,13 +57,13 @@ def step_s(row: Row) -> float:
     return float(max(replica["wall_s"] / replica["steps"] for replica in row["replicas"]))
 
 
-def describe(row: Row, method: Method, link: Link, base_s: float) -> str:
-    """A finished, unfinished or failed run as a line of the table."""
+def describe(name: str, row: Row, link: Link, base_s: float) -> str:
+    """A finished, unfinished or failed run as a line of the table; ``name`` is what stands first in it."""
     if row["outcome"] != "finished":
         sent = " / ".join(f"{count / 1e6:.1f}" for count in row["wire_sent_bytes"])
         return (
-            f"| {method.name} | {row['outcome']}: {row['reason']}; {row['steps_done']} inner steps in "
-            f"{row['elapsed_s']:.0f} s, {sent} MB sent |" + " |" * (HEAD.count("|") - 3)
+            f"| {name} | {row['outcome']}: {row['reason']}; {row['steps_done']} inner steps in "
+            f"{row['elapsed_s']:.0f} s, {sent} MB sent |" + " |" * (HEAD.count("|") - 2)
         )
     work, replicas = Work(**row["work"]), row["replicas"]
     steps = replicas[0]["steps"]
@@ -70,7 +72,7 @@ def describe(row: Row, method: Method, link: Link, base_s: float) -> str:
     waits_s = [wait_s for replica in replicas for wait_s in replica["waits_s"]]
     transfers_s = [value for replica in replicas for value in replica["transfers_s"]]
     cells = [
-        method.name,
+        name,
         f"{step_s(row):.3f}",
         f"{base_s / step_s(row):.1%}",
         f"{wire / 1e6:,.1f}, {payload / 1e6:,.1f}",

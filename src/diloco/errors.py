@@ -66,7 +66,15 @@ class ContractError(ConfigurationError):
 
 
 class CodecError(DiLoCoError, ValueError):
-    """A payload of the wrong length, type or content, or values that a codec cannot take."""
+    """A payload of the wrong length, type or content, or values that a codec cannot take.
+
+    Attributes:
+        replica: whose payload or values they are, where that is known; else None.
+    """
+
+    def __init__(self, message: str, *, replica: int | None = None) -> None:
+        super().__init__(message)
+        self.replica = replica
 
 
 class NonFiniteError(DiLoCoError, ArithmeticError):

@@ -149,6 +149,7 @@ class ViewChanged(Event):
     members: tuple[int, ...]
     joined: tuple[int, ...]
     left: tuple[int, ...]  # members before that are none any more, whatever the reason
+    lost: tuple[int, ...] = ()  # those of them that did not say that they leave
     reason: str
 
 

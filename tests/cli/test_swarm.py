@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from diloco.cli import main
+from diloco.protocol.faults import Faults, faults_message
 from diloco.transport.hivemind import visitor
 from tests.commands import Command
 from tests.processes import Processes
@@ -121,6 +122,7 @@ def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> No
     for peer in others:
         left = peer.wait_for("ViewChanged", members=[1, 2])
         assert "replica 0 has left" in left["reason"]
+        assert (left["left"], left["lost"]) == ([0], [])
         peer.wait_for("RoundCommitted", contributors=[1, 2])
     for peer in others:
         os.kill(peer.pid, signal.SIGINT)
@@ -182,7 +184,7 @@ def test_why_a_peer_does_not_answer_is_told(
         ["QmAway", "1", "no", "answer"],
     ]
     assert shown.err == "diloco: QmAway: no answer within 10 s\n"
-    here = {"step": 7, "members": [0, 2], "digest": "ab"}
+    here = {"step": 7, "members": [0, 2], "digest": "ab", "faults": faults_message({2: Faults(missed=2)}, me=0)}
     found[:] = [
         visitor.PeerReport("QmHere", 0, here),
         visitor.PeerReport("QmDone", 1, problem="failed to dial QmDone\n * dial tcp", finished=True),
@@ -194,6 +196,8 @@ def test_why_a_peer_does_not_answer_is_told(
     shown = capsys.readouterr()
     states = [line.split()[2] for line in shown.out.splitlines()[1:]]
     assert states == ["?", "finished", "no", "gone", "?"]
+    faults = [line.rstrip().rpartition("  ")[2] for line in shown.out.splitlines()]
+    assert faults == ["faults", "none", "no data", "2 missed", "no data", "no data"]
     assert shown.err.splitlines()[:3] == [
         "diloco: QmDone: replica 1 has finished the run, and has ended",
         "diloco: QmFrozen: failed to dial QmFrozen",

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diloco.membership.ballot import Vote, tally
-from diloco.membership.change import Change, NextView, Report
+from diloco.membership.change import Change
 from diloco.membership.quorum import Policy
+from diloco.membership.reports import NextView, Report
 from diloco.membership.view import View
 from tests.membership.network import Limits, Network, explore
 

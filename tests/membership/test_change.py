@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.membership import proofs
-from diloco.membership.change import Change, Report
+from diloco.membership.change import Change
 from diloco.membership.proofs import SignedVote
 from diloco.membership.quorum import Policy
+from diloco.membership.reports import Report
 from diloco.membership.view import View
 from tests.membership.members import check_agreement, run
 from tests.membership.network import LIMITS, NUMBERS, Limits

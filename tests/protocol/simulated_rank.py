@@ -17,7 +17,7 @@ import torch
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.codec import make_codec
 from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.change import NextView
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
 from diloco.protocol.actions import Commit, Timer
@@ -60,6 +60,7 @@ class Rank:
         changes: the views that it adopted.
         sent: its messages.
         lie: what it sends to a rank instead of a message; the message itself, unless a test changes it.
+        finds_unusable: the replica whose values spoil every mean that it has a part in, as this rank finds; or None.
     """
 
     STEPS = 5
@@ -90,6 +91,7 @@ class Rank:
         self.changes: list[NextView] = []
         self.sent: list[Mapping[str, Any]] = []
         self.lie: Callable[[int, Mapping[str, Any]], Iterable[Mapping[str, Any]]] = lambda receiver, message: (message,)
+        self.finds_unusable: int | None = None
         self.gradients, self._garbage = gradients, garbage
         self._known: dict[int, int] = {}  # connections that the machine has been told of
         self._todo: deque[events.Event] = deque()
@@ -276,6 +278,10 @@ class Rank:
         given = self._exchanges.pop((view_id, round_id))
         assert given is not None
         verdict: Verdict = given.verdict
+        if self.finds_unusable in verdict.contributors:
+            words = f"the mean is not finite, to which replica {self.finds_unusable} contributed most"
+            self.handle(events.ExchangeEnded(view_id, round_id, words, spoiler=self.finds_unusable))
+            return
         if not verdict.void:
             weight = sum(given.weights[member] for member in verdict.contributors)
             mean = Mean(values=torch.ones(2), contributors=verdict.contributors, weight=weight)

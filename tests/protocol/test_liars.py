@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import DivergedError
 from diloco.membership.ballot import Vote
-from diloco.membership.change import Agreed, NextView, Report
+from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import ExchangeEnded
@@ -279,17 +279,69 @@ def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, f
         assert why.startswith(f"replica {liar} has spoilt 3 rounds or more lately: ")
 
 
+@pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (4, 1), (5, 4)])
+def test_whose_values_make_three_means_infinite_is_put_out(replicas: int, liar: int) -> None:
+    """Each of the others finds it by itself."""
+    network = simulated(replicas)
+    for each in honest(network, liar):
+        each.finds_unusable = liar
+    explore(network, [])
+    check_honest(network, liar)
+    for each in honest(network, liar):
+        assert liar not in each.view.members
+        assert sum(not committed for committed in each.outcomes.values()) == Conduct.MOST
+        why = each.machine.views.contributions.reason
+        assert why.startswith(f"replica {liar} has spoilt 3 rounds or more lately: the mean is not finite, to which")
+
+
+@pytest.mark.parametrize(("replicas", "finders"), [(3, 1), (4, 1), (5, 2)])
+def test_whose_values_only_as_many_find_unusable_as_could_lie_stays(replicas: int, finders: int) -> None:
+    """People see it: those who have found it have counted it."""
+    network = simulated(replicas)
+    for each in honest(network)[:finders]:
+        each.finds_unusable = replicas - 1
+    explore(network, [])
+    check_honest(network)
+    assert all(each.view.members == tuple(range(replicas)) for each in honest(network))
+    assert rank(network, 0).machine.views.contributions.conduct.faults[replicas - 1].spoilt >= Conduct.MOST
+
+
+UNPROVEN: dict[str, Callable[[Message], Message]] = {
+    "missed": lambda message: {**message, "withdrawn": "no"} if message["kind"] == "header" else message,
+    "against": lambda message: message,
+    "late": lambda message: {"kind": "beat"} if message["kind"] == "vote" else message,
+}
+
+
+@pytest.mark.parametrize("fault", UNPROVEN)
+def test_what_can_not_be_proved_is_counted_by_each_of_the_others(fault: str) -> None:
+    """And only that, and only of who did it."""
+    network = simulated(3)
+    rank(network, 2).lie = lambda receiver, message: [UNPROVEN[fault](message)]
+    rank(network, 2).finds_unusable = 0 if fault == "against" else None
+    explore(network, [])
+    let_time_pass(honest(network, 2), "expire")
+    for each in honest(network, 2):
+        counted = each.machine.views.contributions.conduct.faults
+        assert counted.keys() == {2}
+        assert [name for name, times in counted[2]._asdict().items() if times] == [fault]
+
+
 @settings(max_examples=40, deadline=None)
 @given(NUMBERS, st.integers(3, 5), st.data())
 def test_who_spoils_rounds_is_put_out_whatever_comes_first(numbers: list[int], replicas: int, data: Any) -> None:
-    """Property: also where the others are a round apart."""
+    """Property: also where the others are a round apart, and whether a header shows it or the values do."""
     liar = data.draw(st.integers(0, replicas - 1))
     network = simulated(replicas)
     for each in honest(network):
         each.STEPS = 12
-    rank(network, liar).lie = lambda receiver, message: [
-        {**message, "weight": "nan"} if message["kind"] == "header" else message
-    ]
+    if data.draw(st.booleans()):
+        for each in honest(network, liar):
+            each.finds_unusable = liar
+    else:
+        rank(network, liar).lie = lambda receiver, message: [
+            {**message, "weight": "nan"} if message["kind"] == "header" else message
+        ]
     explore(network, numbers)
     others = honest(network, liar)
     assert [each.left for each in others] == [""] * len(others)

@@ -14,8 +14,8 @@ import pytest
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
-from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
 from diloco.protocol.events import Begin, ConnectionEnded, ConnectionMade, Enter, Lost, Received, Say

@@ -11,8 +11,8 @@ import torch
 from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.algorithm.codec import make_codec
 from diloco.membership.ballot import Vote
-from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, Commit, SendMessage, SetTimer, StartExchange
 from diloco.protocol.events import (

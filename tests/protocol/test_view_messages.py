@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
-from diloco.membership.change import Agreed, NextView, Report
 from diloco.membership.proofs import SignedVote
 from diloco.membership.quorum import Policy
+from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import Adopt, SendMessage
 from diloco.protocol.events import Received

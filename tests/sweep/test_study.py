@@ -64,6 +64,7 @@ def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_pa
         ("[base]\ntrain.stesp = 1\n[axes]\nseed = [1]", "unknown key 'train.stesp'"),
         ('[base]\nout = "x"\n[axes]\nseed = [1]', "out was given, which a study sets for each run"),
         ('[axes]\n"seed, train.steps" = [[1]]', r"seed, train.steps are varied together, and \[1\] is not a list of 2"),
+        ('[axes]\n"inner.arguments.momentum" = [0.9]', r"varied as a whole: \"inner.arguments\" = \[\{ momentum = ..."),
         ('[axes]\nseed = [1]\n"seed, train.steps" = [[1, 2]]', "seed is on two axes"),
     ],
 )

@@ -12,7 +12,9 @@ import pytest
 
 from diloco.data.shares import Shares
 from diloco.errors import RunOverError
-from diloco.events import Event, Note
+from diloco.events import Event, Note, ViewChanged
+from diloco.membership.change import NextView
+from diloco.membership.view import View
 from diloco.train.fleet.swarm_fleet import SwarmFleet
 from diloco.train.joining import follow_views
 from diloco.train.resuming import Held
@@ -122,6 +124,18 @@ def test_a_change_of_threads_is_told_between_two_steps(make: Make, monkeypatch: 
     session = cast(Session, SimpleNamespace(totals=SimpleNamespace(steps=7)))
     follow_views(fleet, session, StopRequest(), told.append)
     assert Note(step=7, text="2 peers train on this machine.") in told
+
+
+def test_who_is_gone_without_a_word_is_told_apart_from_who_has_left() -> None:
+    told, view = list[Event](), View.of(4)
+    following = NextView(view.followed_by(1, (0, 3), ()), view, 8, {}, "words", left=((1, 7),))
+    transport = SimpleNamespace(replica=0)
+    fleet = SimpleNamespace(take_words=str, take_news=lambda: [following], failure=None, transport=transport)
+    session = SimpleNamespace(totals=SimpleNamespace(steps=7))
+    follow_views(cast(SwarmFleet, fleet), cast(Session, session), StopRequest(), told.append)
+    (changed,) = told
+    assert isinstance(changed, ViewChanged)
+    assert (changed.members, changed.left, changed.lost) == ((0, 3), (1, 2), (2,))
 
 
 def test_who_comes_when_the_others_have_finished_is_told_so_at_once(make: Make) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.algorithm.averaging import RoundId
-from diloco.membership.change import NextView
 from diloco.membership.grace import SHARE
+from diloco.membership.reports import NextView
 from diloco.protocol.messages import speed_message, speed_of
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.contract import contribution

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,51 @@ def test_a_peer_that_does_not_answer(state: str, expected: list[str]) -> None:
     found = alerts(run, [Seen("replica 5", 5, "Qm5", state, NOW_S - 61)])
     assert [alert.kind for alert in found] == expected
     assert all(alert.who == "replica 5" for alert in found)
+
+
+def view(number: int, members: tuple[int, ...], *, at: int, **given: Any) -> events.ViewChanged:
+    fields = {"replica": 0, "joined": (), "left": (), "reason": "nothing came for 8 s"}
+    return events.ViewChanged(step=at, view=number, members=members, **{**fields, **given})
+
+
+LOSES_2 = view(1, (0, 1), at=10, left=(2,), lost=(2,))
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([LOSES_2, step(210)], ["replica 2"]),
+        ([LOSES_2, step(211)], []),  # long ago
+        ([LOSES_2, view(2, (0, 1, 2), at=20, joined=(2,))], []),  # it is back
+        ([LOSES_2, view(2, (0, 1, 7), at=20, joined=(7,))], []),  # another has taken its place
+        ([LOSES_2, view(2, (0,), at=11, left=(1,), lost=(1,)), view(3, (0, 7), at=20, joined=(7,))], ["replica 2"]),
+        ([view(1, (0,), at=10, left=(1, 2), lost=(1, 2))], ["replicas 1, 2"]),
+        ([LOSES_2, over()], []),
+        ([view(1, (0, 1), at=10, left=(2,))], []),  # it said so
+        ([view(1, (), at=10, left=(0, 1, 2), lost=(0, 1, 2))], []),  # who has lost its view speaks for no other
+    ],
+)
+def test_who_is_gone_without_a_word(told: list[Event], expected: list[str]) -> None:
+    found = alerts(history([started(num_replicas=3), *told]))
+    assert [alert.who for alert in found] == expected
+    assert all(alert.kind == "lost" and alert.words.endswith("a word: nothing came for 8 s.") for alert in found)
+
+
+def test_of_a_process_without_which_the_others_go_on_nothing_more_is_expected() -> None:
+    """Its folder is still there. What it told last is no alert for ever: it is neither silent nor slow."""
+    run = history([started(num_replicas=3), *steps(20)], process="replica 0")
+    history([started(), *steps(20)], process="replica 1", into=run)
+    history([started(), *steps(20, step_s=9.0), step(21, math.nan), saved(100, 99)], process="replica 2", into=run)
+    kinds = ["silent", "silent", "silent", "not finite", "disk", "slow"]
+    assert [alert.kind for alert in alerts(run, after_s=99)] == kinds
+    history([LOSES_2, step(211)], process="replica 0", into=run)
+    assert [(alert.kind, alert.who) for alert in alerts(run, after_s=99)] == [
+        ("silent", "replica 0"),
+        ("silent", "replica 1"),
+        ("not finite", "replica 2"),
+    ]
+    history([step(222)], process="replica 0", into=run)
+    assert [alert.who for alert in alerts(run, after_s=99)] == ["replica 0", "replica 1"]
 
 
 @pytest.mark.parametrize(("rounds", "expected"), [(2, []), (3, ["replica 2"])])

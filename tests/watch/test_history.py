@@ -8,6 +8,7 @@ import pytest
 
 from diloco import events
 from diloco.events import to_record
+from diloco.protocol.faults import Faults, faults_message
 from diloco.watch.grid import OUTER_STEPS, Grid
 from diloco.watch.history import RunHistory
 from diloco.watch.members import Seen, member_rows
@@ -143,6 +144,22 @@ def test_of_a_swarm_the_table_has_what_peers_say_and_a_lie_is_no_number() -> Non
     row = member_rows(RunHistory(), seen, NOW_S)["4"]
     assert (row["step"], row["heard_s"], row["round_trip_s"], row["pace"]) == (9, 2.0, 0.25, 0.5)
     assert (row["sent_bytes"], row["codec"], row["link_bits_per_s"]) == (None, "", None)
+
+
+def test_of_a_peers_faults_the_table_has_what_more_of_the_others_say_than_could_lie() -> None:
+    said = {
+        0: faults_message({2: Faults(late=3), 1: Faults(against=2)}, me=0),
+        1: faults_message({0: Faults(spoilt=1 << 50)}, me=1),
+        2: {"spoilt": "\x1b[2J", "missed": [[[]]]},
+        3: faults_message({2: Faults(late=5, missed=1), 1: Faults(against=2)}, me=3),
+    }
+    seen = [
+        Seen(f"replica {m}", m, f"Qm{m}", "training", status={"members": [0, 1, 2, 3], "faults": faults})
+        for m, faults in said.items()
+    ]
+    rows = member_rows(RunHistory(), [*seen, Seen("replica 4", 4, "Qm4", "training")], NOW_S)
+    assert [rows[str(m)]["faults"] for m in range(5)] == ["none", "2 against", "3 late", "none", ""]
+    assert member_rows(RunHistory(), [], NOW_S) == {}
 
 
 def test_outer_telemetry_is_the_mean_over_fragments_as_one_replica_tells_it() -> None:

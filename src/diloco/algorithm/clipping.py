@@ -134,7 +134,7 @@ def check_mean(values: Tensor, addends: Mapping[int, tuple[Codec, Tensor, float]
     if not largest <= LARGEST_MEAN:
         replica = _largest_contributor(addends, values.numel())
         what = "is not finite" if not math.isfinite(largest) else f"has values up to {largest:.3g}"
-        raise CodecError(f"the mean {what}, to which replica {replica} contributed most")
+        raise CodecError(f"the mean {what}, to which replica {replica} contributed most", replica=replica)
 
 
 def _largest_contributor(addends: Mapping[int, tuple[Codec, Tensor, float]], numel: int) -> int:

@@ -22,6 +22,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 from diloco.cli.tables import columns
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError, DiLoCoError
+from diloco.protocol.faults import Faults, faults_seen
 from diloco.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["about_digests", "asking", "run"]
 
-DESCRIPTION = """List the peers of a run: their step, speed, bandwidth, digest and state, as they say themselves.
+DESCRIPTION = """List the peers of a run: their step, speed, bandwidth, digest and state, as they say themselves, and
+what the others say of the rounds that each has spoilt, missed, voted against or held up.
 
 Examples:
   diloco peers --run my-run --join /ip4/203.0.113.7/tcp/31330/p2p/QmXoyp...
@@ -122,8 +124,19 @@ def _picture(found: Sequence[PeerReport], run: str) -> str:
 def _table(found: Sequence[PeerReport]) -> str:
     from diloco.transport.hivemind.visitor import absence
 
-    rows = [row(each, absence(each, found)) for each in found]
-    return columns(["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest"], rows)
+    statuses = {each.number: each.status for each in found}
+    rows = [[*row(each, absence(each, found)), _faults(faults_seen(each.number, statuses))] for each in found]
+    names = ["peer", "replica", "state", "step", "view", "tokens/s", "pace", "link", "moved", "digest", "faults"]
+    return columns(names, rows)
+
+
+def _faults(seen: Faults | None) -> str:
+    """What the others have counted.
+
+    >>> _faults(None), _faults(Faults()), _faults(Faults(missed=2))
+    ('no data', 'none', '2 missed')
+    """
+    return "no data" if seen is None else str(seen)
 
 
 def _about(found: Sequence[PeerReport], run: str) -> Iterator[str]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from diloco.cli.peers import asking
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError, DiLoCoError
 from diloco.watch.alerts import Thresholds
@@ -182,6 +181,8 @@ def _tell_address(options: WatchOptions, listening: socket.socket, token: str) -
 
 
 def _asking(options: WatchOptions) -> contextlib.AbstractAsyncContextManager[Visitor]:
+    from diloco.cli.peers import asking
+
     return asking(str(options.run), options.join, options.secret_file)
 
 

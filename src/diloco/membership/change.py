@@ -2,9 +2,9 @@
 
 Each member freezes (it casts no vote and decides no round of the old view any more) and tells all others whom it can't
 hear, what it has committed and what it has decided void. Reports are joined, so that all who hear each other come to
-know the same, and who stays follows from that alone (`diloco.membership.hearing`). A member that holds the same report
-of everybody who is to stay says that it is *ready* for what follows; when all of them are, each adopts it. So nobody is
-a member of the next view who does not hear every other member of it, in both directions.
+know the same, and who stays and what they adopt follow from that alone (`diloco.membership.following`). A member that
+holds the same report of everybody who is to stay says that it is *ready* for what follows; when all of them are, each
+adopts it. So nobody is a member of the next view who does not hear every other member of it, in both directions.
 
 The last round of a fragment that any of them committed is committed, and one that any of them has decided void is
 void. Nobody commits a round that not all have voted for, so it counts once all say that they have, or it is shown that
@@ -28,147 +28,18 @@ Pure: messages in, messages out; nothing here sends, waits or reads a clock.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from typing import Any, TypedDict, Unpack
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Unpack
 
 from diloco.membership import proofs
-from diloco.membership.hearing import largest_set, within_reach
-from diloco.membership.proofs import Commits, SignedVote
-from diloco.membership.quorum import Policy, decide, more_than_could_lie
+from diloco.membership.following import next_view, who_stays
+from diloco.membership.proofs import SignedVote
+from diloco.membership.quorum import Policy
+from diloco.membership.reports import Agreed, News, NextView, Report
 from diloco.membership.view import View
 
-__all__ = ["Agreed", "Change", "Commits", "News", "NextView", "Report", "Rounds"]
-
-Rounds = frozenset[tuple[int, int]]
-"""Rounds as (fragment, outer step)."""
-
-
-@dataclass(frozen=True)
-class NextView:
-    """What all who stay adopt.
-
-    Attributes:
-        view: the next view; None when these survivors may not go on.
-        previous: the one that ended.
-        from_step: one more than any survivor has begun to synchronise. Where replicas joined, rounds sent at this inner
-            step or later are the next view's, and earlier ones that were not decided are void.
-        commits: rounds of the old view that are committed.
-        void: rounds of the old view that are void; as for the rest see `carries_over`.
-        reason: in words.
-        joined: replicas that were not members before.
-        left: members of the old view that left of their own accord, and after which inner step; ascending.
-    """
-
-    view: View | None
-    previous: View
-    from_step: int
-    commits: Commits
-    reason: str
-    joined: tuple[int, ...] = ()
-    void: Rounds = frozenset()
-    left: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def carries_over(self) -> bool:
-        """Whether rounds that are neither committed nor void go on in the next view; else they are void, too."""
-        return self.view is not None and not self.joined
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What a member has said it is ready for: it may have been adopted by others since.
-
-    Attributes:
-        known: how much was known then; of two such numbers the greater one was agreed later.
-        following: what is to be adopted.
-    """
-
-    known: int
-    following: NextView
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one rank says when a view is to end.
-
-    Attributes:
-        rank: who says it.
-        view_id: of the view that ends.
-        unheard: pairs of replicas of which the first one can't hear the second one.
-        behind: pairs of replicas of which the first one hears the second one, and waited for its contribution too long,
-            or has seen that it lies.
-        gone: replicas whose process is known to have ended.
-        joining: replicas that want to be members of the next view.
-        step: inner steps it has begun to synchronise.
-        commits: the rounds that it has committed lately.
-        void: the rounds that it has decided void lately.
-        voted: rounds that it has voted for, and not committed; those that are disputed are ``void`` as well.
-        left: replicas that have said that they leave, and after which inner step; they are gone as well.
-        left_commits: the rounds that those have committed lately, as (fragment, outer step, digest).
-        ready: whether it holds the same report of all who are to stay.
-        agreed: what it is ready for, or was before it knew more; None: nothing yet.
-        heard: rank -> digest of what that rank says of its own steps and rounds, as it came here.
-        shown: signed votes that made a round void or disputed, or that prove what the voter does not say; whoever has
-            the keys checks them.
-    """
-
-    rank: int
-    view_id: int
-    unheard: frozenset[tuple[int, int]] = frozenset()
-    behind: frozenset[tuple[int, int]] = frozenset()
-    gone: frozenset[int] = frozenset()
-    joining: frozenset[int] = frozenset()
-    step: int = 0
-    commits: Commits = field(default_factory=dict)
-    void: Rounds = frozenset()
-    voted: Commits = field(default_factory=dict)
-    left: frozenset[tuple[int, int]] = frozenset()
-    left_commits: frozenset[tuple[int, int, str]] = frozenset()
-    ready: bool = False
-    agreed: Agreed | None = None
-    heard: Mapping[int, str] = field(default_factory=dict)
-    shown: frozenset[SignedVote] = frozenset()
-
-    @property
-    def of_itself(self) -> str:
-        """A digest of what it says of its own steps and rounds, which never changes while a view ends."""
-        text = repr((self.rank, self.step, sorted(self.commits.items()), sorted(self.void), sorted(self.voted.items())))
-        return blake2b(text.encode(), digest_size=8).hexdigest()
-
-    @property
-    def known(self) -> tuple[frozenset[object], ...]:
-        """All that every rank must know alike."""
-        return self.unheard, self.behind, self.gone, self.joining, self.left, self.left_commits
-
-    @property
-    def held(self) -> Commits:
-        """Rounds that it has voted for, committed or not."""
-        return {**self.voted, **self.commits}
-
-    @property
-    def claims(self) -> Commits:
-        """The last round of each fragment that it has committed: all have decided the ones before."""
-        last = {fragment: (fragment, outer_step) for fragment, outer_step in sorted(self.commits)}
-        return {key: self.commits[key] for key in last.values()}
-
-    def covers(self, other: Report) -> bool:
-        """Whether it says all that ``other`` says of what every rank must know alike."""
-        return all(more >= less for more, less in zip(self.known, other.known, strict=True))
-
-
-class News(TypedDict, total=False):
-    """What happened to a view: replicas that this one can't hear (``unheard``), or hears and whose contribution it has
-    waited for too long (``behind``); the others are those of a `Report`."""
-
-    unheard: frozenset[int]
-    behind: frozenset[int]
-    gone: frozenset[int]
-    joining: frozenset[int]
-    left: frozenset[tuple[int, int]]
-    left_commits: frozenset[tuple[int, int, str]]
+__all__ = ["Change"]
 
 
 class Change:
@@ -203,26 +74,8 @@ class Change:
 
     @property
     def staying(self) -> tuple[int, ...]:
-        """Members of the old view that are to be members of the next one, ascending; maybe not this rank's replica.
-
-        A largest set of those who hear each other, without those who are behind if the others are enough to go on.
-        """
-        mine = self.mine
-        there = frozenset(self.view.members) - mine.gone
-        if self._policy.split == "go-on" and self._replica in there:
-            there = within_reach(self._replica, there, mine.unheard)
-        if late := self._late & there:
-            in_time = largest_set(there - late, mine.unheard, self.view.latest)
-            lost = frozenset(self.view.members) - frozenset(in_time)
-            if decide(self.view, lost=lost, gone=mine.gone, joining=(), policy=self._policy).members is not None:
-                return in_time
-        return largest_set(there, mine.unheard, self.view.latest)
-
-    @property
-    def _late(self) -> frozenset[int]:
-        """Who is behind, as more say than could lie."""
-        said = Counter(late for _, late in self.mine.behind)
-        return frozenset(late for late, times in said.items() if times >= more_than_could_lie(len(self.view.members)))
+        """Members of the old view that are to be members of the next one, as `who_stays` says."""
+        return who_stays(self.view, self.mine, self._replica, self._policy)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -271,7 +124,7 @@ class Change:
         """What to adopt, once all who stay are ready for it, or know that they may not go on; None until then."""
         if (alike := self._alike()) is None:
             return None
-        following = self._following(alike)
+        following = next_view(self.view, alike, self.staying, self._policy)
         ready = all(report.agreed is not None and report.agreed.following == following for report in alike)
         return following if following.view is None or (ready and all(report.ready for report in alike)) else None
 
@@ -312,7 +165,7 @@ class Change:
             self.mine = replace(self.mine, ready=False)
         self._reports[self.mine.rank] = self.mine
         if not self.mine.ready and (alike := self._alike()) is not None:
-            following = self._following(alike)
+            following = next_view(self.view, alike, self.staying, self._policy)
             if following.view is not None:
                 agreed = Agreed(sum(map(len, self.mine.known)), following)
                 self.mine = self._reports[self.mine.rank] = replace(self.mine, ready=True, agreed=agreed)
@@ -339,34 +192,6 @@ class Change:
     def reports_of_staying(self) -> list[tuple[int, Report | None]]:
         """Replica and report, if one has come that is believed, of each rank that is to stay."""
         return [(rank // self._ranks_per_replica, self._reports.get(rank)) for rank in self._ranks(self.staying)]
-
-    def _following(self, told: Sequence[Report]) -> NextView:
-        """What follows from the reports of all who stay, which say the same."""
-        mine, lost, staying = self.mine, self.lost, frozenset(self.staying)
-        left_commits = {(fragment, outer_step): digest for fragment, outer_step, digest in sorted(mine.left_commits)}
-        commits = {key: each for key, each in left_commits.items() if all(key in report.held for report in told)}
-        for report in told:
-            commits.update(report.claims)
-        wishing = mine.joining - mine.gone - {other for one, other in mine.unheard if one in staying}
-        joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
-        left = {replica: step for replica, step in sorted(mine.left)}  # two ranks of it may have named two steps
-        decision = decide(self.view, lost=lost, gone=mine.gone, joining=joining, policy=self._policy, left=left)
-        agreed = [report.agreed for report in told if report.agreed is not None]
-        needed = more_than_could_lie(len(told))
-        supported = [each for each in agreed if sum(each.following == other.following for other in agreed) >= needed]
-        if supported and decision.members is not None:  # else others may have agreed on something else since
-            return max(supported, key=lambda each: each.known).following
-        members, joined = decision.members, tuple(sorted(joining - frozenset(self.view.members)))
-        return NextView(
-            view=None if members is None else self.view.followed_by(self.view.id + 1, members, joined),
-            previous=self.view,
-            from_step=max(report.step for report in told) + 1,
-            commits=commits,
-            reason=decision.reason,
-            joined=joined,
-            void=frozenset().union(*(report.void for report in told)) - commits.keys(),
-            left=tuple(left.items()),
-        )
 
     def _ranks(self, members: Iterable[int]) -> list[int]:
         size = self._ranks_per_replica

@@ -16,7 +16,7 @@ RoundCommitted      replica, fragment, outer_step, contributors, sent_bytes, rec
                     note, mean_norm, mean_cosine, momentum_cosine, gain, spread,
                     late_s
 RoundVoid           replica, fragment, outer_step, reason
-ViewChanged         replica, view, members, joined, left, reason
+ViewChanged         replica, view, members, joined, left, lost, reason
 StateFetched        fragment, fragment_received_bytes, fragment_expected_bytes, received_bytes, expected_bytes, here
 Evaluated           heldout_loss, perplexity, bits_per_byte, heldout_tokens, final
 CheckpointSaved     path, size_bytes, save_s, free_bytes

@@ -10,7 +10,7 @@ from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict
 from diloco.algorithm.exchange import Exchange
 from diloco.algorithm.mean_encoding import Stretch
 from diloco.errors import TransportError
-from diloco.membership.change import NextView
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry
 

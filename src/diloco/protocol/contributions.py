@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from diloco.errors import RoundVoidError, TransportError, ViewChangedError
-from diloco.membership.change import Rounds
+from diloco.membership.reports import Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import Void
 from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import HandedIn, Outbox
 from diloco.protocol.rounds import RoundTable
 from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.voting import Voting
 
 __all__ = ["Contributions"]
 
@@ -35,13 +36,13 @@ class Contributions:
         self.step = 0  # inner steps that this rank has begun to synchronise; set by its owner
         self.from_step = 0  # contributions sent before this inner step are too old for the present view
         self.joined = False  # whether this rank joined a run in progress, so that it has to take over its state
+        self.conduct = Conduct()  # of the members, as this rank has seen it
         self._rules = rules
         self._policies = policies
         self._words = words
         self._outbox = outbox
         self._waiting: list[HandedIn] = []
         self._has_state_of: set[int] = set()
-        self._conduct = Conduct()
         self._sent_at: dict[int, int] = {}  # fragment -> inner step of the last contribution to it
         self._widest_steps = 0
 
@@ -59,16 +60,8 @@ class Contributions:
             void: rounds of earlier views that others have found void.
         """
         if self.failure is None:
-            self.rounds = RoundTable(
-                view,
-                self._rules,
-                self._policies,
-                self._words,
-                self._outbox,
-                void,
-                self._has_state_of,
-                self._conduct,
-            )
+            voting = Voting(view, self._rules, self._words, self._outbox, void, self._has_state_of, self.conduct)
+            self.rounds = RoundTable(voting, self._rules, self._policies, self._outbox)
             for handed in carried:
                 self.rounds.begin(handed, joined=self.joined)
         self._begin_waiting()

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from diloco.algorithm.averaging import Contribution, Mean, RoundId
 from diloco.errors import TransportError
-from diloco.membership.change import NextView, Report
+from diloco.membership.reports import NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, SendMessage, Timer
 from diloco.protocol.failure_detector import Loss
@@ -113,12 +113,14 @@ class ExchangeEnded:
     Attributes:
         failure: why the exchange came to no mean; "" where it did, or where the round is void.
         link_broken: whether it failed because a payload connection ended.
+        spoiler: the replica whose values are at fault, as this rank has seen; None: nobody's.
     """
 
     view_id: int
     round: RoundId
     failure: str = ""
     link_broken: bool = False
+    spoiler: int | None = None
 
 
 # Events: from this rank's owner.

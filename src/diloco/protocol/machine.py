@@ -29,6 +29,7 @@ from diloco.protocol.messages import (
 from diloco.protocol.registry import Entry
 from diloco.protocol.roster import Roster
 from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.view_ends import ViewEnds
 from diloco.protocol.views import ViewManager
 
 __all__ = ["Machine"]
@@ -51,6 +52,7 @@ class Machine:
         self.speeds: Mapping[int, float] = {}  # replica -> inner steps per second, of other members that have told it
         self._outbox = Outbox()
         self.views = ViewManager(rules, policies, self.roster, self._outbox)  # the present view and its rounds
+        self.ends = ViewEnds(rules, policies, self.roster, self.views, self._outbox)  # why the present view ends
         self.answers: dict[int, Answer] = {}  # to this rank's request to join, the last one of each rank that was asked
         self._asked: frozenset[int] = frozenset()  # ranks that this one has asked to let it join
         self._began = False
@@ -86,7 +88,7 @@ class Machine:
         return {rank for rank in ranks if rank == self.rules.rank or rank in self.roster.connections}
 
     def _handle(self, event: Event) -> None:
-        views, rounds = self.views, self.views.contributions.rounds
+        views, ends, rounds = self.views, self.ends, self.views.contributions.rounds
         match event:
             case events.Received(sender, message, _, num_bytes):
                 self._receive(sender, message, num_bytes)
@@ -98,38 +100,39 @@ class Machine:
                 self.agreement.forget(rank)
             case events.Lost(rank, loss):
                 self.roster.in_doubt.discard(rank)
-                views.lose(rank, loss)
+                ends.lose(rank, loss)
             case events.LinksFailed(view_id, replicas, reason):
                 if view_id == views.view.id:
-                    views.give_up_unlinked(replicas, reason)
+                    ends.give_up_unlinked(replicas, reason)
             case events.HandedIn():
                 views.contributions.hand_in(event)
             case events.Computed() if rounds is not None:
                 rounds.compute(event)
             case events.ExchangeEnded() if rounds is not None:
-                views.renew_soon(rounds.end_exchange(event))
+                ends.renew_soon(rounds.end_exchange(event))
             case events.TimerFired(timer):
                 if timer.kind == "renew":
-                    views.renew(timer.view_id)
+                    ends.renew(timer.view_id)
                 elif timer.kind == "settle":
-                    views.settle(timer.view_id)
+                    ends.settle(timer.view_id)
                 elif rounds is not None and timer.kind == "expire":
                     if owing := rounds.overdue(timer):
-                        views.give_up_owing(*owing)
+                        views.end(owing[1], behind=owing[0])
                     else:
-                        views.renew_soon(rounds.expire(timer))
+                        ends.renew_soon(rounds.expire(timer))
                 elif rounds is not None and (late := rounds.look(timer)):
-                    views.give_up_late(*late)
+                    ends.give_up_late(*late)
             case events.Begin(view, member, closed):
                 self._began = True
-                views.begin(view, member=member, closed=closed)
+                ends.closed_to_joiners = closed
+                views.begin(view, member=member)
             case events.Spoilt(view_id, replicas, words):
                 if view_id == views.view.id:
-                    views.give_up_late(replicas, frozenset(), words)
+                    ends.give_up_late(replicas, frozenset(), words)
             case events.ViewBegan():
                 self.speeds = {one: speed for one, speed in self.speeds.items() if one in views.view.members}
                 self._release()
-                views.go_on(event)
+                ends.go_on(event)
             case events.Enter(following, connections):
                 self._asked = frozenset()
                 views.enter(following, connections)
@@ -215,7 +218,7 @@ class Machine:
             if entry.rank != sender or entry.address != self.roster.addresses.get(sender):
                 raise ValueError("it wants to join in the name of another one")
             self._outbox.actions.append(Register(entry))
-            views.ask_to_join(sender, connected)
+            self.ends.ask_to_join(sender, connected)
         elif kind == "excluded":
             if Fields(message).integer("view") >= views.view.id:
                 views.hear_parting(sender, Fields(message).words("reason"))
@@ -226,19 +229,19 @@ class Machine:
 
     def _read_of_a_view(self, letter: Letter) -> None:
         """A message about a round or a view; if it is malformed, its sender is given up."""
-        sender, views = letter.sender, self.views
+        sender, views, ends = letter.sender, self.views, self.ends
         speaks = self.roster.speaks(sender, letter.connection)
         try:
             view_id, said = read(sender, letter.message, views.view)
         except ValueError as error:
             if speaks or not self.roster.has(sender):
                 words = f"replica {self.rules.replica_of(sender)} sent what is no message of this protocol: {error}"
-                views.give_up(sender, words)
+                ends.give_up(sender, words)
             return
         rounds, of_this_view = views.contributions.rounds, view_id == views.view.id
         match said:
             case Leaving() if speaks:  # takes effect at once, whatever view its sender is in
-                views.hear_leaving(sender, said)
+                ends.hear_leaving(sender, said)
             case _ if view_id > views.view.id:
                 self._keep(letter)
             case Header() | RoundVote() if rounds is None:
@@ -249,20 +252,20 @@ class Machine:
             case Header() | RoundVote() if (
                 rounds is not None and of_this_view and rounds.is_too_early(sender, said.round)
             ):
-                views.give_up(sender, f"rank {sender} sent too much about rounds that nobody has begun")
+                ends.give_up(sender, f"rank {sender} sent too much about rounds that nobody has begun")
             case Header() if rounds is not None and of_this_view:
                 rounds.hear_header(sender, said)
             case RoundVote() if rounds is not None and of_this_view:
                 rounds.hear_vote(sender, said)
             case ChangeReport():
-                views.hear_change(sender, view_id, said)
+                ends.hear_change(sender, view_id, said)
             case Adopted() if of_this_view:
                 views.hear_adopted(sender, said.following)
 
     def _keep(self, letter: Letter) -> None:
         if not self._held_back.keep(letter):
             words = f"rank {letter.sender} sent too much about views that are not there"
-            self.views.give_up(letter.sender, words)
+            self.ends.give_up(letter.sender, words)
 
     def _release(self) -> None:
         """A view has begun: read what was held back; messages about later views are held back again."""
@@ -273,7 +276,7 @@ class Machine:
                 self._read(letter)
             except ValueError as error:
                 words = f"replica {self.rules.replica_of(letter.sender)} sent what is no message: {error}"
-                self.views.give_up(letter.sender, words)
+                self.ends.give_up(letter.sender, words)
 
     def _is_member(self, sender: int) -> bool:
         """Whether a rank is a member, as far as is known: before there are views, anybody may be."""

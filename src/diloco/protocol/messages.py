@@ -9,8 +9,8 @@ from typing import Any
 
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
-from diloco.membership.change import Agreed, Commits, NextView, Report
-from diloco.membership.proofs import SignedVote
+from diloco.membership.proofs import Commits, SignedVote
+from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.fields import MOST_DIGEST, MOST_RANK, Fields
 from diloco.protocol.headers import Header

@@ -13,9 +13,9 @@ from diloco.algorithm.mean_encoding import lost_words
 from diloco.algorithm.weighting import bounded_weights
 from diloco.errors import DivergedError, RoundVoidError, TransportError
 from diloco.membership.ballot import Vote
-from diloco.membership.change import Commits, Rounds
 from diloco.membership.lateness import Lateness
-from diloco.membership.proofs import SignedVote
+from diloco.membership.proofs import Commits, SignedVote
+from diloco.membership.reports import Rounds
 from diloco.protocol.events import HandedIn
 from diloco.protocol.headers import Header, donor_for, judge_headers
 from diloco.protocol.messages import RoundVote

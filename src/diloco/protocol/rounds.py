@@ -10,12 +10,10 @@ from diloco.algorithm.averaging import RoundId, Verdict
 from diloco.algorithm.exchange import plan_round
 from diloco.errors import TransportError, ViewChangedError
 from diloco.membership.ballot import Vote
-from diloco.membership.change import NextView, Report, Rounds
 from diloco.membership.proofs import SignedVote
 from diloco.membership.quorum import enough_without
-from diloco.membership.view import View
+from diloco.membership.reports import NextView, Report
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
-from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
 from diloco.protocol.headers import Header
 from diloco.protocol.messages import RoundVote
@@ -36,35 +34,19 @@ class RoundTable:
     """Round table: the rounds of one view.
 
     Args:
-        view: the members.
+        voting: this rank's part in the decisions of the view.
         rules: this rank, and how rounds go.
         policies: what happens when replicas are lost.
-        words: rank -> number of messages that have come from it; kept up to date by the roster.
         outbox: collects actions.
-        void: rounds of earlier views that others have found void.
-        has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
-        conduct: how often members have spoilt rounds; rounds add to it.
 
     Attributes:
         view: the members.
-        conduct: as given.
     """
 
-    def __init__(
-        self,
-        view: View,
-        rules: Rules,
-        policies: Policies,
-        words: Mapping[int, int],
-        outbox: Outbox,
-        void: Rounds,
-        has_state_of: set[int],
-        conduct: Conduct,
-    ) -> None:
-        self.view = view
-        self.conduct = conduct
-        self._voting = Voting(view, rules, words, outbox, void, has_state_of, conduct)
-        self._ranks = self._voting.ranks
+    def __init__(self, voting: Voting, rules: Rules, policies: Policies, outbox: Outbox) -> None:
+        self.view = voting.view
+        self._voting = voting
+        self._ranks = voting.ranks
         self._rules = rules
         self._policies = policies
         self._outbox = outbox
@@ -105,6 +87,8 @@ class RoundTable:
         carried = failure is None and following is not None and following.carries_over
         for state in list(self._rounds.values()):
             mine = state.votes.get(self._rules.rank)
+            if state.exchanging:
+                self._voting.note_against(state)
             if state.committed is not None:
                 pass
             elif following is not None and state.key in following.commits and mine is not None and mine.ok:
@@ -243,6 +227,10 @@ class RoundTable:
             broken = f"replica {self._rules.replica} says: {event.failure}"
         elif event.failure and state.committed is None:
             self._voting.cast(RoundVote(state.id, Vote(False, reason=event.failure)), state)
+        if event.spoiler is not None:
+            self._voting.note_spoilers({event.spoiler}, event.failure)
+        elif not event.failure:
+            self._voting.note_against(state)
         state.exchanging = False
         state.free()
         return broken
@@ -259,10 +247,11 @@ class RoundTable:
             return f"a payload connection of replica {self._rules.replica} stands still: {reason}"
         return ""
 
-    def overdue(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
-        """As `look`, of replicas that have not voted on a round for as long as a round may take since this rank has.
+    def overdue(self, timer: Timer) -> tuple[frozenset[int], str] | None:
+        """Replicas that have not voted on a round for as long as one may take since this rank has, and a sentence.
 
         All had contributed by then, and who has no mean within that time of its contribution votes against the round.
+        They are given up also where the others can't go on without them.
         """
         state = self._present(timer.view_id, timer.round)
         if state is None or state.committed is not None or self.frozen or self._rules.rank not in state.votes:
@@ -270,7 +259,7 @@ class RoundTable:
         late = self._voting.wait_for_votes(state)
         # where the others can't be done without, the next view tells whether they have committed the round
         state.disputed = state.disputed or not enough_without(self.view, late, self._policies.quorum)
-        return (late, frozenset(), owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
+        return (late, owing_words(state.id, late, self._rules.round_timeout_s)) if late else None
 
     def look(self, timer: Timer) -> tuple[frozenset[int], frozenset[int], str] | None:
         """Replicas that are late but send something, replicas that send nothing, and a sentence; None if none is."""

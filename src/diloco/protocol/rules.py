@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import ReplicaLostError
-from diloco.membership.change import NextView
 from diloco.membership.quorum import Policy
+from diloco.membership.reports import NextView
 from diloco.protocol.conduct import Conduct
 
 __all__ = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from diloco.membership.change import Change, News, NextView, Report
+from diloco.membership.change import Change
+from diloco.membership.reports import News, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, SetTimer, Timer
 from diloco.protocol.contributions import Contributions
@@ -143,7 +144,8 @@ class ViewChange:
             change.absorb(*told.values(), in_part={rank for rank in told if told[rank].known != self._said[rank].known})
             # what others say, and this rank sees as well
             mine = {late for one, late in change.mine.behind if one == rules.replica}
-            seen = rounds.lacking() | rounds.owing() | set(filter(rounds.conduct.has_spoilt, change.view.members))
+            spoilt = set(filter(self._contributions.conduct.has_spoilt, change.view.members))
+            seen = rounds.lacking() | rounds.owing() | spoilt
             late = {late for _, late in change.mine.behind} & seen - mine - {rules.replica}
             absent = {each for each in change.mine.joining if not all(map(self._is_there, rules.ranks((each,))))}
             unheard = absent - apart - {rules.replica}

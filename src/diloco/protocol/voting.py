@@ -8,9 +8,9 @@ from typing import Literal
 from diloco.algorithm.averaging import Verdict
 from diloco.errors import TransportError
 from diloco.membership.ballot import Vote, tally
-from diloco.membership.change import Report, Rounds
 from diloco.membership.lateness import Lateness
 from diloco.membership.proofs import SignedVote
+from diloco.membership.reports import Report, Rounds
 from diloco.membership.view import View
 from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.conduct import Conduct
@@ -36,13 +36,13 @@ class Voting:
         outbox: collects actions.
         void: rounds of earlier views that others have found void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
-        conduct: how often members have spoilt rounds; rounds add to it.
+        conduct: what members have done to rounds; rounds add to it.
 
     Attributes:
         frozen: whether voting and deciding have stopped, because the view is ending.
         ranks: all of the view.
         decided: what was committed lately, and what is void.
-        has_state_of: as given.
+        view, has_state_of, conduct: as given.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Voting:
         self.ranks = rules.ranks(view.members)
         self.decided = Decided(void)
         self.has_state_of = has_state_of
-        self._conduct = conduct
-        self._view = view
+        self.conduct = conduct
+        self.view = view
         self._positions = {rank: rank % rules.ranks_per_replica for rank in self.ranks}
         self._rules = rules
         self._words = words
@@ -75,7 +75,7 @@ class Voting:
         against = [state.signed_votes().get(state.against) for state in states if state.against is not None]
         return Report(
             rank,
-            self._view.id,
+            self.view.id,
             commits=self.decided.commits,
             void=self.decided.void.union(state.key for state in undecided if state.disputed),
             voted={state.key: state.votes[rank].digest for state in undecided},
@@ -92,7 +92,7 @@ class Voting:
             return
         if any(rank not in state.headers for rank in self.ranks):
             return
-        verdict = state.judge(self._view.members, self._rules)
+        verdict = state.judge(self.view.members, self._rules)
         if state.taking_over and state.donor is None:  # this rank's state is the majority's
             self.has_state_of.add(state.id.fragment)
         self.give_verdict(state, verdict)
@@ -102,25 +102,36 @@ class Voting:
         unshown, state.unshown = state.unshown, {}
         for sender, said in unshown.items():
             self.count(state, sender, said)
-        spoilers = self._conduct.note(self._view.members, verdict.refused) - {self._rules.replica}
-        if spoilers:
-            self._outbox.queue.append(Spoilt(self._view.id, spoilers, spoilt_words(spoilers, verdict.reason)))
+        took_back = {self._rules.replica_of(rank) for rank, header in state.headers.items() if header.withdrawn}
+        self.conduct.count("missed", took_back)
+        self.note_spoilers(verdict.refused, verdict.reason)
+
+    def note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
+        """Replicas have spoilt a round for ``reason``; those who have done so too often are to go."""
+        too_often = self.conduct.note(self.view.members, spoilers) - {self._rules.replica}
+        if too_often:
+            self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_words(too_often, reason)))
+
+    def note_against(self, state: RoundState) -> None:
+        """Count whose vote made a round void that this rank had nothing against; of a disputed one it was counted."""
+        if state.against is not None and state.verdict is not None and not state.verdict.void and not state.disputed:
+            self.conduct.count("against", {self._rules.replica_of(state.against)})
 
     def give_verdict(self, state: RoundState, verdict: Verdict) -> None:
         """Tell the round's exchange, if payloads are still moving."""
         state.verdict = verdict
         if state.exchanging:
             weights = state.weights(verdict.contributors, self._rules)
-            here = {} if verdict.void else state.headers_here(self._view.members, self._rules)
+            here = {} if verdict.void else state.headers_here(self.view.members, self._rules)
             residuals = {member: header.residual for member, header in here.items()}
-            self._outbox.actions.append(GiveVerdict(self._view.id, state.id, verdict, weights, residuals))
+            self._outbox.actions.append(GiveVerdict(self.view.id, state.id, verdict, weights, residuals))
 
     def cast(self, vote: RoundVote, state: RoundState) -> None:
         """Vote and sign, unless this rank has voted or may not; also on a round that is void here, for the others."""
         if self.frozen or state.begun is None or self._rules.rank in state.votes:
             return
-        vote = vote.signed(self._view.id, self._rules.secret)
-        self.tell(vote.to_message(self._view.id))
+        vote = vote.signed(self.view.id, self._rules.secret)
+        self.tell(vote.to_message(self.view.id))
         if state.committed is not None:
             state.votes[self._rules.rank] = vote.vote
             return
@@ -145,8 +156,9 @@ class Voting:
             self.decide(state, said_by_now.committed, said_by_now.reason)
         if said_by_now.disputed and not state.disputed:
             state.disputed, state.against = True, sender
+            self.conduct.count("against", {self._rules.replica_of(sender)})
             words = disputed_words(state.id, said_by_now.reason)
-            self._outbox.queue.append(Spoilt(self._view.id, frozenset(), words))
+            self._outbox.queue.append(Spoilt(self.view.id, frozenset(), words))
 
     @property
     def key(self) -> str:
@@ -157,7 +169,7 @@ class Voting:
         """Whether a rank has cast this vote on a round of which this rank knows."""
         if state is None or vote.rank not in state.headers:
             return False
-        words = vote_words(self._view.id, vote.round, ok=vote.ok, digest=vote.digest)
+        words = vote_words(self.view.id, vote.round, ok=vote.ok, digest=vote.digest)
         return is_signed(state.headers[vote.rank].key, words, vote.signature)
 
     def decide(self, state: RoundState, committed: bool, reason: str, failure: TransportError | None = None) -> None:
@@ -168,6 +180,8 @@ class Voting:
             self.decided.commit(state.key, state.votes[self._rules.rank].digest)
         else:
             self.decided.call_off(state.key)
+            if state.begun is not None and self._outbox.now_s - state.begun.sent_s >= self._rules.round_timeout_s / 2:
+                self.conduct.count("missed", state.missing(self.ranks, self._rules))
         if state.begun is not None:
             self.conclude(state, failure)
 
@@ -180,17 +194,17 @@ class Voting:
             assert state.mean is not None
             assert state.plan is not None
             assert state.verdict is not None
-            lost = state.lost_residual(self._view.members, self._rules)
+            lost = state.lost_residual(self.view.members, self._rules)
             note = "; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused])
             self._refused = []
             late_s = state.late_s(state.mean.contributors, self._rules)
-            self._outbox.actions.append(Commit(state.id, state.mean, self._view, state.plan, note, state.donor, late_s))
+            self._outbox.actions.append(Commit(state.id, state.mean, self.view, state.plan, note, state.donor, late_s))
         state.concluded = True
         state.free()
 
     def timer(self, kind: Literal["expire", "look"], state: RoundState) -> Timer:
         """A timer of a round."""
-        return Timer(kind, self._view.id, state.id)
+        return Timer(kind, self.view.id, state.id)
 
     def stop_timers(self, state: RoundState) -> None:
         """Cancel the timers of a round that is decided or carried over."""
@@ -204,10 +218,14 @@ class Voting:
     def look_at(self, state: RoundState, late_s: float) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
         """As `RoundState.look`, and set the timer for the next look."""
         self._outbox.actions.append(SetTimer(self.timer("look", state), late_s / Lateness.LOOKS))
-        return state.look(self.ranks, self._rules, self._words)
+        absent, silent, unheard = state.look(self.ranks, self._rules, self._words)
+        self.conduct.count("late", absent | silent)
+        return absent, silent, unheard
 
     def wait_for_votes(self, state: RoundState) -> frozenset[int]:
         """Look at whose votes on a round are missing, and set the timer for the next look; who has been late."""
         timer, delay_s = self.timer("expire", state), self._rules.round_timeout_s / Lateness.LOOKS
         self._outbox.actions += [CancelTimer(timer), SetTimer(timer, delay_s)]
-        return state.owing.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
+        late = state.owing.look(dict.fromkeys(state.without_vote(self.ranks, self._rules)))
+        self.conduct.count("late", late)
+        return late

@@ -116,6 +116,12 @@ def _point(keys: tuple[str, ...], point: Any, where: str) -> tuple[Any, ...]:
             "Nothing was started."
         )
     checked = _checked(dict(zip(keys, values, strict=True)), where)
+    if inside := [key for key in keys if key not in checked]:
+        table = next(key for key in checked if inside[0].startswith(f"{key}."))
+        raise ConfigurationError(
+            f"{where}: {inside[0]} is part of {table}, which is varied as a whole: "
+            f'"{table}" = [{{ {inside[0].removeprefix(f"{table}.")} = ... }}, ...]. Nothing was started.'
+        )
     return tuple(checked[key] for key in keys)
 
 

@@ -83,7 +83,8 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
     if words := fleet.take_words():
         emit(Note(step=step, text=words))
     for news in fleet.take_news():
-        before, now = news.previous.members, news.view.members if news.view else ()
+        now = news.view.members if news.view else ()
+        left = set(news.previous.members) - set(now)
         emit(
             ViewChanged(
                 step=step,
@@ -91,7 +92,8 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 view=news.view.id if news.view else news.previous.id,
                 members=now,
                 joined=news.joined,
-                left=tuple(sorted(set(before) - set(now))),
+                left=tuple(sorted(left)),
+                lost=tuple(sorted(left - {replica for replica, _ in news.left})),
                 reason=news.reason,
             )
         )

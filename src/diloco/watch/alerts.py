@@ -11,7 +11,7 @@ from diloco.errors import ConfigurationError
 from diloco.units import format_bytes, format_duration
 from diloco.watch.history import RunHistory
 from diloco.watch.members import GONE, Seen
-from diloco.watch.records import whole
+from diloco.watch.records import numbers, text, whole
 
 __all__ = ["Alert", "Thresholds", "find_alerts"]
 
@@ -66,13 +66,15 @@ def find_alerts(
         now_s: seconds since 1970, by the clock that wrote the records or that received them.
         free_bytes: disk space where the run is written; None if that is not known.
     """
+    away = _away(run, seen)
     found = [
-        *_silent(run, seen, thresholds, now_s),
+        *_silent(run, seen, away, thresholds, now_s),
+        *_lost(run),
         *_digests(run),
         *_rounds(run, thresholds),
         *_numbers(run, thresholds),
-        *_slow(run, seen, thresholds),
-        *_disk(run, thresholds, free_bytes),
+        *_slow(run, away, thresholds),
+        *_disk(run, away, thresholds, free_bytes),
     ]
     return sorted(found, key=lambda alert: alert.level != "error")
 
@@ -81,12 +83,22 @@ def _named(run: RunHistory, name: str) -> str:
     return name if len(run.processes) > 1 or name else "the run"
 
 
-def _silent(run: RunHistory, seen: Sequence[Seen], thresholds: Thresholds, now_s: float) -> Iterator[Alert]:
+def _away(run: RunHistory, seen: Sequence[Seen]) -> set[str]:
+    """Processes of which nothing more is expected: they have ended, or the others go on without them."""
+    over = {name for name, process in run.processes.items() if process.over}
+    members = {"", *(f"replica {replica}" for replica in run.expected)}
+    without = {name for name in run.processes if name not in members} if run.views else set()
+    return over | without | {peer.process for peer in seen if peer.state in GONE}
+
+
+def _silent(
+    run: RunHistory, seen: Sequence[Seen], away: set[str], thresholds: Thresholds, now_s: float
+) -> Iterator[Alert]:
     peers = {peer.process: peer for peer in seen}
     for name, process in run.processes.items():
         peer = peers.get(name)
         heard_s = peer.heard_s if peer else process.newest_s
-        if process.over or heard_s is None or (peer and peer.state in GONE):
+        if name in away or heard_s is None:
             continue
         silent_s = now_s - heard_s
         if silent_s > max(thresholds.silent_s, 10 * (process.step_s or 0.0)):
@@ -94,6 +106,19 @@ def _silent(run: RunHistory, seen: Sequence[Seen], thresholds: Thresholds, now_s
             over_s = silent_s // 30 * 30  # words that change each second would be read out each second
             words = f"{who} has told nothing for more than {format_duration(over_s)}, since step {process.step}."
             yield Alert("error", "silent", who, words, process.step)
+
+
+def _lost(run: RunHistory) -> Iterator[Alert]:
+    """Who is gone without a word and not back, until others have taken the places, the run ends, or it is long ago."""
+    for record in run.views if not run.first.over else ():
+        members, joined, left = (numbers(record, name) for name in ("members", "joined", "left"))
+        gone = sorted({*numbers(record, "lost")} - {*run.expected})
+        replaced = len(run.expected) >= len(members) - len(joined) + len(left)
+        if not members or not gone or replaced or run.step - record["step"] > _LATELY:
+            continue
+        who = f"replica{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
+        words = f"{who} {'are' if len(gone) > 1 else 'is'} gone without a word: {text(record, 'reason')}."
+        yield Alert("warning", "lost", who, words[0].upper() + words[1:], record["step"])
 
 
 def _digests(run: RunHistory) -> Iterator[Alert]:
@@ -122,8 +147,9 @@ def _rounds(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
 
 
 def _numbers(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
+    now = run.step
     for name, process in run.processes.items():
-        who, now = _named(run, name), process.step
+        who = _named(run, name)
         if process.not_finite and now - process.not_finite[-1] <= _LATELY:
             step = process.not_finite[-1]
             words = f"The loss or the gradient norm of {who} was no finite number at step {step}."
@@ -138,9 +164,8 @@ def _numbers(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
             yield Alert("warning", "gradient norm", who, words, spike.step)
 
 
-def _slow(run: RunHistory, seen: Sequence[Seen], thresholds: Thresholds) -> Iterator[Alert]:
-    away = {peer.process for peer in seen if peer.state in GONE}
-    training = {name: each for name, each in run.processes.items() if not each.over and name not in away}
+def _slow(run: RunHistory, away: set[str], thresholds: Thresholds) -> Iterator[Alert]:
+    training = {name: each for name, each in run.processes.items() if name not in away}
     times = {name: step_s for name, each in training.items() if (step_s := each.step_s)}
     for name, step_s in times.items():
         others = [each for other, each in times.items() if other != name]
@@ -155,11 +180,11 @@ def _slow(run: RunHistory, seen: Sequence[Seen], thresholds: Thresholds) -> Iter
             yield Alert("warning", "slow", name, words[0].upper() + words[1:])
 
 
-def _disk(run: RunHistory, thresholds: Thresholds, free_bytes: int | None) -> Iterator[Alert]:
+def _disk(run: RunHistory, away: set[str], thresholds: Thresholds, free_bytes: int | None) -> Iterator[Alert]:
     for name, process in run.processes.items():
         size, free = whole(process.checkpoint, "size_bytes"), whole(process.checkpoint, "free_bytes")
         free = free_bytes if free_bytes is not None else free
-        if process.over or size is None or free is None or free >= thresholds.free_checkpoints * size:
+        if name in away or size is None or free is None or free >= thresholds.free_checkpoints * size:
             continue
         who = _named(run, name)
         words = f"The disk of {who} has {format_bytes(free)} left, and a checkpoint takes {format_bytes(size)}."

@@ -196,9 +196,14 @@ class RunHistory:
     _newest_view: int = -1
 
     @property
+    def step(self) -> int:
+        """Inner steps done, by whoever has done most."""
+        return max((each.step for each in self.processes.values()), default=0)
+
+    @property
     def first(self) -> ProcessHistory:
         """The process that speaks for the run: of those that are not far behind, that of the lowest replica."""
-        newest = max((each.step for each in self.processes.values()), default=0)
+        newest = self.step
         near = [name for name, each in self.processes.items() if each.step >= newest - max(20, newest // 20)]
         return self.processes[min(near, key=_order)] if near else ProcessHistory()
 

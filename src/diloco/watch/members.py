@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.protocol.faults import faults_seen
 from diloco.watch.history import ProcessHistory, RunHistory
 from diloco.watch.records import Record, finite, number, text, whole
 
@@ -38,6 +39,7 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
     """
     rows = {}
     by_replica = {each.replica: each for each in seen}
+    statuses = {each.replica: each.status for each in seen}
     by_name = {f"replica {replica}": replica for replica in (*run.expected, *by_replica)}
     processes = {by_name[name]: process for name, process in run.processes.items() if name in by_name}
     differ = {replica for cell in run.newest_cells() for replica in cell.minority()}
@@ -67,6 +69,7 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
             "sent_rounds": part.sent if part else None,
             "counted_rounds": part.counted if part else None,
             "missed": part.missed if part else None,
+            "faults": "" if (faults := faults_seen(replica, statuses)) is None else str(faults),
             "codec": text(status, "codec") or _codec(run),
             "digest": "differs" if replica in differ else "agrees" if replica in agree else "",
         }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigurationError
@@ -24,19 +26,20 @@ def part(name: str) -> str:
     return (files("diloco.watch") / "page" / name).read_text(encoding="utf-8")
 
 
-def plotly_script() -> str:
-    """plotly.js, from the Python package that ships it.
+def plotly_script() -> Path:
+    """Where plotly.js lies: in the Python package that ships it, which is not imported.
 
     Raises:
         ConfigurationError: if plotly is not installed.
     """
-    try:
-        return (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    except (ImportError, OSError) as error:
+    package = importlib.util.find_spec("plotly")
+    script = Path(package.origin if package and package.origin else "").parent / "package_data" / "plotly.min.js"
+    if not script.is_file():
         raise ConfigurationError(
-            f"`diloco watch` needs plotly, which can't be found ({error}): pip install 'diloco[watch]'. Nothing was "
-            "started."
-        ) from error
+            "`diloco watch` needs plotly, which is not installed as it should be: pip install 'diloco[watch]'. Nothing "
+            "was started."
+        )
+    return script
 
 
 def live_page() -> str:
@@ -60,7 +63,8 @@ def export_page(data: Mapping[str, Any]) -> str:
     """
     # no "<" can end the element that holds the data, whatever stands in a sample
     held = json.dumps(data, allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
-    scripts = [part("watch.js"), plotly_script().replace("</script", "<\\/script")]
+    plotly = plotly_script().read_text(encoding="utf-8")
+    scripts = [part("watch.js"), plotly.replace("</script", "<\\/script")]
     hashes = " ".join(f"'sha256-{_sha256(each)}'" for each in scripts)
     policy = _EXPORTED.format(hashes=hashes)
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{part("watch.css")}</style>'

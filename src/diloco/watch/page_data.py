@@ -100,7 +100,7 @@ def _header(history: RunHistory, *, silent: bool) -> dict[str, Any]:
     column = {name: index for index, name in enumerate(process.steps.columns)}
     recent = rows[-1] if rows else None
     per_step = number(started, "data_parallel_bytes_per_step")
-    step = max((each.step for each in history.processes.values()), default=0)
+    step = history.step
     best = [each.best for each in history.evaluated if each.best is not None]
     told = [row for each in history.evaluated[:1] for row in each.evaluations.rows()]
     return {

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -91,7 +91,7 @@ def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = ""
             this address; ``("*",)``: any.
         token: who comes without it is turned away; "": everybody may look.
     """
-    html, script, style, plotly = live_page(), part("watch.js"), part("watch.css"), plotly_script()
+    html, script, style, plotly_path = live_page(), part("watch.js"), part("watch.css"), plotly_script()
 
     def fixed(content: str, media_type: str) -> Answer:
         body = content.encode()
@@ -100,6 +100,9 @@ def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = ""
             return Response(body, media_type=media_type)
 
         return answer
+
+    async def plotly(request: Request) -> Response:  # 5 MB, which are not held
+        return FileResponse(plotly_path, media_type="text/javascript")
 
     async def data(request: Request) -> Response:
         return Response(json.dumps(board.data, allow_nan=False), media_type="application/json")
@@ -113,7 +116,7 @@ def make_app(board: Board, *, hosts: tuple[str, ...] = LOOPBACK, token: str = ""
         Route("/", fixed(html, "text/html")),
         Route("/watch.js", fixed(script, "text/javascript")),
         Route("/watch.css", fixed(style, "text/css")),
-        Route("/plotly.js", fixed(plotly, "text/javascript")),
+        Route("/plotly.js", plotly),
         Route("/data.json", data),
         Route("/events", stream),
     ]

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from diloco.errors import RendezvousError, ReplicaLostError, TransportError
 from diloco.events import Event
-from diloco.membership.change import NextView
 from diloco.membership.quorum import enough_without
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.train.fleet.base import Fleet
 from diloco.transport.base import Transport

@@ -14,9 +14,10 @@ from diloco.data.assignment import Assignment
 from diloco.data.shares import Shares
 from diloco.errors import RendezvousError
 from diloco.events import Event, StateFetched, json_ready
-from diloco.membership.change import NextView
 from diloco.membership.quorum import consequences
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
+from diloco.protocol.faults import faults_message
 from diloco.protocol.fields import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet
 from diloco.train.fleet.recent_events import RecentEvents
@@ -249,6 +250,7 @@ class SwarmFleet(PeerFleet):
             "digest": xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
             "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
             "codec": self._wire.facts.get("codec", ""),
+            "faults": faults_message(self.transport.faults(), me=self.transport.replica),
             **self._seen,
             **({} if since is None else self._recent.since(since)),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.protocol.faults import read_faults
 from diloco.protocol.fields import GREATEST, MOST_RANK
 from diloco.transport.hivemind.identity import PeerRecord, load_identity
 from diloco.transport.hivemind.peer_streams import PeerStreams
@@ -105,6 +107,10 @@ def status_of(answer: Mapping[str, Any]) -> dict[str, Any]:
 def _fits(name: str, value: object) -> bool:
     if name == "members":
         return isinstance(value, list) and all(type(each) is int and 0 <= each <= MOST_RANK for each in value)
+    if name == "faults":
+        with contextlib.suppress(ValueError):
+            return isinstance(value, dict) and read_faults(value) is not None
+        return False
     if name in ("events", "kind"):
         return name == "events" and isinstance(value, list)
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= GREATEST

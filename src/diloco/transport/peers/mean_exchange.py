@@ -113,7 +113,8 @@ class MeanExchange:
             if not self._codec.exact:  # else it has arrived where it belongs
                 self._decode(piece, values)
             if not largest_magnitude(values) <= LARGEST_MEAN:
-                raise CodecError(f"replica {piece.member} sent a part of the mean that is not finite or too large")
+                words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
+                raise CodecError(words, replica=piece.member)
         return None if left is None else Residual(self.owned[0], left)
 
     def drain(self) -> None:
@@ -148,7 +149,8 @@ class MeanExchange:
             for work in works:
                 self._messages.wait(member, work)
             if not math.isfinite(largest_magnitude(residual.values)):
-                raise CodecError(f"what replica {member} handed over of earlier means is not finite. It was refused.")
+                words = f"what replica {member} handed over of earlier means is not finite. It was refused."
+                raise CodecError(words, replica=member)
             held.append(residual)
         return collected(held, self.owned, self._values.device)
 
@@ -156,7 +158,8 @@ class MeanExchange:
         try:
             self._codec.validate(piece.room, len(values))
         except CodecError as error:
-            raise CodecError(f"the mean of replica {piece.member} was refused: {error}") from error
+            words = f"the mean of replica {piece.member} was refused: {error}"
+            raise CodecError(words, replica=piece.member) from error
         self._codec.decode(piece.room, len(values), out=values)
 
     def _residual_pieces(self, stretch: Stretch) -> enumerate[Stretch]:

@@ -79,7 +79,9 @@ class PayloadExchange:
         except TransportError as error:
             yield ExchangeEnded(self._view_id, round_id, str(error), link_broken=True)
         except Exception as error:  # whatever it is, the others are not to wait for this rank's vote
-            yield ExchangeEnded(self._view_id, round_id, (str(error) or type(error).__name__).splitlines()[0])
+            words = (str(error) or type(error).__name__).splitlines()[0]
+            spoiler = error.replica if isinstance(error, CodecError) else None
+            yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
 
     def start(self, links: Mapping[int, DataLink]) -> None:
         """Make room for what is to come, and send what is mine.
@@ -226,7 +228,8 @@ class PayloadExchange:
         try:
             self.contribution.codec.validate(payload, numel)
         except CodecError as error:
-            raise CodecError(f"the contribution of replica {member} was refused: {error}") from error
+            words = f"the contribution of replica {member} was refused: {error}"
+            raise CodecError(words, replica=member) from error
 
     def _reduce_extras(
         self, weights: Mapping[int, float], contributors: Sequence[int], total: float
@@ -243,7 +246,8 @@ class PayloadExchange:
             for member in contributors:
                 values = raw[member][:size].clone().view(torch.float32)
                 if not bool(torch.isfinite(values).all()):
-                    raise CodecError(f"the contribution of replica {member} was refused: buffers that are not finite")
+                    words = f"the contribution of replica {member} was refused: buffers that are not finite"
+                    raise CodecError(words, replica=member)
                 buffers.add_(values * weights[member])
             buffers.div_(total)
             if not bool(torch.isfinite(buffers).all()):

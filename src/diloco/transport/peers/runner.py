@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import TransportError
-from diloco.membership.change import NextView
+from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
 from diloco.protocol.failure_detector import Timing

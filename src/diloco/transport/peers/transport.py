@@ -14,6 +14,7 @@ from diloco.membership.grace import Grace
 from diloco.membership.view import View
 from diloco.protocol import events
 from diloco.protocol.failure_detector import Timing
+from diloco.protocol.faults import Faults
 from diloco.protocol.machine import Answer
 from diloco.protocol.messages import next_view, speed_message
 from diloco.protocol.registry import Entry, Registry
@@ -180,11 +181,11 @@ class PeerTransport(Meetings, Transport):
     @property
     def closed_to_joiners(self) -> str:
         """Why nobody can join at present; "" if anybody can."""
-        return self._machine.views.closed_to_joiners
+        return self._machine.ends.closed_to_joiners
 
     def close_to_joiners(self, reason: str) -> None:
         """Let nobody join for ``reason``; "" lets everybody join again."""
-        self._machine.views.closed_to_joiners = reason
+        self._machine.ends.closed_to_joiners = reason
 
     def tell_speed(self, steps_per_s: float) -> None:
         """Tell the other members how many inner steps a second this replica takes."""
@@ -193,6 +194,10 @@ class PeerTransport(Meetings, Transport):
     def speeds(self) -> Mapping[int, float]:
         """Replica -> inner steps per second, of other members that have told it."""
         return self._machine.speeds
+
+    def faults(self) -> Mapping[int, Faults]:
+        """Replica -> what other members have done to rounds, as this rank has seen it; none of it for who is not in."""
+        return self._machine.views.contributions.conduct.faults
 
     def time_left_s(self, overlap_steps: int) -> float | None:
         """How long this replica can still train before somebody stands still for its contribution; 0 or more.

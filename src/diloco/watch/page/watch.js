@@ -280,6 +280,7 @@ const COLUMNS = [
   ["wait_s", "waited", duration],
   ["counted_rounds", "counted", whole],
   ["missed", "missed in a row", whole],
+  ["faults", "faults", String],
   ["digest", "digest", String],
   ["codec", "codec", String],
   ["peer", "peer", String],

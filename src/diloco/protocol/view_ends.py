@@ -1,0 +1,189 @@
+"""Why a view ends: members that are lost, late or leave, links that break, and replicas that join."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco.membership.quorum import enough_without
+from diloco.membership.reports import Report
+from diloco.protocol.actions import SetTimer, Timer
+from diloco.protocol.events import Outbox, ViewBegan
+from diloco.protocol.failure_detector import Loss
+from diloco.protocol.messages import ChangeReport, Leaving, adopted
+from diloco.protocol.roster import Roster
+from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.views import ViewManager
+
+__all__ = ["ViewEnds"]
+
+_RENEW_S = 1.0
+_AGAIN = {"kind": "refused", "reason": "the members are changing", "for_good": False}
+
+
+class ViewEnds:
+    """Tells the view manager why the present view ends.
+
+    Args:
+        rules: this rank.
+        policies: what happens when replicas are lost.
+        roster: connected ranks and members.
+        views: the present view.
+        outbox: collects actions.
+
+    Attributes:
+        closed_to_joiners: why nobody can join at present; "" if anybody can.
+    """
+
+    def __init__(self, rules: Rules, policies: Policies, roster: Roster, views: ViewManager, outbox: Outbox) -> None:
+        self.closed_to_joiners = ""
+        self._rules = rules
+        self._policies = policies
+        self._roster = roster
+        self._views = views
+        self._outbox = outbox
+        self._asked: dict[int, set[int]] = {}  # ranks that asked to join, by replica
+        self._gone_before: set[int] = set()  # replicas that ended before this rank was a member
+        self._broken = ""  # why the view is to be renewed
+
+    def hear_change(self, sender: int, view_id: int, said: ChangeReport) -> None:
+        """A member says that a view ends."""
+        views, last, step = self._views, self._views.adopted_last, said.report.step
+        if last is not None and view_id == last.previous.id:
+            self._outbox.send([sender], adopted(last))  # it is still in the view that has ended here
+        elif view_id == views.view.id and step > views.contributions.furthest_step:
+            words = f"replica {self._rules.replica_of(sender)} says that it is at step {step}"
+            self.give_up(sender, f"{words}, while others can't be past {views.contributions.furthest_step}")
+        elif view_id == views.view.id:
+            views.hear_change(said)
+
+    def hear_leaving(self, sender: int, said: Leaving) -> None:
+        """A member leaves of its own accord."""
+        replica = self._rules.replica_of(sender)
+        if replica == self._rules.replica:
+            self._views.leave(said.step)  # and say so, in case my connections end before its message arrives
+        else:
+            words, left = f"replica {replica} left after step {said.step}", frozenset({(replica, said.step)})
+            self._views.end(words, left=left, left_commits=said.left_commits)
+
+    def lose(self, rank: int, loss: Loss) -> None:
+        """The connection to a rank was lost."""
+        replica = self._rules.replica_of(rank)
+        of_mine = f"rank {rank} of " if replica == self._rules.replica else ""
+        self.give_up(rank, f"{of_mine}replica {replica} is lost: {loss.text}", gone=loss.kind == "gone")
+
+    def give_up(self, rank: int, words: str, *, gone: bool = False) -> None:
+        """Give up a rank for the reason in ``words``; ``gone``: its process is known to have ended."""
+        replica = self._rules.replica_of(rank)
+        self._asked.pop(replica, None)
+        if not self._views.is_member and replica != self._rules.replica:
+            if gone:
+                self._gone_before.add(replica)
+            return
+        known = replica in self._views.view.members or self._views.change.is_joining(replica)
+        if not known or self._views.failure is not None:
+            return
+        if replica == self._rules.replica:
+            self._views.stop(f"{words}.")
+        else:
+            lost = frozenset({replica})
+            # report all that are lost at this moment together: one of them alone may look like another's fault
+            unheard = lost | self._roster.unreached(self._views.view)
+            self._views.end(words, unheard=unheard, gone=lost if gone else frozenset())
+
+    def give_up_late(self, behind: frozenset[int], unheard: frozenset[int], words: str) -> None:
+        """Replicas keep a round waiting for too long; those ``behind`` still send something."""
+        if unheard or enough_without(self._views.view, behind, self._policies.quorum):
+            self._views.end(words, behind=behind, unheard=unheard)
+
+    def give_up_unlinked(self, replicas: Sequence[int], reason: str) -> None:
+        """Payload connections to some replicas could not be made."""
+        words = f"replica {replicas[0]} has no payload connection to replica {self._rules.replica}: {reason}"
+        self._views.end(words, unheard=frozenset(replicas))
+
+    def renew_soon(self, words: str) -> None:
+        """A payload connection has broken, as ``words`` say: let the same members form a new view soon."""
+        if words and not self._broken and self._views.change.known is None and self._views.failure is None:
+            self._broken = words
+            self._outbox.actions.append(SetTimer(Timer("renew", self._views.view.id), _RENEW_S))
+
+    def renew(self, view_id: int) -> None:
+        """Form a new view, unless the one with the broken payload connection is over."""
+        if view_id == self._views.view.id and self._views.change.known is None:
+            self._views.end(self._broken)
+
+    def settle(self, view_id: int) -> None:
+        """A change of views takes long: wait for no answers first, then give up those who keep it from its end."""
+        if view_id == self._views.view.id and self._views.change.hurry():
+            self._outbox.actions.append(SetTimer(Timer("settle", view_id), self._rules.settle_s / 2))
+        elif view_id == self._views.view.id and (blamed := self._views.change.blame()):
+            words = f"{'replicas' if len(blamed) > 1 else 'replica'} {', '.join(map(str, sorted(blamed)))}"
+            why = f"{words} did not agree on the next view within {self._rules.settle_s:g} s"
+            self._outbox.actions.append(SetTimer(Timer("settle", view_id), self._rules.settle_s))
+            self._views.end(why, unheard=blamed)
+
+    def ask_to_join(self, rank: int, connected: frozenset[int]) -> None:
+        """A rank asks to join. Its replica joins once all of its ranks have asked.
+
+        Args:
+            rank: the one that asks.
+            connected: ranks that it is connected to. If a member is missing, it is asked to try again.
+        """
+        replica = self._rules.replica_of(rank)
+        if self._roster.is_connected(rank):
+            if self._views.view is not self._views.first:
+                return  # it has joined already: another member heard it first
+            self._roster.disown(rank)  # started again before this view began
+        if self.closed_to_joiners or self._views.failure is not None or not self._views.is_member:
+            why = self.closed_to_joiners or str(self._views.failure or "this replica is joining itself")
+            refused = {"kind": "refused", "reason": why, "for_good": self._views.failure is not None}
+            self._outbox.send([rank], refused)
+        elif not connected.issuperset(self._rules.ranks(each for each in self._views.view.members if each != replica)):
+            self._outbox.send([rank], _AGAIN)
+        else:
+            self._gone_before.discard(replica)
+            asked = self._asked.setdefault(replica, set())
+            asked.add(rank)
+            if len(asked) == self._rules.ranks_per_replica:
+                if replica in self._views.view.members:  # back before its loss was noticed: lose it first
+                    self._views.end(f"replica {replica} was started again", gone=frozenset({replica}))
+                else:
+                    self._let_join(replica)
+
+    def go_on(self, began: ViewBegan) -> None:
+        """A view has begun: deal with members that can't be reached, and with replicas that ask to join."""
+        self._broken = ""
+        following, mine, view = began.following, began.mine, self._views.view
+        unheard = self._roster.unreached(view)
+        if following is None or mine is None:
+            if unheard:
+                gone = unheard & (self._gone_before | self._roster.replaced(unheard))
+                how = "joins" if following else "begins with"
+                words = f"replica {self._rules.replica} can't reach all that it {how}"
+                self._views.end(words, unheard=unheard, gone=gone)
+            return
+        if view is following.view:
+            self._lose_again(mine, unheard)
+        complete = [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
+        for replica in dict.fromkeys(
+            each for each in (*complete, *mine.joining) if each not in self._views.view.members
+        ):
+            if following.joined or replica in mine.joining:  # it may not be connected to the one that has just joined
+                self._asked.pop(replica, None)
+                self._outbox.send(self._rules.ranks((replica,)), _AGAIN)
+            else:
+                self._let_join(replica)
+
+    def _let_join(self, replica: int) -> None:
+        self._asked.pop(replica, None)
+        self._views.end(f"replica {replica} wants to join", joining=frozenset({replica}))
+
+    def _lose_again(self, mine: Report, unheard: frozenset[int]) -> None:
+        """Lose members that were lost before this view was agreed on: no connection is left whose end would tell."""
+        me, members = self._rules.replica, frozenset(self._views.view.members)
+        left = frozenset(each for each in mine.left if each[0] in members)
+        gone = mine.gone & members
+        unheard |= frozenset(other for one, other in mine.unheard if one == me) & members
+        if gone | unheard:
+            words = f"replica {me} can't reach all of the next view"
+            commits = mine.left_commits if left else frozenset()
+            self._views.end(words, unheard=unheard, gone=gone, left=left, left_commits=commits)
