@@ -86,10 +86,10 @@ def change(
     replicas: int = 3,
     size: int = 1,
     policy: Policy | None = None,
-    latest: tuple[int, ...] = (),
+    order: tuple[int, ...] = (),
     **known: Any,
 ) -> Change:
-    view = replace(View.of(replicas), latest=latest)
+    view = View(0, tuple(range(replicas)), order)
     return Change(told(rank, **known), view, size, policy or Policy(), "replica 2 is lost")
 
 
@@ -194,24 +194,25 @@ def test_one_that_accuses_two_others_is_the_one_to_go(accuser: int) -> None:
     assert members_of(ours) == others
 
 
-def test_a_single_bad_pair_costs_the_one_that_came_last_or_has_the_higher_number() -> None:
+def test_a_single_bad_pair_costs_the_one_that_came_later_or_has_the_higher_number() -> None:
     """Whichever of the two says so."""
     for rank, other in ((0, 2), (2, 0)):
         ours = change(rank=rank, unheard=frozenset())
         ours.extend(unheard=frozenset({other}))
         assert ours.staying == (0, 1)
-        assert change(rank=rank, latest=(0,), unheard=ours.mine.unheard).staying == (1, 2)
+        for order in ((1, 2, 0), (2, 0, 1)):  # also where another one has come since
+            assert change(rank=rank, order=order, unheard=ours.mine.unheard).staying == (1, 2)
 
 
-def test_who_came_last_is_known_until_another_one_comes() -> None:
-    ours = change(latest=(1,), gone=frozenset({2}), unheard=frozenset())
+def test_the_order_in_which_they_came_is_kept() -> None:
+    ours = change(order=(1, 2, 0), gone=frozenset({2}), unheard=frozenset())
     agree(ours, replace(ours.mine, rank=1))
     assert (following := ours.outcome()) is not None
-    assert following.view == View(1, (0, 1), latest=(1,))
-    ours = change(latest=(1,), joining=frozenset({4, 5}), unheard=frozenset())
+    assert following.view == View(1, (0, 1), (1, 0))
+    ours = change(order=(1, 2, 0), joining=frozenset({4, 5}), unheard=frozenset())
     agree(ours, *(replace(ours.mine, rank=other) for other in (1, 2)))
     assert (following := ours.outcome()) is not None
-    assert following.view == View(1, (0, 1, 2, 4), latest=(4,))
+    assert following.view == View(1, (0, 1, 2, 4), (1, 2, 0, 4))
 
 
 def test_who_is_behind_goes_where_the_others_are_enough() -> None:

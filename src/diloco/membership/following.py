@@ -27,14 +27,15 @@ def who_stays(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, .
     there = frozenset(view.members) - mine.gone
     if policy.split == "go-on" and me in there:
         there = within_reach(me, there, mine.unheard)
+    order = [each for each in view.order if each in there]
     said = Counter(late for _, late in mine.behind)
     late = {each for each, times in said.items() if times >= more_than_could_lie(len(view.members))} & there
     if late:
-        in_time = largest_set(there - late, mine.unheard, view.latest)
+        in_time = largest_set([each for each in order if each not in late], mine.unheard)
         lost = frozenset(view.members) - frozenset(in_time)
         if decide(view, lost=lost, gone=mine.gone, joining=(), policy=policy).members is not None:
             return in_time
-    return largest_set(there, mine.unheard, view.latest)
+    return largest_set(order, mine.unheard)
 
 
 def next_view(view: View, told: Sequence[Report], staying: Sequence[int], policy: Policy) -> NextView:

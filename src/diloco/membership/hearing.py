@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 __all__ = ["largest_set", "within_reach"]
 
 
-def largest_set(
-    members: Collection[int], unheard: Iterable[tuple[int, int]], latest: Collection[int] = ()
-) -> tuple[int, ...]:
+def largest_set(members: Sequence[int], unheard: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     """A largest set of ``members`` who all hear each other.
 
-    Of several largest sets it is the one with the fewest of the ``latest`` members, then the one that holds the
-    lowest-numbered members. So a single bad pair costs one member, and one that has lost sight of two goes itself; one
-    whose link comes and goes has often come last.
+    Of several largest sets it is the one that holds the first of them. So a single bad pair costs one member, and one
+    that has lost sight of two goes itself; where they are in the order in which they came, one whose link comes and
+    goes has come late.
 
     Args:
-        members: to choose from.
+        members: to choose from, each once.
         unheard: pairs of which one can't hear the other, in either order; pairs with others than members count for
             nothing.
-        latest: members who came last.
 
     Returns:
         The set, ascending.
@@ -29,23 +26,17 @@ def largest_set(
     (0, 1, 2)
     >>> largest_set(range(4), [(0, 3), (0, 1)])
     (1, 2, 3)
-    >>> largest_set(range(3), [(0, 2)]), largest_set(range(3), [(0, 2)], latest={0})
+    >>> largest_set((0, 1, 2), [(0, 2)]), largest_set((1, 2, 0), [(0, 2)])
     ((0, 1), (1, 2))
     """
-    order = sorted(members)
-    apart: dict[int, set[int]] = {member: set() for member in order}
+    apart: dict[int, set[int]] = {member: set() for member in members}
     for one, other in unheard:
         if one in apart and other in apart and one != other:
             apart[one].add(other)
             apart[other].add(one)
-    # Weights whose sums compare as the three rules do: no two sets weigh the same.
-    size = len(order)
-    ahead, one_more = 1 << size, (size + 1) << size
-    weight = {
-        member: one_more + (0 if member in latest else ahead) + (1 << (size - 1 - index))
-        for index, member in enumerate(order)
-    }
-    return tuple(sorted(_heaviest(frozenset(order), apart, weight, {})))
+    size = len(members)  # weights whose sums compare as the two rules do: no two sets weigh the same
+    weight = {member: (1 << size) + (1 << (size - 1 - index)) for index, member in enumerate(members)}
+    return tuple(sorted(_heaviest(frozenset(members), apart, weight, {})))
 
 
 def within_reach(member: int, members: Collection[int], unheard: Iterable[tuple[int, int]]) -> frozenset[int]:

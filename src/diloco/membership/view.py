@@ -17,7 +17,8 @@ class View:
     Attributes:
         id: grows by one whenever the members change.
         members: replica numbers in ascending order, which is also the order of every sum.
-        latest: those of them who came last, ascending; none where all came at once.
+        order: the members in the order in which they came, by their numbers where they came at once; empty: by their
+            numbers.
 
     >>> View.of(3)
     View(id=0, members=(0, 1, 2))
@@ -25,13 +26,19 @@ class View:
 
     id: int
     members: tuple[int, ...]
-    latest: tuple[int, ...] = field(default=(), repr=False)
+    order: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.members or list(self.members) != sorted(set(self.members)):
             raise ConfigurationError(
                 f"a view of members {self.members} was given; it needs at least one replica, each once, in ascending "
                 "order. Nothing was started."
+            )
+        object.__setattr__(self, "order", self.order or self.members)
+        if sorted(self.order) != list(self.members):
+            raise ConfigurationError(
+                f"a view of members {self.members} who came in the order {self.order} was given; each has to be in "
+                "both, once. Nothing was started."
             )
 
     @classmethod
@@ -42,7 +49,7 @@ class View:
     def followed_by(self, identity: int, members: Sequence[int], joined: Sequence[int]) -> View:
         """The view ``identity`` of ``members``, of whom ``joined`` were not in this one.
 
-        >>> View.of(2).followed_by(1, (0, 1, 2), (2,)).followed_by(2, (0, 2), ()).latest
-        (2,)
+        >>> View.of(3).followed_by(1, (1, 2), ()).followed_by(2, (0, 1, 2), (0,)).order
+        (1, 2, 0)
         """
-        return View(identity, tuple(members), tuple(joined) or tuple(each for each in self.latest if each in members))
+        return View(identity, tuple(members), (*(each for each in self.order if each in members), *sorted(joined)))

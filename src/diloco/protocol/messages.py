@@ -34,7 +34,7 @@ __all__ = [
     "vote_words",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised whenever a replica of the version before would misread one of this version."""
 
 
@@ -184,7 +184,7 @@ def adopted(following: NextView) -> dict[str, Any]:
     return {
         "kind": "adopted",
         "view": following.previous.id,
-        "members": None if following.view is None else list(following.view.members),
+        "members": None if following.view is None else list(following.view.order),
         "from_step": following.from_step,
         "commits": _with_digests(following.commits),
         "void": sorted(map(list, following.void)),
@@ -201,10 +201,10 @@ def next_view(message: Mapping[str, Any], previous: View) -> NextView:
         ValueError: a field is missing or is not what it should be.
     """
     fields = Fields(message)
-    members = None if fields.is_none("members") else fields.ranks("members")
+    order = None if fields.is_none("members") else fields.ranks("members")  # as they came
     joined = fields.ranks("joined")
     return NextView(
-        view=None if members is None else previous.followed_by(fields.integer("view") + 1, members, joined),
+        view=None if order is None else View(fields.integer("view") + 1, tuple(sorted(order)), order),
         previous=previous,
         from_step=fields.integer("from_step"),
         commits=fields.digests("commits"),
