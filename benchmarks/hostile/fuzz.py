@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from benchmarks.hostile.members import HEADER, VOTE
 from diloco.data.shares import Shares
 from diloco.errors import DiLoCoError
+from diloco.membership.proofs import SignedVote
+from diloco.membership.reports import Report
 from diloco.membership.view import View
+from diloco.protocol.faults import Faults, faults_message, read_faults
 from diloco.protocol.fields import json_object
 from diloco.protocol.headers import Header
-from diloco.protocol.messages import RoundVote, next_view, read, read_answer, speed_of
+from diloco.protocol.messages import RoundVote, change_message, next_view, read, read_answer, speed_of
 from diloco.protocol.registry import Entry
 from diloco.transport.address import parse_address
 from diloco.transport.hivemind.identity import PeerRecord, owner_of
@@ -54,22 +57,25 @@ _BYTES = (
 )
 
 _VIEW = View(0, (0, 1, 2))
-_REPORT = {
-    "kind": "change",
-    "view": 0,
-    "unheard": [[0, 1]],
-    "behind": [],
-    "gone": [2],
-    "joining": [5],
-    "left": [[1, 2]],
-    "left_commits": [[0, 1, "d"]],
-    "step": 3,
-    "commits": [[0, 1, "d"]],
-    "void": [[-1, 3]],
-    "ready": False,
-    "agreed": None,
-    "why": "lost",
-}
+_REPORT = change_message(
+    Report(
+        1,
+        0,
+        unheard=frozenset({(0, 1)}),
+        behind=frozenset({(1, 2)}),
+        gone=frozenset({2}),
+        joining=frozenset({5}),
+        left=frozenset({(1, 2)}),
+        left_commits=frozenset({(0, 1, "d")}),
+        step=3,
+        commits={(0, 1): "d"},
+        void=frozenset({(-1, 3)}),
+        voted={(0, 2): "d"},
+        heard={0: "d"},
+        shown=frozenset({SignedVote(0, (0, 2), True, "d", "s")}),
+    ),
+    "lost",
+)
 _ADOPTED = {
     "kind": "adopted",
     "view": 0,
@@ -89,10 +95,19 @@ _OFFER = {
     "tensors": {"x": ["torch.float32", [2]]},
     "bytes": 8,
     "blocks": ["0" * 16],
-    "snapshot": "0" * 16,
+    "snapshot": "ecdc6f45db784be8",
 }
 _SHARES = {"chain": [[0, [0, 1], 0, []]], "aside": []}
-_STATUS = {"kind": "status", "state": "training", "step": 3, "members": [0, 1], "sent_bytes": 5, "pace": 1.0}
+_FAULTS = faults_message({3: Faults(spoilt=3, late=1)}, me=0)
+_STATUS = {
+    "kind": "status",
+    "state": "training",
+    "step": 3,
+    "members": [0, 1],
+    "sent_bytes": 5,
+    "pace": 1.0,
+    "faults": _FAULTS,
+}
 _ADMISSION = Admission("run", "words that only the members know")
 _RECORD = PeerRecord("Qm", 3, "swarm", 7, ("/ip4/10.0.0.1/tcp/4",), True, 2, "was", _VIEW)
 
@@ -168,6 +183,7 @@ PARSERS: dict[str, Parser] = {
     "a record's bytes": (_BYTES, lambda data: PeerRecord.from_bytes("Qm", data, _ADMISSION)),
     "a record's owner": (st.binary(max_size=200), owner_of),
     "a status": (damaged(_STATUS) | st.dictionaries(_TEXTS, VALUES, max_size=5), _row),
+    "faults of others": (damaged(_FAULTS), read_faults),
     "an offer of state": (damaged(_OFFER), lambda message: Description.from_message(message, 1 << 20)),
     "shares of the data": (damaged(_SHARES), Shares.from_message),
     "an address": (_TEXTS | st.text(alphabet="[]:0123456789abcdef.", max_size=30), parse_address),
