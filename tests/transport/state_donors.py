@@ -163,6 +163,7 @@ def lying(donor: Donor, change: Callable[[dict[str, Any], bytes], tuple[dict[str
         def __init__(self, writer: asyncio.StreamWriter) -> None:
             self.inner = writer
             self.drain = writer.drain
+            self.transport = writer.transport
 
         def write(self, frame: bytes) -> None:
             reader = asyncio.StreamReader()

@@ -74,6 +74,23 @@ def test_a_donor_that_lies_is_survived_and_named(asker: Asker, make_donor: MakeD
         asker.fetch({0: liar})
 
 
+def test_who_offers_another_state_of_more_rounds_is_not_believed_beside_two(
+    asker: Asker, make_donor: MakeDonor
+) -> None:
+    """Also where these two end a round one after the other: they are asked until they offer the same."""
+    liar, behind, ahead = (make_donor(state(seed, finished=n)) for seed, n in ((7, 1 << 50), (1, 1), (1, 2)))
+
+    def version(fragment: int) -> int:
+        if behind.copies == 1:  # it has been asked before
+            behind.held = ahead.held
+        return behind.changes
+
+    behind.service.version = version
+    fetched = asker.fetch({0: liar, 1: behind, 2: ahead})
+    assert same_values(fetched, {**state(1, finished=2), "fragment": 0})
+    assert not asker.received_from(liar)
+
+
 def test_parts_of_a_block_from_a_liar_and_an_honest_one_blame_nobody_in_vain(
     asker: Asker, make_donor: MakeDonor
 ) -> None:

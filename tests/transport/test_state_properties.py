@@ -220,19 +220,21 @@ def offer(finished: int | None, content: int) -> Description:
 
 
 @pytest.mark.parametrize(
-    ("held", "taken"),
+    ("held", "needed", "taken"),
     [
-        ({0: (1, 0)}, 0),
-        ({0: (1, 0), 1: (1, 9), 2: (1, 9)}, 1),
-        ({0: (1, 0), 1: (1, 0), 2: (2, 9)}, 2),
-        ({2: (1, 0), 1: (1, 9)}, 1),
-        ({0: (1, 0), 1: (2, 8), 2: (2, 9), 3: (2, 9)}, 2),
-        ({0: (None, 0), 1: (3, 1), 2: (4, 2)}, 0),
+        ({0: (1, 0)}, 1, 0),
+        ({0: (1, 0), 1: (1, 9), 2: (1, 9)}, 1, 1),
+        ({0: (1, 0), 1: (1, 0), 2: (2, 9)}, 1, 2),
+        ({2: (1, 0), 1: (1, 9)}, 1, 1),
+        ({0: (1, 0), 1: (2, 8), 2: (2, 9), 3: (2, 9)}, 1, 2),
+        ({0: (1, 0), 1: (1, 0), 2: (2, 9)}, 2, 0),
+        ({0: (1 << 50, 9), 1: (2, 0), 2: (1, 0)}, 2, None),
+        ({0: (None, 0), 1: (3, 1), 2: (4, 2)}, 1, 0),
     ],
 )
-def test_whose_snapshot_is_taken(held: dict[int, tuple[int | None, int]], taken: int) -> None:
+def test_whose_snapshot_is_taken(held: dict[int, tuple[int | None, int]], needed: int, taken: int | None) -> None:
     offers = {replica: offer(*each) for replica, each in held.items()}
-    assert choose(offers, after=5) == offers[taken]
+    assert choose(offers, 5, needed) == (None if taken is None else offers[taken])
     assert choose({}, 0) is None
 
 

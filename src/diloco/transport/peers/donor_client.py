@@ -41,6 +41,7 @@ class FetchContext:
     after: int  # rounds that must be in the state
     expected_bytes: int | None  # a larger state is refused; None: `state_wire.MAX_STATE_BYTES`
     slow_s: float  # as for `fetch_state`
+    agree_by_s: float  # until then, by the loop's clock, more donors than could lie are to offer the same
     meter: Meter  # counts the bytes that come
     donors: list[Donor] = field(default_factory=list)  # all of them
     assembly: Assembly | None = None  # of the chosen snapshot; None while none is chosen
@@ -58,6 +59,12 @@ class FetchContext:
         """Something has changed."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def ask_again(self) -> None:
+        """What the donors have offered is not used."""
+        for donor in self.left:
+            donor.offer, donor.answered = None, False
+        self.notify()
 
     @property
     def left(self) -> list[Donor]:
@@ -107,7 +114,6 @@ class Donor:
             while not self.dropped:
                 seen = self.fetch.assembly
                 await self._visit()
-                self.answered = True
                 self.fetch.notify()
                 await self._pause(seen)
         except Exception as error:  # a defect of the package
@@ -136,6 +142,7 @@ class Donor:
             self.drop(str(error))
         except (OSError, EOFError, TransportError, ValueError) as error:
             self._failures += 1
+            self.answered = True
             words = str(error) or type(error).__name__
             self.trouble = f"it said nothing for {slow_s:g} s" if isinstance(error, TimeoutError) else words
             if self._failures == _MOST_FAILURES:
@@ -149,7 +156,7 @@ class Donor:
             self.answered = True
             fetch.notify()
             if self.offer is not None:
-                await fetch.until(lambda: fetch.assembly is not None)
+                await fetch.until(lambda: fetch.assembly is not None or self.offer is None)
         if (assembly := fetch.assembly) is not None and self._is_source():
             await self._receive(assembly, reader, writer)
 

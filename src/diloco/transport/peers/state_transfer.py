@@ -1,7 +1,8 @@
 """State of fragments, given to others and taken from them.
 
-A rank that needs a state asks several donors what they hold. Of those that have finished the most rounds, the snapshot
-that most of them hold is fetched, block by block, from all that hold it, each at its own pace. A broken connection is
+A rank that needs a state asks several donors what they hold. A snapshot that more of them hold than could lie is
+fetched, block by block, from all that hold it, each at its own pace; while there is none, as they end a round one after
+the other, they are asked again. A broken connection is
 opened again and continues where it stopped. A donor is dropped if it can't be reached three times in a row, sends bytes
 that do not match its digest, or keeps the others waiting; the others are asked for its blocks. The result matches the
 digest and is finite. `donor_client` and `donor_session` are the two ends of such a connection.
@@ -16,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from diloco.errors import TransportError
+from diloco.membership.quorum import more_than_could_lie
 from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Rules
 from diloco.transport.address import Address
@@ -127,6 +129,7 @@ async def fetch_state(
     expected_bytes: int | None = None,
     slow_s: float = 15.0,
     grace_s: float = 1.0,
+    agree_s: float = 15.0,
     meter: Meter | None = None,
 ) -> dict[str, Any]:
     """The state of ``fragment``, from donors that have finished ``after`` rounds of it.
@@ -138,11 +141,13 @@ async def fetch_state(
         slow_s: a donor that sends nothing for so long has failed once; one that keeps the others waiting so long is
             dropped.
         grace_s: how long the choice of a snapshot waits for more donors after the first offer.
+        agree_s: if no snapshot is held by more donors than could lie for so long, one of the furthest is taken.
 
     Raises:
         TransportError: if no donor gives it in time; it says of every donor why.
     """
-    fetch = FetchContext(streams, fragment, after, expected_bytes, slow_s, meter or Meter())
+    agree_by_s = asyncio.get_running_loop().time() + agree_s
+    fetch = FetchContext(streams, fragment, after, expected_bytes, slow_s, agree_by_s, meter or Meter())
     fetch.donors = [Donor(fetch, replica, donors[replica]) for replica in sorted(donors)]
     try:
         async with asyncio.timeout(timeout_s):
@@ -172,8 +177,11 @@ async def _attempt(fetch: FetchContext, grace_s: float) -> dict[str, Any] | None
             await fetch.until(lambda: _may_choose(fetch))
     if not fetch.left:
         raise _failed(fetch, "none gave it")
-    chosen = choose(_offers(fetch), fetch.after)
-    if chosen is None:  # who had offered something is being asked again
+    in_time = asyncio.get_running_loop().time() < fetch.agree_by_s
+    chosen = choose(_offers(fetch), fetch.after, more_than_could_lie(len(fetch.left)) if in_time else 1)
+    if chosen is None:
+        if all(donor.answered for donor in fetch.left):
+            fetch.ask_again()
         return None
     try:
         assembly = fetch.assembly = Assembly(chosen)
@@ -194,7 +202,7 @@ async def _attempt(fetch: FetchContext, grace_s: float) -> dict[str, Any] | None
     return state
 
 
-def choose(offers: Mapping[int, Description], after: int) -> Description | None:
+def choose(offers: Mapping[int, Description], after: int, needed: int = 1) -> Description | None:
     """The snapshot to fetch: of the donors that have finished the most rounds, what most of them hold.
 
     On a tie, what the lowest of these replicas holds.
@@ -202,7 +210,10 @@ def choose(offers: Mapping[int, Description], after: int) -> Description | None:
     Args:
         offers: by replica.
         after: taken as the finished rounds of a donor that does not tell them.
+        needed: what fewer donors hold than this is not looked at; None if there is nothing else.
     """
+    times = Counter(each.digest for each in offers.values())
+    offers = {replica: each for replica, each in offers.items() if times[each.digest] >= needed}
     if not offers:
         return None
     finished = {m: after if each.finished_rounds is None else each.finished_rounds for m, each in offers.items()}
