@@ -19,11 +19,14 @@ _NUMEL = 200_000
 Change = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
 
 
-def beside_an_honest_one(name: str, make: Callable[[], Donor], before: str = "", **fetch: Any) -> Attack:
-    """A joiner asks both for the state, and must get the honest one's."""
+def beside_an_honest_one(
+    name: str, make: Callable[[], Donor], before: str = "", *, honest: int = 1, **fetch: Any
+) -> Attack:
+    """A joiner asks both, or one more honest one, for the state, and must get the honest one's."""
 
     def run() -> Outcome:
-        held, asker, made = state(numel=_NUMEL), Asker(), [make(), Donor(state(numel=_NUMEL))]
+        held, asker = state(numel=_NUMEL), Asker()
+        made = [make(), *(Donor(state(numel=_NUMEL)) for _ in range(honest))]
         began_s, before_bytes, ended = time.monotonic(), memory_bytes(), 0
         try:
             same = same_values(asker.fetch(dict(enumerate(made)), **fetch), {**held, "fragment": 0})
@@ -106,5 +109,14 @@ ATTACKS = [
     beside_an_honest_one("2^60 bytes", _lie(_offer(bytes=1 << 60))),
     beside_an_honest_one("blocks that are none", _lie(_offer(blocks=["\x1b[2J"]))),
     beside_an_honest_one("tensors that are none", _lie(_offer(tensors={"\x1b[2J": ["torch.float32", [1]]}))),
-    beside_an_honest_one("another state of as many rounds", lambda: Donor(state(7, numel=_NUMEL, finished=0))),
+    beside_an_honest_one("another state of fewer rounds", lambda: Donor(state(7, numel=_NUMEL, finished=0))),
+    beside_an_honest_one(
+        "another state of as many rounds, beside two", lambda: Donor(state(7, numel=_NUMEL)), honest=2
+    ),
+    beside_an_honest_one(
+        "another state of 2^50 rounds, beside two",
+        lambda: Donor(state(7, numel=_NUMEL, finished=1 << 50)),
+        "taken",
+        honest=2,
+    ),
 ]

@@ -172,6 +172,7 @@ class Pair:
             received_bytes=0,
             wait_s=0.0,
             donor=donor,
+            held=self.donor.outer_loop.digest(fragment),
         )
 
     @staticmethod
@@ -297,18 +298,37 @@ def test_over_another_transport_nothing_of_the_old_one_is_taken() -> None:
 
 
 def test_a_state_that_turns_out_to_be_another_one_is_fetched_again() -> None:
-    """As of a donor that had lost its way itself: it says that all rounds are in it, and they are not."""
+    """As of a donor that has lost its way, or lies: it says that all rounds are in it. Now each is asked alone."""
     pair = Pair()
     pair.send(0)
     pair.merge(0)
     pair.transport.fetches[0].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 1}
     pair.taking_over.poll()
-    for _ in range(2):
-        pair.send(0)
-        assert "fetches beside the training" in pair.merge(0)
-    pair.transport.fetches[1].outcome = pair.answer(0)
+    pair.send(0)
+    assert "fetches beside the training" in pair.merge(0)
+    pair.send(0)
+    pair.transport.fetches[1].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 2}
+    pair.taking_over.poll()
+    assert "fetches beside the training" in pair.merge(0), "it came after the round began"
+    pair.transport.fetches[2].outcome = pair.answer(0)
     pair.taking_over.poll()
     assert pair.joiner.outer_loop.digest(0) == pair.donor.outer_loop.digest(0)
+    assert [fetch.donors for fetch in pair.transport.fetches] == [(0, 1), (0,), (1,)]
+
+
+def test_a_state_that_is_not_what_all_held_at_its_round_changes_nothing() -> None:
+    pair = Pair()
+    before = pair.joiner.outer_loop.digest(0)
+    for _ in range(2):
+        pair.send(0)
+        pair.merge(0)
+    pair.transport.fetches[0].outcome = SharedState(outer_loop(7)).snapshot(0) | {"finished_rounds": 1}
+    (failure,) = pair.taking_over.poll()
+    assert failure.endswith("failed: what was offered is not what the others hold.")
+    assert pair.joiner.outer_loop.digest(0) == before
+    pair.send(0)
+    pair.merge(0)
+    assert pair.transport.fetches[1].donors == (0,)
 
 
 @pytest.mark.parametrize("odd", [{"slots": {}}, {"finished_rounds": None}, {"outer_step": "many"}])

@@ -95,6 +95,7 @@ def test_state_is_compared_with_that_of_the_first_one_that_has_it(
     headers |= {rank: replace(headers[rank], digest="another shard") for rank in (1, 3, 5)}
     headers[2] = replace(headers[2], digest=mine)
     assert donor_for(2, headers, members=(0, 1, 2), ranks_per_replica=2) == donor
+    assert RoundState(ROUND, headers, donor=donor).held(RULES) == ("" if donor is None else "d")
 
 
 def test_who_has_diverged_hears_that_and_else_why_the_round_is_void() -> None:

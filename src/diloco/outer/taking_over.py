@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,67 +15,11 @@ from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import OuterState
 from diloco.errors import DivergedError, FragmentError, TransportError
 from diloco.events import StateFetched
+from diloco.outer.fetch_progress import FetchProgress
 from diloco.transport.base import Average, Fetching, Transport
-from diloco.units import format_bytes
 from diloco.waiting import waiting_for
 
-__all__ = ["FetchProgress", "SharedState", "TakingOver"]
-
-
-class FetchProgress:
-    """Of fragments that are fetched one after the other.
-
-    Args:
-        transport: whose count of bytes tells what is on its way; other fetches over it would be counted, too.
-        expected: fragment -> bytes of its state.
-        step: inner steps done, for the events.
-    """
-
-    def __init__(self, transport: Transport, expected: Mapping[int, int], step: int) -> None:
-        self._transport = transport
-        self._expected = expected
-        self._step = step
-        self._fragment = next(iter(expected))
-        self._here: set[int] = set()
-        self._before = transport.fetched_bytes
-
-    def begin(self, fragment: int) -> None:
-        """From now on this fragment is fetched."""
-        self._fragment, self._before = fragment, self._transport.fetched_bytes
-
-    def end(self) -> StateFetched:
-        """The fragment is here."""
-        self._here.add(self._fragment)
-        return self.now()
-
-    def now(self) -> StateFetched:
-        """What has come by now; bytes that came twice count once."""
-        here, of_fragment = self._fragment in self._here, self._expected[self._fragment]
-        came = of_fragment if here else min(of_fragment, self._transport.fetched_bytes - self._before)
-        return StateFetched(
-            step=self._step,
-            fragment=self._fragment,
-            fragment_received_bytes=came,
-            fragment_expected_bytes=of_fragment,
-            received_bytes=came + sum(self._expected[each] for each in self._here - {self._fragment}),
-            expected_bytes=sum(self._expected.values()),
-            here=here,
-        )
-
-    def __str__(self) -> str:
-        now = self.now()
-        came, expected = format_bytes(now.received_bytes), format_bytes(now.expected_bytes)
-        of_fragment = _percent(now.fragment_received_bytes, now.fragment_expected_bytes)
-        return (
-            f"{_percent(now.received_bytes, now.expected_bytes)}, {came} of {expected}; fragment {now.fragment}: "
-            f"{of_fragment}"
-        )
-
-
-def _percent(part: int, whole: int) -> str:
-    """Rounded down: 100 % are all."""
-    return f"{100 * part // max(1, whole)} %"
-
+__all__ = ["SharedState", "TakingOver"]
 
 _TELL_EVERY_S = 1.0
 
@@ -132,7 +77,8 @@ class TakingOver:
     found at its first exchange of each fragment. It then fetches that fragment again *beside* the training (`missed`,
     `poll`), one fragment at a time, and keeps the averages of the rounds that go by until the state is here (4 bytes
     per value and round). The outer optimizer's steps with these averages bring that state up to date, so a fetch is
-    never too slow, and nobody waits.
+    never too slow, and nobody waits. What all hold before a round is in the headers of that round: a state that is
+    another one is not kept, and the donors are asked one after the other from then on.
     """
 
     def __init__(self, shared: SharedState, transport: Transport) -> None:
@@ -142,12 +88,16 @@ class TakingOver:
         self._wanted: dict[int, int] = {}  # fragment -> the donor to ask first, in the order found
         self._underway: _Underway | None = None
         self._base: dict[int, int] = {}  # fragment -> rounds in the state that came since the fragment was last sent
+        self._taken: set[int] = set()  # fragments of which a state was taken that no header has confirmed yet
+        self._lies: Counter[int] = Counter()  # fragment -> states that turned out to be others than the others'
 
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, and drop what was being fetched."""
         self._transport = transport
         self._wanted.clear()
         self._base.clear()
+        self._taken.clear()
+        self._lies.clear()
         self._underway = None
 
     def all_from(self, donors: Sequence[int], *, keep_work: bool, step: int) -> Iterator[StateFetched]:
@@ -210,13 +160,17 @@ class TakingOver:
         """
         index, outer_step = average.round.fragment, average.round.outer_step
         words = f"{average.round}: replica {self._transport.replica} is still taking over the state"
-        if self._base.get(index) == outer_step:  # the state came after the round began
+        base = self._base.get(index, -1)
+        if base == outer_step and self._loop.digest(index) == average.held:  # the state came after the round began
             with self._shared.changing(index), self._loop.carrying_over(index):
                 self._loop.outer_step(index, average.values)
                 self._base[index] = self._shared.finished_rounds[index] = outer_step + 1
             return f"{words}, and has it now."
-        if self._base.get(index, -1) > outer_step:
+        if base > outer_step:
             return f"{words}, and has it now, that of this round included."
+        if index in self._taken:
+            self._taken.discard(index)
+            self._lies[index] += 1
         if self._underway is not None and self._underway.fragment == index:
             self._underway.missed.append(average)
         else:
@@ -249,6 +203,10 @@ class TakingOver:
     def _take(self, index: int, state: Mapping[str, Any], missed: Sequence[Average]) -> None:
         finished = _finished_rounds(index, state)
         later = [average for average in missed if average.round.outer_step >= finished]
+        if later and self._digest(index, state) != later[0].held:
+            self._lies[index] += 1
+            raise TransportError("what was offered is not what the others hold.")
+        self._taken.add(index)
         with self._shared.changing(index), self._loop.carrying_over(index):
             self._load(index, state)
             for average in later:
@@ -275,7 +233,10 @@ class TakingOver:
             index, donor = next(iter(self._wanted.items()))
             del self._wanted[index]
             others = [m for m in self._transport.view.members if m not in (donor, self._transport.replica)]
-            fetching = self._transport.fetch_beside(index, [donor, *others], self._expected_bytes(index))
+            asked = [donor, *others]
+            if self._lies[index]:
+                asked = [asked[(self._lies[index] - 1) % len(asked)]]
+            fetching = self._transport.fetch_beside(index, asked, self._expected_bytes(index))
             self._underway = _Underway(index, donor, fetching)
 
     def _expected_bytes(self, index: int) -> int:

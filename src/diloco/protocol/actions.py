@@ -112,7 +112,7 @@ class GiveVerdict:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """A round is applied by all of ``view``; ``note``, ``donor`` and ``late_s`` as in `Average`."""
+    """A round is applied by all of ``view``; ``note``, ``donor``, ``held`` and ``late_s`` as in `Average`."""
 
     round: RoundId
     mean: Mean
@@ -120,6 +120,7 @@ class Commit:
     plan: Exchange
     note: str
     donor: int | None
+    held: str
     late_s: tuple[float, ...] = ()
 
 

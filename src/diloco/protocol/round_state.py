@@ -189,6 +189,10 @@ class RoundState:
             )
         return verdict
 
+    def held(self, rules: Rules) -> str:
+        """Digest of what `donor` holds; "" if there is none."""
+        return "" if self.donor is None else self.headers_here((self.donor,), rules)[self.donor].digest
+
     def weights(self, contributors: Sequence[int], rules: Rules) -> Mapping[int, float]:
         """Contributor -> its weight, from the header of its rank at this rank's position, and bounded."""
         headers = self.headers_here(contributors, rules)

@@ -198,7 +198,10 @@ class Voting:
             note = "; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused])
             self._refused = []
             late_s = state.late_s(state.mean.contributors, self._rules)
-            self._outbox.actions.append(Commit(state.id, state.mean, self.view, state.plan, note, state.donor, late_s))
+            held = state.held(self._rules)
+            self._outbox.actions.append(
+                Commit(state.id, state.mean, self.view, state.plan, note, state.donor, held, late_s)
+            )
         state.concluded = True
         state.free()
 

@@ -33,6 +33,7 @@ class Average(Mean):
     # None: the average applies to the state that this replica holds. Else this replica is still taking over the
     # fragment's state, which that one holds, and its own contribution did not count.
     donor: int | None = None
+    held: str = ""  # digest of that state
 
 
 class Pending(Protocol):

@@ -196,5 +196,6 @@ class ProtocolRunner:
             wait_s=0.0,
             note=commit.note,
             donor=commit.donor,
+            held=commit.held,
             late_s=commit.late_s,
         )
