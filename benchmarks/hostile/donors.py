@@ -116,7 +116,6 @@ ATTACKS = [
     beside_an_honest_one(
         "another state of 2^50 rounds, beside two",
         lambda: Donor(state(7, numel=_NUMEL, finished=1 << 50)),
-        "taken",
         honest=2,
     ),
 ]
