@@ -279,6 +279,31 @@ def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, f
         assert why.startswith(f"replica {liar} has spoilt 3 rounds or more lately: ")
 
 
+def test_who_has_spoilt_rounds_stays_out_for_a_time_that_grows_and_may_come_back() -> None:
+    network = simulated(3)
+    spoils = rank(network, 2).lie = lambda receiver, message: [
+        {**message, "weight": "nan"} if message["kind"] == "header" else message
+    ]
+    network.make = lambda number: Rank(network, number, 3, 1, rank(network, 0).policies, joining=True)
+    explore(network, [])
+    for times in range(2):
+        for passed_s in (0.0, Conduct.OUT_S * 2**times - 1):
+            for each in honest(network, 2):
+                each.now_s += passed_s
+            network.return_whole(2)
+            explore(network, [])
+            assert rank(network, 0).view.members == (0, 1)
+            assert rank(network, 2).left.startswith("refused: replica 2 has spoilt rounds, and may come back in ")
+        for each in honest(network, 2):
+            each.now_s += 1.0
+            each.STEPS = each.step + 12
+        network.return_whole(2)
+        rank(network, 2).STEPS = rank(network, 0).STEPS
+        rank(network, 2).lie = spoils if times == 0 else rank(network, 2).lie
+        explore(network, [])
+    assert rank(network, 0).view.members == (0, 1, 2), "it lies no more"
+
+
 @pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (4, 1), (5, 4)])
 def test_whose_values_make_three_means_infinite_is_put_out(replicas: int, liar: int) -> None:
     """Each of the others finds it by itself."""

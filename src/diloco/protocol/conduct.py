@@ -17,30 +17,46 @@ class Conduct:
     """Faults of the members of a view, counted while they are members.
 
     >>> conduct = Conduct()
-    >>> [sorted(conduct.note((0, 1, 2), refused)) for refused in ((2,), (), (2,), (2,))]
+    >>> conduct.follow((0, 1, 2), 0.0)
+    >>> [sorted(conduct.note(refused)) for refused in ((2,), (), (2,), (2,))]
     [[], [], [], [2]]
     >>> conduct.has_spoilt(2), conduct.has_spoilt(1)
     (True, False)
     >>> conduct.count("late", {1})
     >>> conduct.faults[1], conduct.faults[2]
     (Faults(spoilt=0, missed=0, against=0, late=1), Faults(spoilt=3, missed=0, against=0, late=0))
+    >>> conduct.follow((0, 1), 5.0)
+    >>> conduct.stays_out_s(2, 6.0), conduct.stays_out_s(2, 66.0)
+    (59.0, 0.0)
     """
 
     MOST = 3  # who has spoilt so many rounds is to go
+    OUT_S, LONGEST_OUT_S = 60.0, 86_400.0  # for how long, the first time, and at most; each time twice as long
 
     def __init__(self) -> None:
         self.faults: Mapping[int, Faults] = {}  # replica -> of each that has been at fault
         self._rounds: dict[int, deque[bool]] = {}
+        self._out: dict[int, tuple[int, float]] = {}  # replica -> how often it went as a spoiler, and until when
 
-    def note(self, members: Collection[int], spoilers: Collection[int]) -> frozenset[int]:
-        """A round was judged, or its payloads were; who has spoilt `MOST` by now, or twice as many, and so on.
-
-        Args:
-            members: of the view; others are forgotten.
-            spoilers: those of them who have spoilt it.
-        """
+    def follow(self, members: Collection[int], now_s: float) -> None:
+        """A view of ``members`` begins; of those who have gone it is only known how long spoilers are to stay out."""
+        for gone in self._rounds.keys() - set(members):
+            if self.has_spoilt(gone):
+                times = self._out.get(gone, (0, 0.0))[0]
+                self._out[gone] = times + 1, now_s + min(self.OUT_S * 2.0 ** min(times, 20), self.LONGEST_OUT_S)
         self._rounds = {each: self._rounds.get(each, deque(maxlen=_LATELY)) for each in members}
         self.faults = {each: faults for each, faults in self.faults.items() if each in self._rounds}
+
+    def stays_out_s(self, replica: int, now_s: float) -> float:
+        """For how long yet it may not come back."""
+        return max(0.0, self._out.get(replica, (0, 0.0))[1] - now_s)
+
+    def note(self, spoilers: Collection[int]) -> frozenset[int]:
+        """A round was judged, or its payloads were, which these members have spoilt.
+
+        Returns:
+            Who has spoilt `MOST` by now, or twice as many, and so on.
+        """
         self.count("spoilt", spoilers)
         for member, rounds in self._rounds.items():
             rounds.append(member in spoilers)

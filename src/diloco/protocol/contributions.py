@@ -60,6 +60,7 @@ class Contributions:
             void: rounds of earlier views that others have found void.
         """
         if self.failure is None:
+            self.conduct.follow(view.members, self._outbox.now_s)
             voting = Voting(view, self._rules, self._words, self._outbox, void, self._has_state_of, self.conduct)
             self.rounds = RoundTable(voting, self._rules, self._policies, self._outbox)
             for handed in carried:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from diloco.membership.quorum import enough_without
@@ -137,6 +138,9 @@ class ViewEnds:
             why = self.closed_to_joiners or str(self._views.failure or "this replica is joining itself")
             refused = {"kind": "refused", "reason": why, "for_good": self._views.failure is not None}
             self._outbox.send([rank], refused)
+        elif out_s := self._views.contributions.conduct.stays_out_s(replica, self._outbox.now_s):
+            why = f"replica {replica} has spoilt rounds, and may come back in {math.ceil(out_s)} s"
+            self._outbox.send([rank], {"kind": "refused", "reason": why, "for_good": False})
         elif not connected.issuperset(self._rules.ranks(each for each in self._views.view.members if each != replica)):
             self._outbox.send([rank], _AGAIN)
         else:

@@ -108,7 +108,7 @@ class Voting:
 
     def note_spoilers(self, spoilers: Collection[int], reason: str) -> None:
         """Replicas have spoilt a round for ``reason``; those who have done so too often are to go."""
-        too_often = self.conduct.note(self.view.members, spoilers) - {self._rules.replica}
+        too_often = self.conduct.note(spoilers) - {self._rules.replica}
         if too_often:
             self._outbox.queue.append(Spoilt(self.view.id, too_often, spoilt_words(too_often, reason)))
 
