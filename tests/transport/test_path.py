@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import struct
 
 import pytest
 from hypothesis import given
@@ -171,7 +172,33 @@ def test_one_late_answer_is_no_queue() -> None:
     assert math.isinf(pace.bits_per_s)
 
 
+def test_answers_that_were_held_up_do_not_show_a_faster_way() -> None:
+    """They waited behind what others sent to here, and come closer together than what they answer has left."""
+    pace = Pace()
+    trips_s = [6 * TRIP_S] * 8 + [6 * TRIP_S - n * INTERVAL_S for n in range(1, 9)]
+    for n, trip_s in enumerate(trips_s):
+        pace.observe(n * INTERVAL_S, sample(1e7 if n < 8 else 2e7, trip_s=trip_s))
+    assert pace.bits_per_s == pytest.approx(UTILIZATION * 1e7)
+
+
 # What the kernel tells.
+
+
+class OneLost:
+    """A connection of which a segment was lost: 10 arrived before it, and 30 after it."""
+
+    family = socket.AF_INET
+
+    def getsockopt(self, level: int, optname: int, buflen: int) -> bytes:
+        words = [0] * 24
+        words[2], words[5] = 1000, 30
+        return struct.pack("=8B24I4Q6I", *[0] * 8, *words, 0, 0, 10_000, 0, *[0] * 6)
+
+
+def test_what_came_after_a_lost_segment_has_come() -> None:
+    """Else the way would stand still until the segment is there, and seem to be fast then."""
+    counters = Counters.of(OneLost())
+    assert counters is None or counters.acknowledged_bytes == 40_000
 
 
 def test_the_kernel_counts_what_is_sent() -> None:

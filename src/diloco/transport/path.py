@@ -159,8 +159,10 @@ class Pace:
             self._window.clear()
             return
         self._intervals += 1
+        longest_s = max([sample.round_trip_s, *(each.round_trip_s for each in self._window)])
         self._window.append(sample)
-        seconds = sum(each.interval_s for each in self._window)
+        # while round trips become shorter, what is acknowledged in an interval was sent over a longer one
+        seconds = sum(each.interval_s for each in self._window) + longest_s - sample.round_trip_s
         rate = 8 * sum(each.acknowledged_bytes for each in self._window) / seconds
         full = all(each.full for each in self._window)
         if len(self._window) == WINDOW and rate > 0 and (full or rate > self._rate):

@@ -161,7 +161,9 @@ def _burst_s(connections: int, sent_bytes: float, trip_s: float, loss: float, ba
 class Counters:
     """What the kernel has counted on a connection since it was made, and its round trips."""
 
-    acknowledged_bytes: int  # by the other side's kernel
+    # that the other side's kernel has: those before the first one lost, and about as many after it as it told of. The
+    # former alone stand still at each loss, and jump once it is repaired, which would look like a fast link.
+    acknowledged_bytes: int
     sent_segments: int  # with payload
     resent_segments: int
     round_trip_s: float  # of late, with queues on the way
@@ -177,8 +179,9 @@ class Counters:
             found = _TCP_INFO.unpack(told)
         except (OSError, struct.error):  # it is closed, or the kernel is older than 4.6
             return None
-        words, (_, _, acknowledged, _), (_, _, _, least, _, sent) = found[8:32], found[32:36], found[36:42]
-        return cls(acknowledged, sent, words[23], words[15] / 1e6, least / 1e6)
+        words, (_, _, in_order, _), (_, _, _, least, _, sent) = found[8:32], found[32:36], found[36:42]
+        segment_bytes, beyond = words[2], words[5]
+        return cls(in_order + beyond * segment_bytes, sent, words[23], words[15] / 1e6, least / 1e6)
 
 
 class _Asked(Protocol):
