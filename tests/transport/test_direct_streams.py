@@ -240,9 +240,5 @@ def test_a_member_is_reached_whose_entry_is_still_on_its_way(swarms: Swarms) -> 
 
 def request(transport: PeerTransport, peer: int) -> LinkRequest:
     """Of another link to the one other peer."""
-
-    def tell(key: str, value: bytes) -> None:
-        transport.connections.post(transport.connections.send, peer, {"kind": "store", "key": key}, value)
-
     first = transport.replica < peer
-    return LinkRequest("another", rank=peer, first=first, streams=1, chosen=True, timeout_s=LIMIT_S, tell=tell)
+    return LinkRequest("another", rank=peer, first=first, streams=1, chosen=True, timeout_s=LIMIT_S)

@@ -85,7 +85,7 @@ class End:
     def open(self, peer: int, streams: int = 1, timeout_s: float = LIMIT_S) -> ReliableLink:
         low, high = sorted((self.connections.rank, peer))
         key, first = f"0/{low}-{high}", self.connections.rank < peer
-        request = LinkRequest(key, peer, first, streams, True, timeout_s, lambda key, value: None)
+        request = LinkRequest(key, peer, first, streams, True, timeout_s)
         return self.links.open_link(request)
 
     def in_loop(self, function: Callable[[], Any]) -> None:

@@ -103,7 +103,8 @@ class PayloadRoutes:
         return Route("direct streams", dials=True, open=opened), ""
 
     def _tell(self, request: LinkRequest, what: str, words: Mapping[str, Any]) -> None:
-        request.tell(f"{request.key}/{what}", json.dumps(words).encode())
+        connections, message = self._connections, {"kind": "store", "key": f"{request.key}/{what}"}
+        connections.post(connections.send, request.rank, message, json.dumps(words).encode())
 
     def _told(self, request: LinkRequest, what: str) -> dict[str, Any]:
         said = self._mailbox.take(f"{request.key}/{what}@{request.rank}", request.timeout_s)

@@ -57,7 +57,6 @@ class LinkRequest:
     streams: int  # connections that this end would open
     chosen: bool  # whether the user chose their number
     timeout_s: float  # the longest to wait for the other one
-    tell: Callable[[str, bytes], None]  # sends a key and a value to the other one's mailbox
 
 
 OpenLink = Callable[[LinkRequest], DataLink]

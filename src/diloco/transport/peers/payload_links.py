@@ -86,10 +86,6 @@ class PayloadLinks:
     def _request(self, view: View, peer: int) -> LinkRequest:
         me, position = self._rules.replica, self._rules.position
         (low, high), rank = sorted((me, peer)), peer * self._rules.ranks_per_replica + position
-
-        def tell(key: str, value: bytes) -> None:
-            self._connections.post(self._connections.send, rank, {"kind": "store", "key": key}, value)
-
         return LinkRequest(
             f"{view.id}/{low}-{high}/{position}",
             rank=rank,
@@ -97,7 +93,6 @@ class PayloadLinks:
             streams=self._policies.streams or streams_to_each(len(view.members) - 1, congestion_control()),
             chosen=self._policies.streams > 0,
             timeout_s=self._policies.connect_timeout_s,
-            tell=tell,
         )
 
     def _connected(self, links: Future[Links], made: Links, failed: Mapping[int, str]) -> None:
