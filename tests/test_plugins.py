@@ -238,9 +238,8 @@ def no_rate(params): return torch.optim.SGD(params)
 )
 def test_what_is_wrong_is_refused_before_anything_starts(own: Path, values: dict[str, Any], words: str) -> None:
     (own / "wrong.py").write_text(WRONG)
-    with pytest.raises(ConfigurationError, match=words) as refusal:
+    with pytest.raises(ConfigurationError, match=words):
         plan_run(command_line(own / "run.toml", **values))
-    assert str(refusal.value).endswith("Nothing was started.")
 
 
 def test_the_command_says_it_in_a_sentence(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

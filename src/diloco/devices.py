@@ -45,9 +45,7 @@ def check_device(key: str, device: str) -> None:
         ConfigurationError: for anything but auto, cpu, mps, cuda and cuda:N.
     """
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        raise ConfigurationError(
-            f"{key}={device!r} is no device. Use auto, cpu, mps, cuda, or cuda:N such as cuda:0. Nothing was started."
-        )
+        raise ConfigurationError(f"{key}={device!r} is no device. Use auto, cpu, mps, cuda, or cuda:N such as cuda:0.")
 
 
 def choose_device(name: str) -> torch.device:
@@ -64,13 +62,12 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "mps" and not apple:
         raise ConfigurationError(
-            "The device 'mps' is not available: torch sees no GPU of Apple's. Use cpu or auto instead. Nothing was "
-            "started."
+            "The device 'mps' is not available: torch sees no GPU of Apple's. Use cpu or auto instead."
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(
             f"The device {name!r} is not available: torch sees {torch.cuda.device_count()} CUDA devices. Use cpu or "
-            "auto instead. Nothing was started."
+            "auto instead."
         )
     return device
 

@@ -19,7 +19,7 @@
     │   └── NoDataError               what was named is not there or is empty; a ConfigurationError, too
     └── CheckpointError               a checkpoint that is missing, incomplete, damaged or of another kind
 
-A message says what was given, what would work, and what happens now.
+A message says what was given, what would work, and, where it is not plain, what happens now.
 """
 
 from __future__ import annotations

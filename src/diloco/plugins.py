@@ -62,14 +62,13 @@ def find(key: str, text: str) -> Callable[..., Any]:
     except Exception as error:
         raise ConfigurationError(
             f"{place} of {key}={text} can't be imported: {type(error).__name__}: {error}. Name an installed module, "
-            "one in the working directory, or a .py file. Nothing was started."
+            "one in the working directory, or a .py file."
         ) from error
     found: Any = getattr(module, name, None)
     if not callable(found):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigurationError(
-            f"{place} of {key}={text} has no function or class {name!r}; {nearest(name, callables)} "
-            "Nothing was started."
+            f"{place} of {key}={text} has no function or class {name!r}; {nearest(name, callables)}"
         )
     return found  # type: ignore[no-any-return]  # callable, as was just seen
 
@@ -96,7 +95,7 @@ def call(
         return function(*given, **(fitting | dict(arguments)))
     except Exception as error:
         raise ConfigurationError(
-            f"{text} raised {type(error).__name__}: {error} (diloco --debug shows where). Nothing was started."
+            f"{text} raised {type(error).__name__}: {error} (diloco --debug shows where)."
         ) from error
 
 
@@ -106,8 +105,7 @@ def check_arguments(key: str, text: str, function: Callable[..., Any], arguments
         if not takes(function, name):
             accepted = inspect.signature(function).parameters
             raise ConfigurationError(
-                f"{key.partition('.')[0]}.arguments.{name} is no argument of {text}; {nearest(name, accepted)} "
-                "Nothing was started."
+                f"{key.partition('.')[0]}.arguments.{name} is no argument of {text}; {nearest(name, accepted)}"
             )
 
 

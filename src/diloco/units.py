@@ -180,7 +180,7 @@ def parse_share(text: str, name: str) -> float:
 def _parse(text: str, name: str, units: Mapping[str, float], works: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", text.lower())
     if match is None or match[2] not in units:
-        raise ConfigurationError(f"{name} {text} was given; give {works}. Nothing was done.")
+        raise ConfigurationError(f"{name} {text} was given; give {works}.")
     return float(match[1]) * units[match[2]]
 
 

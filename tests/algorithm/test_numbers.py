@@ -81,7 +81,7 @@ def layers() -> nn.Module:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_can_not_work_is_refused_at_once(make: Callable[..., object], given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"(was|were) given.*Nothing was started\.") as caught:
+    with pytest.raises(ConfigurationError, match=r"(was|were) given") as caught:
         make(**given)
     assert str(next(reversed(given.values()))).strip("(),") in str(caught.value)
 

@@ -119,7 +119,7 @@ def call_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (ConfigurationError("bad. Nothing was started."), 2, "diloco: bad. Nothing was started.\n"),
+        (ConfigurationError("bad."), 2, "diloco: bad. Nothing was started.\n"),
         (DiLoCoError("failed"), 1, "diloco: failed\n"),
         (KeyboardInterrupt(), 130, "diloco: interrupted.\n"),
     ],

@@ -154,7 +154,6 @@ def test_a_wrong_flag_is_refused_with_the_nearest(
     with pytest.raises(ConfigurationError) as caught:
         load_configuration(flags.split())
     assert capsys.readouterr() == ("", ""), "it is for the command to say it"
-    assert "Nothing was started." in str(caught.value)
     for word in words:
         assert word in str(caught.value)
 

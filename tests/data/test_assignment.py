@@ -163,13 +163,13 @@ def test_malformed_assignments_are_refused_also_as_messages(change: dict[str, ob
     arguments = {"from_step": 0, "members": (0, 1), "start": 10, "returned": (), **change}
     with pytest.raises(ConfigurationError, match=message):
         Assignment(**arguments)  # type: ignore[arg-type]  # arguments are varied by name
-    with pytest.raises(ConfigurationError, match=r"Nothing was assigned\."):
+    with pytest.raises(ConfigurationError, match=message):
         Assignment.from_message(json.loads(json.dumps(list(arguments.values()))))
 
 
 @pytest.mark.parametrize("message", [None, {}, "text", [], [0, [0], 0], [0, 0, 0, []], [0, [0], 0, [1]], [0] * 5])
 def test_messages_of_another_form_are_refused(message: object) -> None:
-    with pytest.raises(ConfigurationError, match=r"must be \[from_step, .*\. Nothing was assigned\."):
+    with pytest.raises(ConfigurationError, match=r"must be \[from_step, "):
         Assignment.from_message(message)
 
 

@@ -181,7 +181,7 @@ def test_what_can_not_be_trained_is_refused(tmp_path: Path) -> None:
     small = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
     for kind, why in refused.items():
         changes = small | {"vocab_size": 99} if kind == "bert" else {}
-        with pytest.raises(ConfigurationError, match=f"{why}.*Nothing was started"):
+        with pytest.raises(ConfigurationError, match=why):
             built(write_config(tmp_path, kind, **changes))
     quantised = config_of("Llama")
     quantised.quantization_config = {"quant_method": "gptq", "bits": 4}

@@ -88,7 +88,7 @@ def test_a_difference_is_named_on_both_sides_the_likeliest_mistake_first() -> No
         made.register(entry(0, seed="1"))
     assert str(caught.value) == (
         "replica 0 (10.0.0.0:29400) has codec = fp4 and replica 2 (10.0.0.2:29400) has codec = int8; both "
-        "sides need the same. Nothing was started."
+        "sides need the same."
     )
     assert made.missing == (0, 1), "who was refused is not in"
 

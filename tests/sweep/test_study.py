@@ -69,9 +69,8 @@ def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_pa
     ],
 )
 def test_what_can_not_be_a_study_is_refused_before_anything_runs(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words) as caught:
+    with pytest.raises(ConfigurationError, match=words):
         read_study(study(tmp_path, text))
-    assert str(caught.value).endswith("Nothing was started.")
 
 
 SUMMARY = {"heldout_loss": 2.0, "sent_bytes_per_replica": 1000, "tokens_per_s": 5.0, "wall_s": 1.0}

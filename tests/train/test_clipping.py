@@ -35,7 +35,7 @@ PLAIN = "--fragments 1 --overlap-steps 0 --codec float32"
 )
 def test_bounds_that_cant_be_used_are_refused(data: Path, arguments: str, words: str) -> None:
     configuration = load_configuration([*SMALL.split(), str(data), *arguments.split()])
-    with pytest.raises(ConfigurationError, match=f"{words}.*Nothing was started"):
+    with pytest.raises(ConfigurationError, match=words):
         resolve(configuration, num_layers=2)
 
 

@@ -154,9 +154,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("values", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
 def test_impossible_combinations_are_refused_and_say_what_would_work(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words) as caught:
+    with pytest.raises(ConfigurationError, match=words):
         resolve(build(RunSettings, values), num_layers=4)
-    assert str(caught.value).endswith("Nothing was started.")
 
 
 ALLOWED: list[dict[str, Any]] = [

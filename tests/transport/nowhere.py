@@ -42,7 +42,6 @@ def failure(function: Callable[..., object], *arguments: Any, **named: Any) -> s
     with pytest.raises(RendezvousError) as caught:
         function(*arguments, **named)
     assert time.monotonic() - started_s < PATIENCE_S + 20, "it hung"
-    assert str(caught.value).endswith("Nothing was started.")
     return str(caught.value)
 
 

@@ -136,7 +136,7 @@ def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms, liar:
 def test_where_all_refuse_the_joiner_says_why_without_escapes(swarms: Swarms) -> None:
     (only,) = swarms.meet(1)
     refuses_for_good(only)
-    with pytest.raises(RendezvousError, match=r"refuses: \\x1b\[2Jgo away\. Nothing was started") as caught:
+    with pytest.raises(RendezvousError, match=r"refuses: \\x1b\[2Jgo away\.") as caught:
         swarms.peer(1, [only])
     assert str(caught.value).isprintable()
 

@@ -100,7 +100,7 @@ def test_a_run_with_a_secret_trains_and_a_stranger_does_not_come_in() -> None:
         for rank in range(2):
             hello = pack({"kind": "hello", "rank": rank, "address": "127.0.0.1:1"})
             assert len(said_to(first.address, hello)) == 20
-        with pytest.raises(RendezvousError, match=r"can't take part .* asks for a secret.*Nothing was started"):
+        with pytest.raises(RendezvousError, match=r"can't take part .* asks for a secret"):
             connect(place(1, 2, first.address), wire())
         assert [each.failure for each in (first, second)] == [None, None]
         exchange([first, second], [contribution(m, outer_step=1) for m in range(2)])
@@ -137,7 +137,7 @@ def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path) -> N
     for content, words in ((None, "can't be read"), (b"short", "at least 16"), (b"\xff\xfe" * 20, "can't be read")):
         if content is not None:
             file.write_bytes(content)
-        with pytest.raises(ConfigurationError, match=f"transport.secret_file=.*{words}.*Nothing was started"):
+        with pytest.raises(ConfigurationError, match=f"transport.secret_file=.*{words}"):
             read_secret(file, "transport.secret_file")
     file.write_text(f"  {SECRET}\n", encoding="utf-8")
     assert read_secret(file, "transport.secret_file") == SECRET

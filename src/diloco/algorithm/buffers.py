@@ -56,7 +56,7 @@ def _split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         if buffer.is_complex():
             raise ConfigurationError(
                 f"the buffer {name!r} is complex; real and integer buffers can be averaged. Register it as two real "
-                "ones, or with persistent=False if it is derived. Nothing was started."
+                "ones, or with persistent=False if it is derived."
             )
     floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
     return floating, [buffer for buffer in buffers.values() if not buffer.is_floating_point()]

@@ -98,7 +98,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if place in owners:
             raise FragmentError(
                 f"the parameters {owners[place]!r} and {name!r} are two objects on the same memory; tie them by "
-                "assigning one Parameter to both modules, so that it is counted once. Nothing was started."
+                "assigning one Parameter to both modules, so that it is counted once."
             )
         owners[place] = name
     return parameters
@@ -129,14 +129,11 @@ def partition(
     """
     if strategy not in get_args(Strategy):
         raise ConfigurationError(
-            f"fragment strategy {strategy!r} was given; {nearest(str(strategy), get_args(Strategy))} Nothing was "
-            "started."
+            f"fragment strategy {strategy!r} was given; {nearest(str(strategy), get_args(Strategy))}"
         )
     num_fragments, parameters = check_whole("num_fragments", num_fragments, 1), trainable_parameters(model)
     if not parameters:
-        raise FragmentError(
-            "the model has no trainable parameters; there is nothing to synchronise. Nothing was started."
-        )
+        raise FragmentError("the model has no trainable parameters; there is nothing to synchronise.")
     if strategy == "patterns":
         groups = match_patterns(_names_with_aliases(model, parameters), patterns)
     elif num_fragments == 1:
@@ -163,24 +160,23 @@ def check_coverage(model: nn.Module, fragments: Sequence[Fragment]) -> None:
         if fragment.index != position or (numel == 0 and fragment.numel == 0):
             raise FragmentError(
                 f"fragment {fragment.index} at position {position} holds {numel} values; fragments "
-                "are numbered from 0, and none may be empty. Use fewer. Nothing was started."
+                "are numbered from 0, and none may be empty. Use fewer."
             )
         for name, shape in zip(fragment.names, fragment.shapes, strict=True):
             if name in seen:
                 raise FragmentError(
-                    f"the parameter {name!r} is in fragments {seen[name]} and {position}; it must be in exactly one. "
-                    "Nothing was started."
+                    f"the parameter {name!r} is in fragments {seen[name]} and {position}; it must be in exactly one."
                 )
             if name not in parameters or tuple(local_shard(parameters[name]).shape) != shape:
                 raise FragmentError(
                     f"fragment {position} names {name!r} of shape {shape}, which is no trainable parameter of this "
-                    "model. Nothing was started."
+                    "model."
                 )
             seen[name] = position
     if missing := [name for name in parameters if name not in seen]:
         raise FragmentError(
             f"no fragment holds {', '.join(missing)}; a parameter left out would never be synchronised. Add it to a "
-            "fragment, or freeze it with requires_grad_(False). Nothing was started."
+            "fragment, or freeze it with requires_grad_(False)."
         )
 
 
@@ -257,7 +253,7 @@ def _layered(sizes: Mapping[str, int], num_fragments: int, strategy: str) -> lis
         raise FragmentError(
             f"num_fragments={num_fragments} was given for a model with {len(layers) or 'no numbered'} layers"
             f"{' and parameters outside them' if outside and layers else ''}, of which {strategy} fragments are made. "
-            f"Use {works}, or fragments={balanced}, which goes by the sizes of parameters alone. Nothing was started."
+            f"Use {works}, or fragments={balanced}, which goes by the sizes of parameters alone."
         )
     if strategy == "strided":
         members = [layers[block::blocks] for block in range(blocks)]
@@ -271,7 +267,7 @@ def _balanced(sizes: Mapping[str, int], num_fragments: int) -> list[list[str]]:
     if num_fragments > len(sizes):
         raise FragmentError(
             f"{num_fragments} balanced fragments were asked of a model with {len(sizes)} parameter tensors. "
-            f"Use 1 to {len(sizes)}. Nothing was started."
+            f"Use 1 to {len(sizes)}."
         )
     groups: list[list[str]] = [[] for _ in range(num_fragments)]
     loads = [0] * num_fragments

@@ -100,13 +100,11 @@ def match_patterns(aliases: Mapping[str, Sequence[str]], patterns: Sequence[Sequ
         ]
         if len(hits) != 1:
             where = f"the patterns of fragments {hits}" if hits else "no pattern of any fragment"
-            raise FragmentError(f"the parameter {name!r} matches {where}, not exactly one. Nothing was started.")
+            raise FragmentError(f"the parameter {name!r} matches {where}, not exactly one.")
         groups[hits[0]].append(name)
     every = [alias for names in aliases.values() for alias in names]
     for index, group in enumerate(patterns):
         for pattern in group:
             if not any(fnmatchcase(alias, pattern) for alias in every):
-                raise FragmentError(
-                    f"the pattern {pattern!r} of fragment {index} matches no trainable parameter. Nothing was started."
-                )
+                raise FragmentError(f"the pattern {pattern!r} of fragment {index} matches no trainable parameter.")
     return groups

@@ -64,11 +64,9 @@ class Muon(torch.optim.Optimizer):
         fused: bool | None = None,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
-            raise ConfigurationError(f"Muon's momentum must be in [0, 1); {momentum} was given. Nothing was started.")
+            raise ConfigurationError(f"Muon's momentum must be in [0, 1); {momentum} was given.")
         if newton_schulz_steps < 1:
-            raise ConfigurationError(
-                f"Muon needs at least one Newton-Schulz step; {newton_schulz_steps} was given. Nothing was started."
-            )
+            raise ConfigurationError(f"Muon needs at least one Newton-Schulz step; {newton_schulz_steps} was given.")
         groups = [dict(group) for group in params]
         for group in groups:
             group.setdefault("lr", lr * group.setdefault("lr_ratio", 1.0))
@@ -206,7 +204,7 @@ def muon(
     if not hidden:
         raise ConfigurationError(
             "Muon needs hidden matrices and this model has none beside its embeddings and head. "
-            "AdamW trains such a model. Nothing was started."
+            "AdamW trains such a model."
         )
     names = {id(parameter) for parameter in hidden.values()}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in names]
@@ -239,7 +237,7 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = ()) -> dict[str, nn
         if not fnmatch.filter(matrices, pattern):
             raise ConfigurationError(
                 f"the pattern {pattern!r} fits no trainable matrix of this model, whose matrices are "
-                f"{', '.join(list(matrices)[:5])}{', ...' if len(matrices) > 5 else ''}. Nothing was started."
+                f"{', '.join(list(matrices)[:5])}{', ...' if len(matrices) > 5 else ''}."
             )
     return {
         name: p
@@ -252,10 +250,9 @@ def _check_matrix(parameter: Tensor) -> None:
     if hasattr(parameter, "to_local"):
         raise ConfigurationError(
             "Muon orthogonalises whole matrices, and this model's are sharded over the ranks of a replica. AdamW, or "
-            "ranks that hold all parameters (ddp), can be used. Nothing was started."
+            "ranks that hold all parameters (ddp), can be used."
         )
     if parameter.dim() != 2:
         raise ConfigurationError(
-            f"Muon orthogonalises matrices, and a parameter of shape {tuple(parameter.shape)} was given. "
-            "Nothing was started."
+            f"Muon orthogonalises matrices, and a parameter of shape {tuple(parameter.shape)} was given."
         )

@@ -21,7 +21,7 @@ def check_whole(name: str, value: Any, least: int | None = None) -> int:
 
     >>> check_whole("inner_steps", 2.5, 1)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: inner_steps=2.5 was given; it must be a whole number from 1 on. Nothing was ...
+    diloco.errors.ConfigurationError: inner_steps=2.5 was given; it must be a whole number from 1 on.
     """
     try:
         whole = None if isinstance(value, bool) else operator.index(value)
@@ -29,7 +29,7 @@ def check_whole(name: str, value: Any, least: int | None = None) -> int:
         whole = None
     if whole is None or (least is not None and whole < least):
         works = "a whole number" if least is None else f"a whole number from {least} on"
-        raise ConfigurationError(f"{name}={value!r} was given; it must be {works}. Nothing was started.")
+        raise ConfigurationError(f"{name}={value!r} was given; it must be {works}.")
     return whole
 
 
@@ -41,10 +41,10 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, a
 
     >>> check_number("momentum", 1.5, 0, 1)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: momentum=1.5 was given; it must be a number from 0 to 1. Nothing was started.
+    diloco.errors.ConfigurationError: momentum=1.5 was given; it must be a number from 0 to 1.
     >>> check_number("epsilon", float("nan"), 0, above=True)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: epsilon=nan was given; it must be a finite number above 0. Nothing was started.
+    diloco.errors.ConfigurationError: epsilon=nan was given; it must be a finite number above 0.
     """
     number = float(value) if not isinstance(value, bool) and isinstance(value, Real) else math.nan
     if math.isfinite(number) and low <= number <= high and not (above and number == low):
@@ -55,7 +55,7 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, a
         works = f"a finite number {'above' if above else 'from'} {low:g}{'' if above else ' on'}"
     else:
         works = "a finite number"
-    raise ConfigurationError(f"{name}={value!r} was given; it must be {works}. Nothing was started.")
+    raise ConfigurationError(f"{name}={value!r} was given; it must be {works}.")
 
 
 def learning_rate_of_gain(gain: float, momentum: float) -> float:
@@ -107,18 +107,16 @@ class ValueSchedule:
         for name in ("total_steps", "warmup_steps", "decay_steps"):
             check_whole(name, getattr(self, name), 0)
         if self.kind not in get_args(_Kind):
-            raise ConfigurationError(
-                f"kind={self.kind!r} was given; {nearest(str(self.kind), get_args(_Kind))} Nothing was started."
-            )
+            raise ConfigurationError(f"kind={self.kind!r} was given; {nearest(str(self.kind), get_args(_Kind))}")
         if self.kind != "constant" and self.warmup_steps > self.total_steps:
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps} was given with total_steps={self.total_steps}; the warm-up can't be "
-                "longer than the run. Nothing was started."
+                "longer than the run."
             )
         if self.kind == "wsd" and not 0 < self.decay_steps <= self.total_steps - self.warmup_steps:
             raise ConfigurationError(
                 f"decay_steps={self.decay_steps} was given; use 1 to {self.total_steps - self.warmup_steps}, "
-                "what the warm-up leaves of the run. Nothing was started."
+                "what the warm-up leaves of the run."
             )
 
     def __call__(self, step: int) -> float:

@@ -156,7 +156,7 @@ class OuterLoop:
         if shapes[0] != shapes[1]:
             raise FragmentError(
                 f"the state of fragment {index} holds {shapes[1]}, but {shapes[0]} is needed. It must come from "
-                "the same model, fragments and outer optimizer. Nothing was taken over."
+                "the same model, fragments and outer optimizer."
             )
         outer_step = int(state["outer_step"])  # may raise, while nothing has changed
         self._own(index)

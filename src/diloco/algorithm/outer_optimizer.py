@@ -150,9 +150,7 @@ class Adam:
         _check("learning_rate", self.learning_rate)
         check_number("outer epsilon", self.epsilon, 0, above=True)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigurationError(
-                f"outer betas={self.betas} were given; both must be from 0 to less than 1. Nothing was started."
-            )
+            raise ConfigurationError(f"outer betas={self.betas} were given; both must be from 0 to less than 1.")
 
     def init(self, values: Tensor) -> OuterState:
         return OuterState(slots={"mean": torch.zeros_like(values), "square": torch.zeros_like(values)})

@@ -58,9 +58,7 @@ def trains_at(step: int, steps: int, inner_steps: int) -> bool:
     ['.', '.', 'x', '.', '.', 'x', '.', 'x']
     """
     if not 1 <= steps <= inner_steps:
-        raise ConfigurationError(
-            f"{steps} steps to train of {inner_steps} were given; use 1 to {inner_steps}. Nothing was trained."
-        )
+        raise ConfigurationError(f"{steps} steps to train of {inner_steps} were given; use 1 to {inner_steps}.")
     return (step + 1) * steps // inner_steps > step * steps // inner_steps
 
 

@@ -65,16 +65,16 @@ class SyncSchedule:
             object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         inner_steps, num_fragments = self.inner_steps, self.num_fragments
         if inner_steps < 1:
-            raise ConfigurationError(f"inner_steps={inner_steps} was given; use at least 1. Nothing was started.")
+            raise ConfigurationError(f"inner_steps={inner_steps} was given; use at least 1.")
         if not 1 <= num_fragments <= inner_steps:
             raise ConfigurationError(
                 f"num_fragments={num_fragments} was given with inner_steps={inner_steps}. Use 1 to {inner_steps}, "
-                "so that no two fragments need the same step. Nothing was started."
+                "so that no two fragments need the same step."
             )
         if not 0 <= self.overlap_steps <= inner_steps:
             raise ConfigurationError(
                 f"overlap_steps={self.overlap_steps} was given with inner_steps={inner_steps}. Use 0 to "
-                f"{inner_steps}: a fragment must be merged before it is sent again. Nothing was started."
+                f"{inner_steps}: a fragment must be merged before it is sent again."
             )
         spread = (p * inner_steps // num_fragments for p in range(num_fragments))
         given = spread if self.offsets is None else self.offsets
@@ -83,7 +83,7 @@ class SyncSchedule:
         if len(offsets) != num_fragments or any(not 0 <= offset < inner_steps for offset in offsets):
             raise ConfigurationError(
                 f"offsets={offsets} was given for {num_fragments} fragments. Use {num_fragments} values from 0 "
-                f"to {inner_steps - 1}. Nothing was started."
+                f"to {inner_steps - 1}."
             )
 
     @property

@@ -46,7 +46,7 @@ class FragmentSettings:
         if (self.strategy == "patterns") != bool(self.patterns):
             raise ConfigurationError(
                 f"fragments.strategy={self.strategy!r} came with {len(self.patterns)} lists in fragments.patterns; "
-                'strategy "patterns" needs them and the others take none. Nothing was started.'
+                'strategy "patterns" needs them and the others take none.'
             )
 
 

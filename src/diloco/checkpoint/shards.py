@@ -122,7 +122,7 @@ class SavedValues:
                 there = f"{self.sizes[name]}, {self.dtypes[name]}" if name in self.sizes else "nothing of that name"
                 raise CheckpointError(
                     f"{self.checkpoint.path} is of another model: {name} is {tuple(value.shape)}, {value.dtype} here, "
-                    f"and the checkpoint holds {there}. Nothing was started."
+                    f"and the checkpoint holds {there}."
                 )
             chunks = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.sizes))
@@ -145,7 +145,7 @@ class SavedValues:
                         read = file.get_slice(tensor)[where] if where else file.get_tensor(tensor)
                         planner.resolve_tensor(item).copy_(read)
             except SafetensorError as error:
-                raise CheckpointError(f"{path} is not a safetensors file: {error}. Nothing was started.") from error
+                raise CheckpointError(f"{path} is not a safetensors file: {error}.") from error
 
     def _read_outline(self, shard: str) -> None:
         """Take in where the pieces of one rank belong."""

@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         else:
-            print(f"diloco: {error}", file=sys.stderr)
+            nothing = " Nothing was started." if isinstance(error, ConfigurationError) else ""
+            print(f"diloco: {error}{nothing}", file=sys.stderr)
         return MISUSED if isinstance(error, ConfigurationError) else FAILED
     except KeyboardInterrupt:
         print("diloco: interrupted.", file=sys.stderr)

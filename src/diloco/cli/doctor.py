@@ -57,12 +57,11 @@ def run(arguments: Sequence[str]) -> int:
     if bool(options.peers) == bool(options.listen):
         raise ConfigurationError(
             "give either HOST:PORT of the peers to examine, such as `diloco doctor 10.0.0.1:29400`, or --listen "
-            "HOST:PORT. Nothing was done."
+            "HOST:PORT."
         )
     if not 0.1 <= options.megabytes <= 64 or not options.timeout_s > 0:
         raise ConfigurationError(
-            f"--megabytes {options.megabytes} must be 0.1 to 64, and --timeout-s {options.timeout_s} above 0. Nothing "
-            "was done."
+            f"--megabytes {options.megabytes} must be 0.1 to 64, and --timeout-s {options.timeout_s} above 0."
         )
     return _listen(options.listen, options.secret_file) if options.listen else _examine(options)
 

@@ -94,22 +94,20 @@ class EvaluateOptions:
             ("--answer-tokens", self.answer_tokens, 1),
         ):
             if value is not None and value < least:
-                raise ConfigurationError(f"{flag} {value} must be {least} or more. Nothing was started.")
+                raise ConfigurationError(f"{flag} {value} must be {least} or more.")
         for flag, given in (("--text-field", self.text_field), ("--document-separator", self.document_separator)):
             if given is not None and not self.data:
                 raise ConfigurationError(
-                    f"{flag} {given!r} needs --data PATH: what the run held out is read as the run read it. Nothing "
-                    "was started."
+                    f"{flag} {given!r} needs --data PATH: what the run held out is read as the run read it."
                 )
         if self.questions and (self.data or self.stride is not None or self.by_document):
             raise ConfigurationError(
-                "--questions cannot be combined with --data, --stride or --by-document: each question stands alone. "
-                "Nothing was started."
+                "--questions cannot be combined with --data, --stride or --by-document: each question stands alone."
             )
         if self.sequences and (self.stride is not None or self.by_document):
             raise ConfigurationError(
                 f"--sequences {self.sequences} cannot be combined with "
-                f"{'--by-document' if self.by_document else '--stride'}, where all tokens count. Nothing was started."
+                f"{'--by-document' if self.by_document else '--stride'}, where all tokens count."
             )
 
 
@@ -150,9 +148,7 @@ def _settings_of(trained: Trained, given: EvaluateOptions) -> Configuration:
     if trained.step is not None:
         return build(Configuration, read_toml(trained.run / CONFIG_FILE, Configuration))
     if not given.data and not given.questions:
-        raise ConfigurationError(
-            f"{given.path} is no run, so nothing was held out: give --data PATH. Nothing was evaluated."
-        )
+        raise ConfigurationError(f"{given.path} is no run, so nothing was held out: give --data PATH.")
     return Configuration()
 
 
@@ -164,8 +160,7 @@ def _evaluate_answers(trained: Trained, settings: Configuration, given: Evaluate
 
     if given.stride is not None or given.by_document:
         raise ConfigurationError(
-            f"{trained.path} was trained on conversations, which stand alone: leave out --stride and --by-document. "
-            "Nothing was evaluated."
+            f"{trained.path} was trained on conversations, which stand alone: leave out --stride and --by-document."
         )
     tokenizer = trained.chat_tokenizer()
     with _told() as progress:

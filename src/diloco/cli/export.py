@@ -65,14 +65,11 @@ def run(arguments: Sequence[str]) -> int:
         for flag, value in (("--max-length", given.max_length), ("--max-shard-size", given.max_shard_size)):
             if value is not None:
                 raise ConfigurationError(
-                    f"{flag} needs --to hf: --to safetensors writes one file of nothing but parameters. Nothing was "
-                    "exported."
+                    f"{flag} needs --to hf: --to safetensors writes one file of nothing but parameters."
                 )
     largest = "5GB" if given.max_shard_size is None else given.max_shard_size
     if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", largest, re.IGNORECASE):
-        raise ConfigurationError(
-            f"--max-shard-size {largest} must be a number of KB, MB, GB or TB, such as 500MB. Nothing was exported."
-        )
+        raise ConfigurationError(f"--max-shard-size {largest} must be a number of KB, MB, GB or TB, such as 500MB.")
 
     with waiting_for(lambda: f"{given.run} to be loaded and written to {given.place}"):
         _export(given, largest)
@@ -115,11 +112,10 @@ def _check_adapters(given: ExportOptions, *, adapts: bool) -> None:
     """With adapters the user says whether to merge them; without, there is nothing to merge or to export for peft."""
     if adapts and given.to == "hf" and not given.merge:
         raise ConfigurationError(
-            f"{given.run} has adapters beside weights of another model. Use --merge for a whole model, or --to "
-            "adapter. Nothing was exported."
+            f"{given.run} has adapters beside weights of another model. Use --merge for a whole model, or --to adapter."
         )
     asked = "--merge" if given.merge else "--to adapter"
     if not adapts and (given.merge or given.to == "adapter"):
-        raise ConfigurationError(f"{given.run} has no adapters, so {asked} has no meaning. Nothing was exported.")
+        raise ConfigurationError(f"{given.run} has no adapters, so {asked} has no meaning.")
     if given.merge and given.to != "hf":
-        raise ConfigurationError(f"--merge needs --to hf, not --to {given.to}. Nothing was exported.")
+        raise ConfigurationError(f"--merge needs --to hf, not --to {given.to}.")

@@ -38,8 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     if "checkpoint.resume" not in line.values:
         if epochs is not None and "train.steps" in typed.values:
             raise ConfigurationError(
-                f"--epochs {epochs} and --steps {typed.values['train.steps']} were both given; use one. Nothing "
-                "was started."
+                f"--epochs {epochs} and --steps {typed.values['train.steps']} were both given; use one."
             )
         epoch_count = _number(epochs)
         asked = compose(line)
@@ -53,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         line, words = with_steps(line, rows, epoch_count, replicas)
         notes = (words,) if words else ()
     elif full or epochs is not None:
-        raise ConfigurationError("--full and --epochs do not go with --resume. Nothing was started.")
+        raise ConfigurationError("--full and --epochs do not go with --resume.")
     return run_line(line, ["finetune", *arguments], notes=notes)
 
 
@@ -73,5 +72,5 @@ def _number(epochs: str | None) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e6:
-        raise ConfigurationError(f"--epochs {epochs} must be a positive number. Nothing was started.")
+        raise ConfigurationError(f"--epochs {epochs} must be a positive number.")
     return number

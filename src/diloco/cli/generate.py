@@ -81,22 +81,18 @@ class GenerateOptions:
             ("--seed", self.seed, 0),
         ):
             if value < least:
-                raise ConfigurationError(f"{flag} {value} must be at least {least}. Nothing was started.")
+                raise ConfigurationError(f"{flag} {value} must be at least {least}.")
         if self.seed + self.num_samples > _LARGEST_SEED:
-            raise ConfigurationError(
-                f"--seed {self.seed} must be at most {_LARGEST_SEED - self.num_samples}. Nothing was started."
-            )
+            raise ConfigurationError(f"--seed {self.seed} must be at most {_LARGEST_SEED - self.num_samples}.")
         if self.chat and (self.json or self.stop or self.num_samples != 1):
             raise ConfigurationError(
                 "--chat cannot be combined with --json, --stop or --num-samples: it gives one answer at a time, which "
-                "ends where the model ends it. Nothing was started."
+                "ends where the model ends it."
             )
         if self.system and not self.chat:
-            raise ConfigurationError("--system needs --chat. Nothing was started.")
+            raise ConfigurationError("--system needs --chat.")
         if self.prompt and self.prompt_file is not None:
-            raise ConfigurationError(
-                f"--prompt cannot be given together with --prompt-file {self.prompt_file}. Nothing was started."
-            )
+            raise ConfigurationError(f"--prompt cannot be given together with --prompt-file {self.prompt_file}.")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -249,6 +245,5 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"--prompt-file {path} cannot be read: {reason}. Give a text file in UTF-8, or - for standard input. "
-            "Nothing was generated."
+            f"--prompt-file {path} cannot be read: {reason}. Give a text file in UTF-8, or - for standard input."
         ) from error

@@ -60,11 +60,11 @@ def run(arguments: Sequence[str]) -> int:
     """Ask every peer; returns 0 if at least one answers, 1 if none does; with --watch 0 once it is interrupted."""
     options = parse_options(PeersOptions, "peers", DESCRIPTION, arguments)
     if not options.join:
-        raise ConfigurationError("--join needs the address of a peer, any of them. Nothing was done.")
+        raise ConfigurationError("--join needs the address of a peer, any of them.")
     if options.watch and options.json:
-        raise ConfigurationError("--watch shows a table, and --json prints one answer. Choose one. Nothing was done.")
+        raise ConfigurationError("--watch shows a table, and --json prints one answer. Choose one.")
     if not options.every_s > 0:
-        raise ConfigurationError("--every-s must be positive. Nothing was done.")
+        raise ConfigurationError("--every-s must be positive.")
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_keep_asking(options))

@@ -84,7 +84,7 @@ def _check(options: PlanOptions, target: float) -> None:
     """Refuse what can be refused before anything is measured."""
 
     def refuse(words: str) -> NoReturn:
-        raise ConfigurationError(f"{words} Nothing was planned.")
+        raise ConfigurationError(f"{words}")
 
     if not 0 < target < 1:
         refuse(f"--target-utilization {options.target_utilization} must be above 0 and below 100 %.")

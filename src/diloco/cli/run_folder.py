@@ -35,11 +35,11 @@ def claim_folder(plan: RunPlan) -> Path:
     if out is None:
         return _claim_numbered(plan)
     if out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out {out} is no folder; choose another --out. Nothing was started.")
+        raise ConfigurationError(f"--out {out} is no folder; choose another --out.")
     if out.exists() and any(out.iterdir()):
         if source is None:
             raise not_empty_error(out)
-        raise ConfigurationError(f"--out {out} is not empty; choose another --out. Nothing was started.")
+        raise ConfigurationError(f"--out {out} is not empty; choose another --out.")
     writable(out).mkdir(parents=True, exist_ok=True)
     return out
 
@@ -60,8 +60,7 @@ def folder_of_rank(plan: RunPlan, role: Role) -> Path:
         base = Path(exchange_word(torchrun.master, claimed, timeout_s, f"folder (attempt {torchrun.attempt})"))
     if base is None:
         raise ConfigurationError(
-            f"--replica {role.replica} needs --out, a folder that all replicas are given, such as --out runs/my-run. "
-            "Nothing was started."
+            f"--replica {role.replica} needs --out, a folder that all replicas are given, such as --out runs/my-run."
         )
     home = base / f"replica-{role.replica}" if role.replica else base
     return writable(home / f"rank-{role.position}" if role.position else home)
@@ -90,8 +89,7 @@ def _of_another_rank(entry: Path) -> bool:
 def not_empty_error(folder: Path) -> ConfigurationError:
     """The refusal to begin a run in a folder that holds something."""
     return ConfigurationError(
-        f"--out {folder} is not empty; use --resume {folder} to go on with a run there, or another --out. Nothing was "
-        "started."
+        f"--out {folder} is not empty; use --resume {folder} to go on with a run there, or another --out."
     )
 
 
@@ -120,8 +118,7 @@ def writable(folder: Path) -> Path:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = f"{there} is no folder" if not there.is_dir() else f"{there} can't be written to"
         raise ConfigurationError(
-            f"{folder} cannot be the folder of the run: {why}. Choose another --out, where you may write. Nothing was "
-            "started."
+            f"{folder} cannot be the folder of the run: {why}. Choose another --out, where you may write."
         )
     return folder
 

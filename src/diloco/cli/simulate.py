@@ -97,8 +97,7 @@ def _table(options: SimulateOptions) -> int:
 
     if options != SimulateOptions(table=options.table, json=options.json):
         raise ConfigurationError(
-            "--table takes no other option but --json: give --table streaming-diloco alone, or with --json. Nothing "
-            "was computed."
+            "--table takes no other option but --json: give --table streaming-diloco alone, or with --json."
         )
     cells = paper_cells()
     if options.json:

@@ -46,13 +46,12 @@ def run(options: SimulateOptions) -> int:
     targets = [parse_share(word, "--targets") for word in options.targets.split(",") if word.strip()]
     if not targets or not all(0 < target <= 1 for target in targets):
         raise ConfigurationError(
-            f"--targets {options.targets} must list per cents above 0 and up to 100, such as 50,80,95. Nothing was "
-            "computed."
+            f"--targets {options.targets} must list per cents above 0 and up to 100, such as 50,80,95."
         )
     if options.overlap_steps is not None and not any(method.overlap_steps for method in methods):
         raise ConfigurationError(
             f"--overlap-steps {options.overlap_steps} has no effect, since {', '.join(each.name for each in methods)} "
-            "overlaps nothing; --method streaming-overlap and streaming-overlap-fp4 do. Nothing was computed."
+            "overlaps nothing; --method streaming-overlap and streaming-overlap-fp4 do."
         )
     for path in (options.plot, options.timeline):
         if path is not None:
@@ -61,7 +60,7 @@ def run(options: SimulateOptions) -> int:
         raise ConfigurationError(
             f"--timeline {options.timeline} shows one method on one link, such as --method streaming-overlap "
             f"--bandwidth 500Mbit, not {len(methods)} methods with --bandwidth "
-            f"{' '.join(options.bandwidth) or 'left out'}. Nothing was computed."
+            f"{' '.join(options.bandwidth) or 'left out'}."
         )
     cluster = _cluster(options)
     workload = options.workload(float(cluster.step_time_s.mean()))

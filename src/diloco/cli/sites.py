@@ -60,8 +60,7 @@ class SiteOptions:
             parameters = parse_count(self.parameters, "--parameters")
             return Workload(parameters=parameters, layers=self.layers, step_time_s=step_time_s)
         raise ConfigurationError(
-            "a model is needed: give either --preset NAME (see `diloco presets`) or --parameters 1e9 --layers 24. "
-            "Nothing was computed."
+            "a model is needed: give either --preset NAME (see `diloco presets`) or --parameters 1e9 --layers 24."
         )
 
     def links(self, *, unless_given: str = "", half_duplex: bool = False) -> list[Link]:
@@ -95,9 +94,7 @@ def each(values: Sequence[float], replicas: int, name: str) -> list[float]:
     [80.0, 80.0, 80.0]
     """
     if replicas < 1:
-        raise ConfigurationError(f"--replicas {replicas} must be at least 1. Nothing was computed.")
+        raise ConfigurationError(f"--replicas {replicas} must be at least 1.")
     if len(values) not in (1, replicas):
-        raise ConfigurationError(
-            f"{name} has {len(values)} values for {replicas} replicas; give one, or {replicas}. Nothing was computed."
-        )
+        raise ConfigurationError(f"{name} has {len(values)} values for {replicas} replicas; give one, or {replicas}.")
     return list(values) * replicas if len(values) == 1 else list(values)

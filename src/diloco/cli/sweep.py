@@ -65,10 +65,10 @@ def run(arguments: Sequence[str]) -> int:
     given = parse_options(SweepOptions, "sweep", DESCRIPTION, arguments)
     jobs = usable_cores() if given.jobs is None else given.jobs
     if jobs < 1:
-        raise ConfigurationError(f"--jobs {jobs} was given. At least one run is needed at a time. Nothing was started.")
+        raise ConfigurationError(f"--jobs {jobs} was given. At least one run is needed at a time.")
     runs = read_study(given.study).runs()
     if repeated := [run.name for run in runs if [each.name for each in runs].count(run.name) > 1]:
-        raise ConfigurationError(f"Two runs of the study would be called {repeated[0]}. Nothing was started.")
+        raise ConfigurationError(f"Two runs of the study would be called {repeated[0]}.")
 
     from diloco.sweep.execute import run_all
     from diloco.sweep.outcomes import Outcomes, check_plot, draw, table
@@ -112,4 +112,4 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"--out {folder} can't be made: {error.strerror}. Nothing was started.") from error
+        raise ConfigurationError(f"--out {folder} can't be made: {error.strerror}.") from error

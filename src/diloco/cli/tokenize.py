@@ -42,7 +42,7 @@ class TokenizeSettings:
 
     def __post_init__(self) -> None:
         if self.shard_tokens < 1:
-            raise ConfigurationError(f"--shard-tokens {self.shard_tokens} must be at least 1. Nothing was written.")
+            raise ConfigurationError(f"--shard-tokens {self.shard_tokens} must be at least 1.")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     from_file = {} if line.file is None else read_toml(line.file, TokenizeSettings)
     settings = build(TokenizeSettings, from_file | line.values)
     if settings.out is None:
-        raise ConfigurationError("--out FOLDER is required, for the tokens. Nothing was written.")
+        raise ConfigurationError("--out FOLDER is required, for the tokens.")
 
     from diloco.data.token_writer import tokenize
 

@@ -63,15 +63,13 @@ class WatchOptions:
 
     def __post_init__(self) -> None:
         if not self.folders and self.run is None and not self.join:
-            raise ConfigurationError("Give the folder of a run, or --run and --join of a swarm. Nothing was started.")
+            raise ConfigurationError("Give the folder of a run, or --run and --join of a swarm.")
         if (self.run is None) != (not self.join):
             missing = "--join, the address of a peer" if self.run else "--run, the name of the run"
-            raise ConfigurationError(
-                f"A swarm is watched with --run and --join, and {missing}, is missing. Nothing was started."
-            )
+            raise ConfigurationError(f"A swarm is watched with --run and --join, and {missing}, is missing.")
         for name in ("every_s", "ask_every_s"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"--{name.replace('_', '-')} must be positive. Nothing was started.")
+                raise ConfigurationError(f"--{name.replace('_', '-')} must be positive.")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -93,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
 def _need(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigurationError(
-            f"`diloco watch` needs {package}, which is not installed: pip install 'diloco[watch]'. Nothing was started."
+            f"`diloco watch` needs {package}, which is not installed: pip install 'diloco[watch]'."
         )
 
 
@@ -213,6 +211,5 @@ def _listening(options: WatchOptions) -> socket.socket:
             listening.close()
             failure = error
     raise ConfigurationError(
-        f"Nothing can listen at {options.host}:{ports[0]} ({failure}). Choose another --port or --host. Nothing was "
-        "started."
+        f"Nothing can listen at {options.host}:{ports[0]} ({failure}). Choose another --port or --host."
     )

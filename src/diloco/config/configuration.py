@@ -83,7 +83,7 @@ def compose(line: CommandLine) -> Configuration:
     if line.file is None and swallowed:
         raise ConfigurationError(
             f"--data was given {swallowed[-1]}, which looks like the settings of a run. Give it before --data to be "
-            "read as such; TOML files in a folder are read as text. Nothing was started."
+            "read as such; TOML files in a folder are read as text."
         )
     values: Values = {} if line.file is None else read_toml(line.file, Configuration)
     values = _overlay(values, line.values)

@@ -37,7 +37,7 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
         if line.file is not None:
             raise ConfigurationError(
                 f"{line.file} was given together with --resume {given['checkpoint.resume']}, whose model goes on. "
-                "Leave it out. Nothing was started."
+                "Leave it out."
             )
         return line
     source = given.get("model.source") if line.file is None else f"hf:{line.file}"
@@ -45,17 +45,17 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
         missing = "a model" if source is None else "conversations"
         raise ConfigurationError(
             f"diloco finetune needs {missing}: diloco finetune FOLDER --data chat.jsonl, where FOLDER is a model of "
-            "transformers. Nothing was started."
+            "transformers."
         )
     if line.file is not None and line.file.suffix == ".toml":
         raise ConfigurationError(
             f"{line.file} holds the settings of a run, and diloco finetune takes the folder of a model: use diloco "
-            f"train {line.file}. Nothing was started."
+            f"train {line.file}."
         )
     if full and "model.lora_rank" in given:
         raise ConfigurationError(
             f"--full trains all weights, and --lora.rank {given['model.lora_rank']} adapters beside them. Use one of "
-            "them. Nothing was started."
+            "them."
         )
     swarm = given.get("transport.name", "hivemind") == "hivemind" and bool({"swarm.run", "swarm.join"} & given.keys())
     values: Values = {
@@ -162,6 +162,6 @@ def take_value(arguments: Sequence[str], flag: str) -> tuple[list[str], str | No
         if equals:
             return [*rest[:place], *rest[place + 1 :]], value
         if place + 1 == len(rest):
-            raise ConfigurationError(f"{flag} needs a value. Nothing was started.")
+            raise ConfigurationError(f"{flag} needs a value.")
         return [*rest[:place], *rest[place + 2 :]], rest[place + 1]
     return rest, None

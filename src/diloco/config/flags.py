@@ -177,9 +177,7 @@ def parse_options(kind: Any, command: str, description: str, arguments: Sequence
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
             read(["--help"])
     flags = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text.getvalue())))
-    words = _in_a_sentence(refusal.getvalue(), flags)
-    complete = re.search(r"Nothing was \w+\.$", words)  # a check of our own
-    raise ConfigurationError(words if complete else f"{words} See `{program} --help`. Nothing was started.")
+    raise ConfigurationError(f"{_in_a_sentence(refusal.getvalue(), flags)} See `{program} --help`.")
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def plan_run(line: CommandLine) -> RunPlan:
         raise ConfigurationError(
             f"checkpoint.resume={str(asked.checkpoint.resume)!r} cannot stand in {line.file}: the settings of a run "
             "that goes on come from its own folder. Use `diloco train --resume "
-            f"{asked.checkpoint.resume}`. Nothing was started."
+            f"{asked.checkpoint.resume}`."
         )
     configuration = _resolved(asked)
     return RunPlan(
@@ -116,8 +116,7 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     """The settings of the run at ``resume``, with the few changes that a run can take."""
     if line.file is not None:
         raise ConfigurationError(
-            f"{line.file} cannot be given together with --resume {resume}, where the settings come from. Nothing was "
-            "started."
+            f"{line.file} cannot be given together with --resume {resume}, where the settings come from."
         )
     source, record = _run_folder(resume)
     saved = flatten(build(Configuration, read_toml(record, Configuration)))
@@ -128,13 +127,11 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
         changes = ", ".join(f"{name} from {in_toml(saved[name])} to {in_toml(changed[name])}" for name in fixed)
         raise ConfigurationError(
             f"--resume {resume} cannot change {changes}: a run that goes on keeps what its steps compute. Leave that "
-            f"out, or begin a new run with --init-from {resume}. Nothing was started."
+            f"out, or begin a new run with --init-from {resume}."
         )
     before, after = saved["train.steps"], wanted["train.steps"]
     if after < before:
-        raise ConfigurationError(
-            f"--steps {after} is too few for a run laid out over {before}: give {before} or more. Nothing was started."
-        )
+        raise ConfigurationError(f"--steps {after} is too few for a run laid out over {before}: give {before} or more.")
     stretched = (
         f"train.steps goes from {before} to {after}: the learning-rate schedule is laid out anew over {after} steps, "
         "and the result is that of neither number from the start.",
@@ -164,8 +161,7 @@ def _run_folder(resume: Path) -> tuple[Path, Path]:
         return resume, record
     wrong = f"there is no {CONFIG_FILE} in it" if resume.exists() else "it does not exist"
     raise ConfigurationError(
-        f"--resume {resume} must be a run folder such as runs/streaming-tiny, or a checkpoint in one, but {wrong}. "
-        "Nothing was started."
+        f"--resume {resume} must be a run folder such as runs/streaming-tiny, or a checkpoint in one, but {wrong}."
     )
 
 

@@ -32,9 +32,7 @@ def read_toml(path: Path, settings_type: type) -> Values:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigurationError(
-            f"the configuration file {path} cannot be read: {reason}. Nothing was started."
-        ) from error
+        raise ConfigurationError(f"the configuration file {path} cannot be read: {reason}.") from error
     return parse_toml(text, settings_type, where=str(path))
 
 
@@ -46,12 +44,12 @@ def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
     {'train.steps': 50}
     >>> parse_toml("[train]\\nstesp = 50", RunSettings, where="run.toml")
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'? Nothing was ...
+    diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'?
     """
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of a number of too many digits, and of too many levels
-        raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}. Nothing was started.") from error
+        raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}.") from error
     return _read_table(table, "", keys_of(settings_type), where)
 
 
@@ -65,18 +63,15 @@ def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key],
             try:
                 values[name] = _convert(value, known[name].annotation)
             except _MismatchError as mismatch:
-                raise ConfigurationError(
-                    f"{where}: {name} = {_show(value)} does not fit; {mismatch}. Nothing was started."
-                ) from None
+                raise ConfigurationError(f"{where}: {name} = {_show(value)} does not fit; {mismatch}.") from None
         elif not any(key.startswith(f"{name}.") for key in known):
             hint = nearest_key(name, known, is_section=isinstance(value, dict))
-            raise ConfigurationError(f"{where}: unknown key {name!r}; {hint} Nothing was started.")
+            raise ConfigurationError(f"{where}: unknown key {name!r}; {hint}")
         elif isinstance(value, dict):
             values |= _read_table(value, f"{name}.", known, where)
         else:
             raise ConfigurationError(
-                f"{where}: {name} = {_show(value)} does not fit; {name} is a section, written [{name}]. Nothing was "
-                "started."
+                f"{where}: {name} = {_show(value)} does not fit; {name} is a section, written [{name}]."
             )
     return values
 
@@ -220,5 +215,5 @@ def in_toml(value: Any) -> str:
         return f"{{{', '.join(f'{_key(str(key))} = {in_toml(item)}' for key, item in value.items())}}}"
     raise ConfigurationError(
         f"{value!r} of type {type(value).__name__} cannot be written to a TOML file; booleans, numbers, strings, "
-        "paths, lists and tables can. Nothing was written."
+        "paths, lists and tables can."
     )

@@ -73,20 +73,19 @@ class Assignment:
         for name, number in (("from_step", self.from_step), ("start", self.start)):
             if not _is_whole(number):
                 raise ConfigurationError(
-                    f"{name} of an assignment must be a whole number from 0 to below 2**62, not {shortened(number)}. "
-                    "Nothing was assigned."
+                    f"{name} of an assignment must be a whole number from 0 to below 2**62, not {shortened(number)}."
                 )
         if not _are_members(self.members):
             raise ConfigurationError(
                 f"The members of an assignment must be a tuple of 1 to {_MOST_ENTRIES} replica numbers, each once, in "
-                f"ascending order, not {shortened(self.members)}. Nothing was assigned."
+                f"ascending order, not {shortened(self.members)}."
             )
         if not _are_ranges(self.returned, self.start):
             raise ConfigurationError(
                 f"The returned ranges of an assignment must be a tuple of at most {_MOST_ENTRIES} pairs (begin, end) "
                 "with begin < end <= start, in ascending order and without overlap, not "
                 f"{shortened(self.returned)} with start={self.start}: what begins at start is still to be assigned, so "
-                "nobody can return it. Nothing was assigned."
+                "nobody can return it."
             )
 
     @classmethod
@@ -94,8 +93,7 @@ class Assignment:
         """Of a run from its first step on, with replicas numbered from 0."""
         if not _is_whole(num_replicas) or not 1 <= num_replicas <= _MOST_ENTRIES:
             raise ConfigurationError(
-                f"An assignment is of 1 to {_MOST_ENTRIES} replicas, not {shortened(num_replicas)}. Nothing was "
-                "assigned."
+                f"An assignment is of 1 to {_MOST_ENTRIES} replicas, not {shortened(num_replicas)}."
             )
         return cls(0, tuple(range(num_replicas)), 0)
 
@@ -110,7 +108,7 @@ class Assignment:
         if pieces[-1][1] > _LIMIT:
             raise ConfigurationError(
                 f"Step {step} in batches of {batch_size} for {len(self.members)} members reaches position "
-                f"{pieces[-1][1]}; only positions below 2**62 can be counted. Nothing was assigned."
+                f"{pieces[-1][1]}; only positions below 2**62 can be counted."
             )
         return np.concatenate([np.arange(*piece, dtype=np.int64) for piece in pieces])
 
@@ -121,7 +119,7 @@ class Assignment:
             ConfigurationError: no such member, steps before ``from_step``, or steps that leave some out.
         """
         if steps.step != 1:
-            raise ConfigurationError(f"{steps} leaves out steps; ranges are of steps in a row. Nothing was assigned.")
+            raise ConfigurationError(f"{steps} leaves out steps; ranges are of steps in a row.")
         pieces: list[Range] = []
         for step in steps:
             begin = self._first_item(member, step, batch_size)
@@ -157,8 +155,7 @@ class Assignment:
         given = tuple(tuple(each) if isinstance(each, list) else each for each in returned)
         if not all(map(_is_range, given)):
             raise ConfigurationError(
-                f"Returned ranges must be pairs (begin, end) of whole numbers with begin < end, not "
-                f"{shortened(given)}. Nothing was assigned."
+                f"Returned ranges must be pairs (begin, end) of whole numbers with begin < end, not {shortened(given)}."
             )
         together = tuple(sorted([*rest, *((begin, end) for begin, end in given)]))
         # Checked before they are merged, as merging would hide what is in there twice.
@@ -185,20 +182,17 @@ class Assignment:
                 return cls(from_step, tuple(members), start, tuple(map(tuple, returned)))
         raise ConfigurationError(
             "The message of an assignment must be [from_step, [member, ...], start, [[begin, end], ...]], not "
-            f"{shortened(message)}. Nothing was assigned."
+            f"{shortened(message)}."
         )
 
     def _items_before(self, step: int, batch_size: int) -> int:
         """How many items of the stream are for steps before this one."""
         if not _is_whole(step) or step < self.from_step:
             raise ConfigurationError(
-                f"The assignment is for the steps from {self.from_step} on, not for {shortened(step)}. Nothing was "
-                "assigned."
+                f"The assignment is for the steps from {self.from_step} on, not for {shortened(step)}."
             )
         if not _is_whole(batch_size) or batch_size < 1:
-            raise ConfigurationError(
-                f"batch_size must be a whole number from 1 on, not {shortened(batch_size)}. Nothing was assigned."
-            )
+            raise ConfigurationError(f"batch_size must be a whole number from 1 on, not {shortened(batch_size)}.")
         return (step - self.from_step) * len(self.members) * batch_size
 
     def _first_item(self, member: int, step: int, batch_size: int) -> int:
@@ -206,7 +200,7 @@ class Assignment:
         if member not in self.members:
             raise ConfigurationError(
                 f"Replica {shortened(member)} draws nothing at step {shortened(step)}: from step {self.from_step} on "
-                f"the members are {shortened(self.members)}. Nothing was assigned."
+                f"the members are {shortened(self.members)}."
             )
         return self._items_before(step, batch_size) + self.members.index(member) * batch_size
 

@@ -141,16 +141,14 @@ def heldout_batches(
     """
     if batch_size < 1 or max_sequences < 0:
         raise ConfigurationError(
-            f"An evaluation needs batch_size >= 1 and max_sequences >= 0, not {batch_size} and {max_sequences}. "
-            "Nothing was evaluated."
+            f"An evaluation needs batch_size >= 1 and max_sequences >= 0, not {batch_size} and {max_sequences}."
         )
     packed = PackedTokens([tokens]) if isinstance(tokens, np.ndarray) else tokens
     windows = num_windows(packed, sequence_length)
     if windows < 1:
         raise DataError(
             f"{len(tokens)} held-out tokens were given; one sequence of {sequence_length} needs {sequence_length + 1}. "
-            "Use more text, a larger data.heldout_fraction, shorter sequences, or diloco evaluate --by-document. "
-            "Nothing was evaluated."
+            "Use more text, a larger data.heldout_fraction, shorter sequences, or diloco evaluate --by-document."
         )
     count = min(max_sequences or windows, windows)
     begins = np.arange(count) * windows // count * sequence_length

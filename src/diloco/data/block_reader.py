@@ -76,7 +76,7 @@ class BlockReader:
             if records:
                 return records
             # The end was met for the first time, so now it is known which block this is.
-        raise DataError(f"{self._called()} had {self.blocks} blocks and now ends before that. Nothing was trained.")
+        raise DataError(f"{self._called()} had {self.blocks} blocks and now ends before that.")
 
     def _take(self, first: int) -> list[str]:
         """A block's records from number ``first`` on; none where the source ends before."""
@@ -101,7 +101,7 @@ class BlockReader:
 
     def _check_blocks(self, records: int | None) -> None:
         if records == 0:
-            raise DataError(f"{self._called()} has no documents. Nothing was trained.")
+            raise DataError(f"{self._called()} has no documents.")
 
     def _called(self) -> str:
         return f"The source {self.name!r}" if self.name else "The source"

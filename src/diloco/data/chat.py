@@ -63,7 +63,7 @@ def chat_tokenizer(settings: DataSettings) -> ChatTokenizer:
     if settings.tokenizer in ("bytes", "bpe"):
         raise ConfigurationError(
             f"data.format='chat' needs the tokenizer of a model, not {settings.tokenizer!r}. Give the folder of one as "
-            "--model, or data.tokenizer. Nothing was started."
+            "--model, or data.tokenizer."
         )
     return ChatTokenizer(settings.tokenizer, settings.chat_template)
 
@@ -96,8 +96,7 @@ def build_chat_corpus(settings: DataSettings, sequence_length: int) -> ChatCorpu
         if not kept:
             raise DataError(
                 f"Of {len(records)} conversations, data.heldout_fraction={settings.heldout_fraction:g} leaves none to "
-                f"{'evaluate' if heldout else 'train'} on{_in_words(told)}. Give more, or another fraction. The corpus "
-                "was not built."
+                f"{'evaluate' if heldout else 'train'} on{_in_words(told)}. Give more, or another fraction."
             )
         packed[heldout] = PackedRows(
             kept, sequence_length, padding=tokenizer.eos_id, together=settings.packing, dtype=tokenizer.dtype
@@ -145,7 +144,7 @@ def read_questions(paths: Sequence[Path]) -> Iterator[Question]:
         if said is None or said[-1]["role"] != "assistant":
             raise DataError(
                 f"{place} has no answer to compare with. Give records with messages that end with the assistant's, or "
-                "with prompt and completion. Nothing was evaluated."
+                "with prompt and completion."
             )
         yield Question(tuple(said[:-1]), str(said[-1].get("content") or ""), _more(record))
 

@@ -42,8 +42,7 @@ class ChatTokenizer(Tokenizer):
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ConfigurationError(
-                f"Conversations need transformers, which can't be imported ({error}): pip install 'diloco[finetune]'. "
-                "Nothing was started."
+                f"Conversations need transformers, which can't be imported ({error}): pip install 'diloco[finetune]'."
             ) from error
         source = place.removeprefix(HUB_PREFIX)
         try:
@@ -52,17 +51,15 @@ class ChatTokenizer(Tokenizer):
             content = library.backend_tokenizer.to_str()
         except Exception as error:  # of many kinds
             reason = " ".join(str(error).split())
-            raise DataError(f"The tokenizer of {place} can't be read: {reason} No tokenizer was made.") from error
+            raise DataError(f"The tokenizer of {place} can't be read: {reason}") from error
         if library.eos_token is None:
-            raise DataError(f"{place} has no token to end a document with. No tokenizer was made.")
+            raise DataError(f"{place} has no token to end a document with.")
         super().__init__(content, eos=str(library.eos_token), source=place)
         if template is not None:
             try:
                 library.chat_template = template.read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigurationError(
-                    f"data.chat_template={template} can't be read: {error}. Nothing was started."
-                ) from error
+                raise ConfigurationError(f"data.chat_template={template} can't be read: {error}.") from error
         self._library = library
         self._place = place
         # the template; None: there is none, and only prompts, completions and plain text can be read

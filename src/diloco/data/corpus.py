@@ -111,7 +111,7 @@ def build_corpus(settings: DataSettings) -> Corpus:
     if ready and settings.max_documents is not None:
         raise ConfigurationError(
             f"data.max_documents={settings.max_documents} has no effect on {ready[0].path}, which holds tokens; give "
-            "it to `diloco tokenize` instead. The corpus was not built."
+            "it to `diloco tokenize` instead."
         )
     if all(folders.values()):
         _check_heldout_fraction(settings, ready)
@@ -141,13 +141,13 @@ def open_stream(settings: DataSettings) -> StreamedCorpus:
         if token_folders(about):
             raise ConfigurationError(
                 f"{about.data[0]} holds tokens, which are mapped into memory and not streamed; leave out "
-                "data.streaming. Nothing was read."
+                "data.streaming."
             )
         opened.append((about, open_source(about)))
     if settings.tokenizer == "bpe" and settings.bpe_documents is None:
         raise ConfigurationError(
             "data.tokenizer='bpe' with data.streaming needs data.bpe_documents, the number of documents to train the "
-            "BPE on, such as 10000. Nothing was read."
+            "BPE on, such as 10000."
         )
     sources = [source for _, source in opened]
     share = -(-(settings.bpe_documents or 0) // len(sources))
@@ -194,7 +194,7 @@ def _check_heldout_fraction(settings: DataSettings, folders: Sequence[TokenFolde
         if asked not in (made, DataSettings().heldout_fraction):
             raise ConfigurationError(
                 f"{folder.path} was made with a heldout_fraction of {made:g}, so data.heldout_fraction={asked:g} has "
-                "no effect; give it to `diloco tokenize`, or leave it out. The corpus was not built."
+                "no effect; give it to `diloco tokenize`, or leave it out."
             )
 
 
@@ -205,13 +205,13 @@ def _tokenizer_of(settings: DataSettings, folders: Sequence[TokenFolder]) -> Tok
         if folder.tokenizer().to_json() != first.to_json():
             raise ConfigurationError(
                 f"{folders[0].path} and {folder.path} are of different tokenizers; make them with the same one, such "
-                f"as --data.tokenizer {folders[0].path}. The corpus was not built."
+                f"as --data.tokenizer {folders[0].path}."
             )
     given = settings.tokenizer
     if given == "bpe" or (given != "bytes" and given_tokenizer(settings).to_json() != first.to_json()):
         raise ConfigurationError(
             f"data.tokenizer={given!r} was given, but {folders[0].path} comes with another tokenizer; leave out "
-            "data.tokenizer. The corpus was not built."
+            "data.tokenizer."
         )
     return first
 

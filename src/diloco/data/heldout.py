@@ -69,12 +69,12 @@ def split_lazily(
         raise DataError(
             f"{train + heldout} documents were read, no two of them different; one to train on and one to hold out are "
             "needed. Give more files, a .jsonl with one document a line, or data.document_separator to cut long files "
-            "into documents. The corpus was not built."
+            "into documents."
         )
     raise DataError(
         f"data.heldout_fraction={heldout_fraction:g} holds out {heldout} of {train + heldout} documents and leaves "
         f"{train} to train on; at least one of each is needed. Use a fraction between {lowest:.6g} and {highest:.6g}, "
-        "or more documents. The corpus was not built."
+        "or more documents."
     )
 
 
@@ -114,7 +114,7 @@ def first_heldout(sources: Sequence[DocumentSource], settings: DataSettings) -> 
     if not heldout:
         raise DataError(
             f"data.heldout_fraction={settings.heldout_fraction:g} holds out none of the documents. Use a larger "
-            "fraction, or more documents. Nothing was trained."
+            "fraction, or more documents."
         )
     return heldout
 

@@ -106,7 +106,7 @@ class PackedTokens:
             raise DataError(
                 f"{len(self)} training tokens make {windows} sequences of {sequence_length}; one batch of {batch_size} "
                 f"for each of {num_replicas} replicas needs {needed}, that is {needed * sequence_length + 1} tokens. "
-                "Use more text, fewer replicas, smaller batches or shorter sequences. Nothing was drawn."
+                "Use more text, fewer replicas, smaller batches or shorter sequences."
             )
 
     def mark(self, begin: int, targets: NDArray[np.int64]) -> None:
@@ -191,7 +191,7 @@ class Mixture(PackedTokens):
             if num_windows(tokens, sequence_length) < 1:
                 raise DataError(
                     f"The source {name!r} has {len(tokens)} training tokens; one sequence of {sequence_length} needs "
-                    f"{sequence_length + 1}. Use more text or shorter sequences. Nothing was drawn."
+                    f"{sequence_length + 1}. Use more text or shorter sequences."
                 )
 
     def begins_at(
@@ -246,7 +246,7 @@ def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
     """
     total = sum(weights.values())
     if not all(0 < weight < np.inf for weight in weights.values()):
-        raise ConfigurationError(f"The weights of sources must be positive, not {dict(weights)}. Nothing was started.")
+        raise ConfigurationError(f"The weights of sources must be positive, not {dict(weights)}.")
     exact = [weight / total * CYCLE for weight in weights.values()]
     shares = [int(each) for each in exact]
     by_rest = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])
@@ -256,6 +256,6 @@ def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
         if share == 0:
             raise ConfigurationError(
                 f"The source {name!r} has the weight {weights[name]:g} of {total:g}; it needs at least one part in "
-                f"{CYCLE:,}. Nothing was started."
+                f"{CYCLE:,}."
             )
     return tuple(shares)

@@ -101,7 +101,7 @@ class PackedRows(PackedTokens):
         dtype: np.dtype[Any] | None = None,
     ) -> None:
         if not examples:
-            raise DataError("There is no example to learn from. Nothing was drawn.")
+            raise DataError("There is no example to learn from.")
         sizes = [len(example.tokens) for example in examples]
         rows = pack_rows(sizes, length) if together else [[number] for number in range(len(sizes))]
         tokens = np.full(len(rows) * length + 1, padding, dtype=dtype or np.dtype(np.uint32))
@@ -142,5 +142,5 @@ class PackedRows(PackedTokens):
             raise DataError(
                 f"The examples make {rows} rows of {self.length} tokens; one batch of {batch_size} for each of "
                 f"{num_replicas} replicas needs {needed}. Use more examples, fewer replicas, smaller batches "
-                "(--train.batch-size), shorter rows (--train.sequence-length) or --data.no-packing. Nothing was drawn."
+                "(--train.batch-size), shorter rows (--train.sequence-length) or --data.no-packing."
             )

@@ -70,27 +70,22 @@ class Sampler:
         shares = 1 if num_replicas is None else num_replicas
         for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size), ("num_replicas", shares)):
             if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, not {value}. Nothing was drawn.")
+                raise ConfigurationError(f"{name} must be at least 1, not {value}.")
         if replica < 0 or (num_replicas is not None and replica >= num_replicas):
             numbers = "0 or more" if num_replicas is None else f"from 0 to {num_replicas - 1}"
-            raise ConfigurationError(
-                f"With num_replicas={num_replicas}, replica must be {numbers}, not {replica}. Nothing was drawn."
-            )
+            raise ConfigurationError(f"With num_replicas={num_replicas}, replica must be {numbers}, not {replica}.")
         if sharding not in get_args(Sharding):
-            raise ConfigurationError(
-                f"sharding={sharding!r} is unknown; {nearest(sharding, get_args(Sharding))} Nothing was drawn."
-            )
+            raise ConfigurationError(f"sharding={sharding!r} is unknown; {nearest(sharding, get_args(Sharding))}")
         if isinstance(tokens, np.ndarray):
             tokens = PackedTokens([tokens])
         if sharding == "contiguous" and num_replicas is None:
             raise ConfigurationError(
                 "sharding='contiguous' needs a fixed number of replicas, as each of them has a stretch of its own. "
-                "Give num_replicas, or sharding='shuffled'. Nothing was drawn."
+                "Give num_replicas, or sharding='shuffled'."
             )
         if sharding == "contiguous" and tokens.shares:
             raise ConfigurationError(
-                "sharding='contiguous' works with a single source only. Give one, or sharding='shuffled'. Nothing was "
-                "drawn."
+                "sharding='contiguous' works with a single source only. Give one, or sharding='shuffled'."
             )
         tokens.check(sequence_length, batch_size, shares)
         windows = num_windows(tokens, sequence_length)

@@ -87,45 +87,41 @@ class DataSettings:
             ("prefetch_batches", self.prefetch_batches, 0),
         ):
             if value is not None and value < least:
-                raise ConfigurationError(f"data.{name} must be at least {least}, not {value}. Nothing was started.")
+                raise ConfigurationError(f"data.{name} must be at least {least}, not {value}.")
         if self.streaming and self.max_documents is not None:
             raise ConfigurationError(
                 f"data.max_documents={self.max_documents} does not go with data.streaming, where nobody sees all "
-                "documents to choose from; leave out one of them. Nothing was started."
+                "documents to choose from; leave out one of them."
             )
         if self.streaming and self.sharding != "shuffled":
             raise ConfigurationError(
                 f"data.sharding={self.sharding!r} does not go with data.streaming, where replicas take turns at blocks "
-                "of documents; leave out one of them. Nothing was started."
+                "of documents; leave out one of them."
             )
         self._check_chat()
         if self.document_separator == "":
-            raise ConfigurationError("data.document_separator must not be empty. Nothing was started.")
+            raise ConfigurationError("data.document_separator must not be empty.")
         if not 0 < self.heldout_fraction < 1:
-            raise ConfigurationError(
-                f"data.heldout_fraction must be between 0 and 1, not {self.heldout_fraction}. Nothing was started."
-            )
+            raise ConfigurationError(f"data.heldout_fraction must be between 0 and 1, not {self.heldout_fraction}.")
         self.parsed_sources()
 
     def _check_chat(self) -> None:
         if self.format == "text":
             if self.chat_template is not None:
-                raise ConfigurationError(
-                    f"data.chat_template={self.chat_template} needs data.format='chat'. Nothing was started."
-                )
+                raise ConfigurationError(f"data.chat_template={self.chat_template} needs data.format='chat'.")
             return
         for name in ("sources", "streaming", "document_separator"):
             if getattr(self, name):
                 raise ConfigurationError(
                     f"data.{name} does not go with data.format='chat', which reads all conversations of data.paths "
-                    "before training. Leave it out. Nothing was started."
+                    "before training. Leave it out."
                 )
         if not self.paths:
-            raise ConfigurationError("data.format='chat' needs conversations: --data FILE.jsonl. Nothing was started.")
+            raise ConfigurationError("data.format='chat' needs conversations: --data FILE.jsonl.")
         if of_hub := [str(path) for path in self.paths if str(path).startswith(HUB_PREFIX)]:
             raise ConfigurationError(
                 f"data.paths={of_hub} is of the datasets library, and data.format='chat' reads .jsonl and .parquet "
-                "files. Save it with Dataset.to_json. Nothing was started."
+                "files. Save it with Dataset.to_json."
             )
 
     def parsed_sources(self) -> tuple[SourceSettings, ...]:
@@ -146,7 +142,7 @@ class DataSettings:
         if self.paths:
             raise ConfigurationError(
                 f"data.paths={[str(path) for path in self.paths]} and data.sources were both given; name everything in "
-                "one of them. Nothing was started."
+                "one of them."
             )
         return tuple(_parse_source(name, table, common) for name, table in self.sources.items())
 
@@ -166,22 +162,20 @@ def _parse_source(name: str, table: Any, common: SourceSettings) -> SourceSettin
     where = f"data.sources.{name}"
     if not isinstance(table, Mapping):
         raise ConfigurationError(
-            f'{where} must be a table such as {{ data = "folder/", weight = 0.5 }}, not {table!r}. Nothing was started.'
+            f'{where} must be a table such as {{ data = "folder/", weight = 0.5 }}, not {table!r}.'
         )
     known = {each.name for each in fields(SourceSettings)} - {"name"}
     for key in table:
         if key not in known:
-            raise ConfigurationError(f"{where} has the key {key!r}; {nearest(key, known)} Nothing was started.")
+            raise ConfigurationError(f"{where} has the key {key!r}; {nearest(key, known)}")
     values = {key: _checked(where, key, value) for key, value in table.items()}
     if not values.get("data"):
-        raise ConfigurationError(
-            f'{where} needs data = "folder/", or a list of files, folders and hf: names. Nothing was started.'
-        )
+        raise ConfigurationError(f'{where} needs data = "folder/", or a list of files, folders and hf: names.')
     of_hub = [key for key in _OF_HUB if key in values]
     if of_hub and not any(place.startswith(HUB_PREFIX) for place in values["data"]):
         raise ConfigurationError(
             f"{where} has {', '.join(of_hub)}, which only hf: names can have, and its data are "
-            f"{', '.join(values['data'])}. Nothing was started."
+            f"{', '.join(values['data'])}."
         )
     return replace(common, name=name, **values)
 
@@ -206,7 +200,7 @@ def _checked(where: str, key: str, value: Any) -> Any:
             if isinstance(value, str) and value:
                 return value
             needed = "text, and not empty"
-    raise ConfigurationError(f"{where}.{key} must be {needed}, not {value!r}. Nothing was started.")
+    raise ConfigurationError(f"{where}.{key} must be {needed}, not {value!r}.")
 
 
 def _is_texts(value: Any) -> bool:

@@ -94,9 +94,7 @@ class Shares:
             case {"chain": [*chain], "aside": [*aside]} if chain and all(_is_aside(each) for each in aside):
                 begun = tuple(Assignment.from_message(each) for each in chain)
                 return cls(begun, tuple((Assignment.from_message(each), until) for each, until in aside))
-        raise ConfigurationError(
-            "The message of shares must have a chain of assignments and those aside. Nothing was assigned."
-        )
+        raise ConfigurationError("The message of shares must have a chain of assignments and those aside.")
 
     def _unused(self, replica: int, done: int, until: int, batch_size: int) -> list[Range]:
         """What a replica that has done so many steps is assigned before step ``until`` and won't use."""

@@ -151,7 +151,7 @@ def parse_hub_name(text: str) -> tuple[str, str | None, str | None]:
     if not all(parts) or len(parts) > 3 or parts[0] in (".", "..", "~"):
         raise ConfigurationError(
             f"{text!r} is neither the name of a data set, hf:NAME[/CONFIG][:SPLIT] as in hf:allenai/c4/en:train, nor a "
-            "folder that exists. Nothing was started."
+            "folder that exists."
         )
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or None
 
@@ -161,12 +161,12 @@ def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
         import datasets
     except ImportError as error:
         raise ConfigurationError(
-            f"{place} needs datasets, which is not installed: pip install 'diloco[hf]'. The text was not read."
+            f"{place} needs datasets, which is not installed: pip install 'diloco[hf]'."
         ) from error
     path, config, split = parse_hub_name(place)
     for key, said, given in (("split", split, settings.split), ("config", config, settings.config)):
         if said and given and said != given:
-            raise ConfigurationError(f"{place} also has {key} = {given!r}; give only one. The text was not read.")
+            raise ConfigurationError(f"{place} also has {key} = {given!r}; give only one.")
     split, config = settings.split or split, settings.config or config
     folder = Path(path).expanduser()
     with _as_data_error(place):
@@ -203,7 +203,7 @@ def _select_split(loaded: Any, split: str | None, place: str) -> Any:
     except (ValueError, AssertionError) as error:
         raise DataError(
             f"{place} has no split {split or 'train'!r}. It has {', '.join(map(repr, parts))}, and parts of them such "
-            f"as {next(iter(parts))}[:10%]. The text was not read."
+            f"as {next(iter(parts))}[:10%]."
         ) from error
     return datasets.concatenate_datasets([parts[each.splitname].select(range(each.from_, each.to)) for each in found])
 
@@ -219,11 +219,10 @@ def _as_data_error(place: str) -> Iterator[None]:
         raise DataError(
             f"{place} is not on this machine, and the Hugging Face hub cannot be reached: {error}. Connect to it "
             "(HF_HUB_OFFLINE=1 forbids that), or give a local copy such as hf:FOLDER with what save_to_disk or a "
-            "download left. The text was not read."
+            "download left."
         ) from error
     except Exception as error:  # of many kinds, and of no common one
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{place} cannot be read by datasets: {reason} Check its name, config (hf:NAME/CONFIG) and split (:SPLIT). "
-            "The text was not read."
+            f"{place} cannot be read by datasets: {reason} Check its name, config (hf:NAME/CONFIG) and split (:SPLIT)."
         ) from error

@@ -138,8 +138,7 @@ class DocumentStream:
         """Refuse: only its checkpoint knows what a replica has read."""
         raise ConfigurationError(
             f"Replica {self._replica} cannot join at step {step} a run that streams its data, as nobody there knows "
-            "what it has read. Resume all replicas from their checkpoints, or use tokens made by `diloco tokenize`. "
-            "Nothing was started."
+            "what it has read. Resume all replicas from their checkpoints, or use tokens made by `diloco tokenize`."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,7 +259,7 @@ class DocumentStream:
             if reader.blocks is not None and passed > 2 * reader.blocks + 1:
                 raise DataError(
                     f"The source {reader.name!r} has no documents to train on: all are empty or held out. Give more "
-                    "text, or a smaller data.heldout_fraction. Nothing was trained."
+                    "text, or a smaller data.heldout_fraction."
                 )
 
     def _document(self, source: int, block: int, record: int) -> NDArray[Any]:
@@ -268,7 +267,7 @@ class DocumentStream:
         if record >= len(documents) or not len(documents[record]):
             raise DataError(
                 f"The source {self._readers[source].name!r} has no document where the saved place is (block {block}, "
-                f"record {record}): its text has changed. Nothing was trained."
+                f"record {record}): its text has changed."
             )
         return documents[record]
 

@@ -76,7 +76,7 @@ def read_documents(
         if not found:
             raise NoDataError(
                 f"{path} holds no text. Give a file with text in it, or a folder with files that end in "
-                f"{' '.join(sorted(FOLDER_SUFFIXES))}. The text was not read."
+                f"{' '.join(sorted(FOLDER_SUFFIXES))}."
             )
 
 
@@ -108,8 +108,7 @@ def read_standard_library(root: Path | None = None) -> Iterator[str]:
             yield document
     if not found:
         raise DataError(
-            f"No standard library was found as .py files in {folder}. Give text of your own: data.paths (--data PATH). "
-            "The text was not read."
+            f"No standard library was found as .py files in {folder}. Give text of your own: data.paths (--data PATH)."
         )
 
 
@@ -117,7 +116,7 @@ def _files(path: Path) -> Iterable[Path]:
     if path.is_dir():
         return [file for file in _walk(path) if file.suffix.lower() in FOLDER_SUFFIXES]
     if not path.exists():
-        raise NoDataError(f"{path} does not exist. The text was not read.")
+        raise NoDataError(f"{path} does not exist.")
     return [path]
 
 
@@ -125,7 +124,7 @@ def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
     """Every file below ``folder`` that is neither hidden nor in a folder to leave out, sorted by its path within it."""
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}. The text was not read.") from error
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
     files: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
@@ -149,7 +148,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. The text was not read.") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _read_pieces(path: Path, separator: str) -> Iterator[str]:
@@ -175,7 +174,7 @@ def _pieces(path: Path, separator: bytes) -> Iterator[bytes]:
                     begin = end + len(separator)
                 del held[:begin]
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. The text was not read.") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     yield bytes(held)
 
 
@@ -186,7 +185,7 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8: byte {offset + error.start} is 0x{content[error.start]:02x} ({error.reason}). "
-            "Convert it to UTF-8. The text was not read."
+            "Convert it to UTF-8."
         ) from error
 
 
@@ -209,12 +208,9 @@ def _json_lines(path: Path, needed: str) -> Iterator[tuple[str, dict[str, Any]]]
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number} is not JSON: {error}. The text was not read.") from error
+            raise DataError(f"{path}:{number} is not JSON: {error}.") from error
         if not isinstance(record, dict):
-            raise DataError(
-                f"{path}:{number} must be a JSON object with {needed}, not a {type(record).__name__}. The text was not "
-                "read."
-            )
+            raise DataError(f"{path}:{number} must be a JSON object with {needed}, not a {type(record).__name__}.")
         yield f"{path}:{number}", record
 
 
@@ -236,7 +232,7 @@ def read_records(paths: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
                 else _parquet_rows(file, None)
             )
         if not files:
-            raise NoDataError(f"{path} holds no .jsonl or .parquet files. The text was not read.")
+            raise NoDataError(f"{path} holds no .jsonl or .parquet files.")
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
@@ -251,7 +247,7 @@ def _parquet_rows(path: Path, text_field: str | None) -> Iterator[tuple[str, dic
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigurationError(
-            f"{path} needs pyarrow, which is not installed: pip install 'diloco[parquet]'. The text was not read."
+            f"{path} needs pyarrow, which is not installed: pip install 'diloco[parquet]'."
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -263,7 +259,7 @@ def _parquet_rows(path: Path, text_field: str | None) -> Iterator[tuple[str, dic
                     yield f"{path}, row {row}", values
                     row += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}. The text was not read.") from error
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
 
 
 def missing_field(place: str, text_field: str, known: Iterable[str]) -> DataError:
@@ -275,14 +271,12 @@ def missing_field(place: str, text_field: str, known: Iterable[str]) -> DataErro
 def checked_text(value: Any, place: str, text_field: str) -> str:
     """``value`` if it can be a document: text, and text that UTF-8 can encode."""
     if not isinstance(value, str):
-        raise DataError(
-            f"{place}: the field {text_field!r} holds {type(value).__name__}, not text. The text was not read."
-        )
+        raise DataError(f"{place}: the field {text_field!r} holds {type(value).__name__}, not text.")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         raise DataError(
             f"{place}: the field {text_field!r} holds U+{ord(value[error.start]):04X}, half of a surrogate pair, which "
-            "is no text. The text was not read."
+            "is no text."
         ) from error
     return value

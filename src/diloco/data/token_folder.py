@@ -164,7 +164,7 @@ def token_folders(source: SourceSettings) -> list[TokenFolder]:
         other = next(place for place in source.data if place not in ready)
         raise ConfigurationError(
             f"{ready[0]} holds tokens and {other} text, which one source cannot mix. Run `diloco tokenize` on the "
-            "text, or give it a table of its own in data.sources. The corpus was not built."
+            "text, or give it a table of its own in data.sources."
         )
     return [TokenFolder(Path(place)) for place in ready]
 

@@ -69,11 +69,11 @@ def tokenize(
     if len(sources) > 1:
         raise ConfigurationError(
             f"A folder of tokens has one source, not {', '.join(source.name for source in sources)}. Make a folder for "
-            "each of them, with the same tokenizer. Nothing was written."
+            "each of them, with the same tokenizer."
         )
     (source,) = sources
     if token_folders(source):
-        raise ConfigurationError(f"{source.data[0]} holds tokens already; give text. Nothing was written.")
+        raise ConfigurationError(f"{source.data[0]} holds tokens already; give text.")
 
     def split() -> Iterator[tuple[str, bool]]:
         return split_lazily(read_source(source), settings.heldout_fraction, settings.max_documents)
@@ -116,7 +116,7 @@ class TokenWriter:
     def __init__(self, place: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
         place = Path(os.path.realpath(place))  # a link stays one, and "." gets a name
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
-            raise ConfigurationError(f"{place} is there already; give another place. Nothing was written.")
+            raise ConfigurationError(f"{place} is there already; give another place.")
         self.place = place
         self.tokenizer = tokenizer
         self._dtype = tokenizer.dtype.newbyteorder("<")

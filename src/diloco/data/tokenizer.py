@@ -64,10 +64,10 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises nothing more specific
-            raise DataError(f"{source} is no tokenizer.json: {error}. No tokenizer was made.") from error
+            raise DataError(f"{source} is no tokenizer.json: {error}.") from error
         eos_id = self._tokenizer.token_to_id(eos)
         if eos_id is None:
-            raise DataError(f"{source} has no token {eos!r} to end a document with. No tokenizer was made.")
+            raise DataError(f"{source} has no token {eos!r} to end a document with.")
         # Said once more, as files exist that list the token without marking it special.
         self._tokenizer.add_special_tokens([eos])
         self._tokenizer.encode_special_tokens = True
@@ -244,7 +244,7 @@ def _of_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> list[bytes]:
     if missing := sum(letter not in vocabulary for letter in byte_of):
         raise DataError(
             f"{source} lacks {missing} of the 256 bytes, so that what its tokens stand for cannot be counted in bytes. "
-            "Use a byte-level BPE, as GPT-2's or Llama 3's. No tokenizer was made."
+            "Use a byte-level BPE, as GPT-2's or Llama 3's."
         )
     table = [b""] * (max(vocabulary.values()) + 1)
     added = tokenizer.get_added_tokens_decoder()
@@ -282,12 +282,12 @@ def _adds_space(tokenizer: tokenizers.Tokenizer, table: list[bytes], source: str
             raise DataError(
                 f"{source} does not spell every text exactly: {probe!r} became {spelled.decode(errors='replace')!r}, "
                 "so that a loss in bits per byte would be of another text. Use a byte-level BPE, as GPT-2's or Llama "
-                "3's, or one with byte fallback and no normaliser, as Llama 2's. No tokenizer was made."
+                "3's, or one with byte fallback and no normaliser, as Llama 2's."
             )
         before.add(spelled != text)
     if len(before) > 1:
         raise DataError(
             f"{source} puts a space before some texts and not before others, so that its tokens cannot be counted in "
-            "bytes. Use a byte-level BPE, as GPT-2's or Llama 3's. No tokenizer was made."
+            "bytes. Use a byte-level BPE, as GPT-2's or Llama 3's."
         )
     return before.pop()

@@ -42,7 +42,7 @@ def given_tokenizer(settings: DataSettings) -> Tokenizer:
         raise ConfigurationError(
             f"data.tokenizer={settings.tokenizer!r} is neither a kind of tokenizer nor a path that exists; "
             f"{nearest(settings.tokenizer, ['bytes', 'bpe'])} Otherwise give the path of a tokenizer.json, or hf:NAME "
-            "for one of the Hugging Face hub. No tokenizer was made."
+            "for one of the Hugging Face hub."
         )
     return load_tokenizer(path)
 
@@ -82,7 +82,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     if made < vocab_size:
         raise DataError(
             f"{count} training documents are too few for a BPE with a vocabulary of {vocab_size}: they give {made}. "
-            f"Set data.bpe_vocab_size={made} or less, or give more text. No tokenizer was made."
+            f"Set data.bpe_vocab_size={made} or less, or give more text."
         )
     return Tokenizer(tokenizer.to_str(), eos=EOS)
 
@@ -100,7 +100,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     content = _read(file)
     if content is None:
-        raise DataError(f"{file} does not exist. No tokenizer was made.")
+        raise DataError(f"{file} does not exist.")
     config_file = file.with_name("tokenizer_config.json")
     config = _read(config_file)
     eos = None if config is None else _json_object(config, config_file).get("eos_token")
@@ -115,7 +115,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             raise DataError(
                 f"{file} does not say which token ends a document: "
                 + (f"{', '.join(candidates)} all could. " if candidates else "none of its tokens has a usual name. ")
-                + f'Put {{"eos_token": "..."}} into {config_file.name} beside it. No tokenizer was made.'
+                + f'Put {{"eos_token": "..."}} into {config_file.name} beside it.'
             )
         eos = candidates[0]
     tokenizer = Tokenizer(content, eos=eos, source=str(file))
@@ -162,7 +162,7 @@ def _converted(place: str, name: str) -> Tokenizer:
     except ImportError as error:
         raise ConfigurationError(
             f"data.tokenizer={name!r} has no tokenizer.json and needs transformers, which is not installed: "
-            "pip install 'diloco[hf]'. No tokenizer was made."
+            "pip install 'diloco[hf]'."
         ) from error
     try:
         with fetching(place, "models"):
@@ -171,7 +171,7 @@ def _converted(place: str, name: str) -> Tokenizer:
     except Exception as error:  # of many kinds
         raise _unreadable(name, error) from error
     if eos is None:
-        raise DataError(f"{name} has no token to end a document with. No tokenizer was made.")
+        raise DataError(f"{name} has no token to end a document with.")
     return Tokenizer(content, eos=str(eos), source=name)
 
 
@@ -189,14 +189,14 @@ def _read(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}. No tokenizer was made.") from error
+        raise DataError(f"{path} cannot be read: {error}.") from error
 
 
 def _json_object(content: str, path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}. No tokenizer was made.") from error
+        raise DataError(f"{path} is not JSON: {error}.") from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{path} holds no JSON object. No tokenizer was made.")
+        raise DataError(f"{path} holds no JSON object.")
     return parsed

@@ -53,7 +53,7 @@ def required(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigurationError(
-            f"{module} can't be imported ({error}). Install it with pip install 'diloco[{extra}]'. Nothing was started."
+            f"{module} can't be imported ({error}). Install it with pip install 'diloco[{extra}]'."
         ) from error
 
 
@@ -68,7 +68,7 @@ def refuse_unfit(names: Iterable[str], given: str) -> None:
         if found.intersection(unfit):
             raise ConfigurationError(
                 f"{given} was given, but {why}, so DiLoCo can't serve it. Use DistributedDataParallel, or FSDP2 with "
-                "Accelerate or the Trainer of transformers. Nothing was started."
+                "Accelerate or the Trainer of transformers."
             )
 
 
@@ -113,7 +113,7 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
             f"a {type(optimizer).__module__}.{type(optimizer).__name__} was given as the optimizer; it must be a "
-            "torch.optim.Optimizer. Nothing was started."
+            "torch.optim.Optimizer."
         )
     return optimizer
 
@@ -149,7 +149,7 @@ def check_ranks(model: nn.Module, transport: Transport | None) -> None:
         held, fitting = ("shards", "sharded") if is_sharded(model) else ("all", "whole")
         raise ConfigurationError(
             f"a {type(transport).__name__} was given, but each of this replica's {ranks} ranks holds {held} of its "
-            f"parameters. Use what connect_replica(..., ranks={fitting!r}) gives. Nothing was started."
+            f"parameters. Use what connect_replica(..., ranks={fitting!r}) gives."
         )
 
 
@@ -215,19 +215,16 @@ def replica_share(dataset: Any, *, replica: int, num_replicas: int, seed: int | 
     tensor([10, 40])
     """
     if not 0 <= replica < num_replicas:
-        raise ConfigurationError(
-            f"replica={replica} of {num_replicas} was given; use 0 to {num_replicas - 1}. Nothing was shared out."
-        )
+        raise ConfigurationError(f"replica={replica} of {num_replicas} was given; use 0 to {num_replicas - 1}.")
     if not hasattr(dataset, "__len__"):
         raise ConfigurationError(
             f"a {type(dataset).__name__} has no length. For a stream of Hugging Face's, use datasets.distributed."
-            f"split_dataset_by_node(dataset, rank={replica}, world_size={num_replicas}). Nothing was shared out."
+            f"split_dataset_by_node(dataset, rank={replica}, world_size={num_replicas})."
         )
     each = len(dataset) // num_replicas
     if each == 0:
         raise ConfigurationError(
-            f"{len(dataset)} samples were given to {num_replicas} replicas, and each needs at least one. "
-            "Nothing was shared out."
+            f"{len(dataset)} samples were given to {num_replicas} replicas, and each needs at least one."
         )
     order = torch.arange(len(dataset))
     if seed is not None:

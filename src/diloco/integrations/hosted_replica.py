@@ -112,7 +112,7 @@ class HostedReplica:
 
     def __init__(self, parameters: Parameters, arguments: DiLoCoArguments) -> None:
         if parameters not in get_args(Parameters):
-            raise ConfigurationError(f"parameters={parameters!r} was given; use global or local. Nothing was started.")
+            raise ConfigurationError(f"parameters={parameters!r} was given; use global or local.")
         self.parameters = parameters
         self.diloco: DiLoCo | None = None  # once training has begun
         self.training = False  # whether training has begun, and has not ended
@@ -229,7 +229,7 @@ def save_state(checkpoint: Path, diloco: DiLoCo, local: Mapping[str, Tensor] | N
     if others := [name for name in _saved(checkpoint) if name.partition("-rank-")[0] != f"replica-{replica}"]:
         raise ConfigurationError(
             f"replica {replica} was to save into {checkpoint}, where {others[0]} saves too, and each would overwrite "
-            "the other's model and optimizer. Give each replica a folder of its own. Nothing was saved."
+            "the other's model and optimizer. Give each replica a folder of its own."
         )
     about = {"replica": replica, "steps": diloco.steps, "model": digest_tensors(held_values(diloco.model))}
     save_checkpoint(mine, diloco.steps, {"state": exact_state(diloco, local)}, about=about, keep=1)
@@ -257,13 +257,13 @@ def load_state(checkpoint: Path, diloco: DiLoCo, *, check_model: bool) -> None:
     if not mine.exists() and (others := _saved(checkpoint)):
         raise CheckpointError(
             f"{checkpoint} holds {', '.join(others)} and not {mine.name}. Resume from the folder that this replica "
-            "saved, with as many ranks as it had then. Nothing was started."
+            "saved, with as many ranks as it had then."
         )
     opened = open_checkpoint(mine)
     if check_model and opened.about["model"] != digest_tensors(held_values(diloco.model)):
         raise CheckpointError(
             f"the model that was loaded is not the one saved in {checkpoint}. Tell the callback which folder it was "
-            "loaded from (resume_from_checkpoint). Nothing was started."
+            "loaded from (resume_from_checkpoint)."
         )
     restore(diloco, opened.load("state"))
 

@@ -86,12 +86,12 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None:
             raise ConfigurationError(
                 "DiLoCoCallback was given to a second fit(), but its rounds are over. Make a new one with a new "
-                "transport. Nothing was started."
+                "transport."
             )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
                 f"DiLoCoCallback was given to a module of {len(trainer.optimizers)} optimizers, whose steps Lightning "
-                "adds up. Use one optimizer, or DiLoCo around a loop of your own. Nothing was started."
+                "adds up. Use one optimizer, or DiLoCo around a loop of your own."
             )
         transport = self.transport
         if callable(transport):
@@ -102,7 +102,7 @@ class DiLoCoCallback(Callback):
         elif trainer.global_step and not self.begin_from_checkpoint:
             raise CheckpointError(
                 f"the Trainer resumes at step {trainer.global_step} from a checkpoint without DiLoCo's state. Use one "
-                "that was saved with DiLoCoCallback, or begin_from_checkpoint=True. Nothing was started."
+                "that was saved with DiLoCoCallback, or begin_from_checkpoint=True."
             )
         self._counted = trainer.global_step
         if self._replica.parameters == "global":
@@ -158,7 +158,7 @@ class DiLoCoCallback(Callback):
         if state["replica"] != diloco.transport.replica:
             raise CheckpointError(
                 f"the checkpoint is of replica {state['replica']}, but this is replica {diloco.transport.replica}. "
-                "Resume each replica from its own. Nothing was started."
+                "Resume each replica from its own."
             )
         restore(diloco, state)
 

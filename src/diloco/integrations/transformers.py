@@ -188,7 +188,7 @@ class DiLoCoCallback(TrainerCallback):
             raise CheckpointError(
                 f"the Trainer resumes at step {state.global_step}, but {folder} has no state of DiLoCo. If it resumes "
                 "from another folder, use DiLoCoCallback(resume_from_checkpoint=that folder); if a Trainer without "
-                "DiLoCo saved it, begin_from_checkpoint=True. Nothing was started."
+                "DiLoCo saved it, begin_from_checkpoint=True."
             )
 
     def _refuse_unfit(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -201,7 +201,7 @@ class DiLoCoCallback(TrainerCallback):
         }
         for what, given in refused.items():
             if given:
-                raise ConfigurationError(f"DiLoCoCallback can't serve a Trainer with {what}. Nothing was started.")
+                raise ConfigurationError(f"DiLoCoCallback can't serve a Trainer with {what}.")
 
 
 class _FiguresFirst(TrainerCallback):

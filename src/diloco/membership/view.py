@@ -32,7 +32,7 @@ class View:
         if not self.members or list(self.members) != sorted(set(self.members)):
             raise ConfigurationError(
                 f"a view of members {self.members} was given; it needs at least one replica, each once, in ascending "
-                "order. Nothing was started."
+                "order."
             )
         object.__setattr__(self, "order", self.order or self.members)
         if sorted(self.order) != list(self.members):

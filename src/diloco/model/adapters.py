@@ -38,7 +38,7 @@ def lora_config(settings: ModelSettings) -> LoraConfig:
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigurationError(
-            f"LoRA needs peft, which can't be imported ({error}): pip install 'diloco[finetune]'. Nothing was started."
+            f"LoRA needs peft, which can't be imported ({error}): pip install 'diloco[finetune]'."
         ) from error
     targets: str | list[str] = list(settings.lora_targets)
     alpha = 2 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
@@ -91,7 +91,7 @@ def merge_adapters(wrapped: nn.Module) -> None:
             if type(base).__module__.startswith("bitsandbytes"):
                 raise ConfigurationError(
                     f"{name} is a {type(base).__name__}, which can't take an adapter in without rounding once more. "
-                    "Merge into weights that are not quantised. Nothing was merged."
+                    "Merge into weights that are not quantised."
                 )
             module.merge()
             parent, _, leaf = name.rpartition(".")
@@ -141,5 +141,5 @@ def _in_words(settings: ModelSettings, wrapped: nn.Module) -> Iterator[None]:
         linear = sorted({n.rpartition(".")[2] for n, m in wrapped.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigurationError(
             f"peft refused model.lora_targets={list(settings.lora_targets)}: {' '.join(str(error).split())[:300]} This "
-            f"model has {', '.join(linear)}. Nothing was started."
+            f"model has {', '.join(linear)}."
         ) from error

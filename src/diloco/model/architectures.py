@@ -139,7 +139,7 @@ def native_settings(folder: Path) -> ModelSettings:
     """
     if why := why_not_native(folder):
         raise ConfigurationError(
-            f"{folder} holds {why}. Use another model, or this one as it is (--model hf:{folder}). Nothing was started."
+            f"{folder} holds {why}. Use another model, or this one as it is (--model hf:{folder})."
         )
     architecture, config = _configuration_in(folder)
     assert architecture is not None
@@ -179,7 +179,7 @@ def _configuration_in(folder: Path) -> tuple[_Architecture | None, Any]:
     try:
         return architecture, auto_config.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}. Nothing was started.") from error
+        raise CheckpointError(f"{folder / CONFIG_NAME} can't be read: {error}.") from error
 
 
 def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
@@ -207,9 +207,7 @@ def native_weights(folder: Path, settings: ModelSettings) -> dict[str, Tensor]:
     for what, names in (("lack", missing), ("have too much for the native decoder:", unknown)):
         if names:
             more = " and others" if len(names) > 5 else ""
-            raise CheckpointError(
-                f"The weights in {folder} {what} {', '.join(sorted(names)[:5])}{more}. Nothing was started."
-            )
+            raise CheckpointError(f"The weights in {folder} {what} {', '.join(sorted(names)[:5])}{more}.")
     return found
 
 

@@ -65,7 +65,7 @@ class ForeignModel(LanguageModel):
             if not self._takes_documents:
                 raise ConfigurationError(
                     f"{type(self.wrapped).__name__}.forward can't keep the documents of a packed row apart, as it has "
-                    "no argument `documents`. Give it one, or turn off document masks. Nothing was computed."
+                    "no argument `documents`. Give it one, or turn off document masks."
                 )
             given["documents"] = documents
         output = self.wrapped(tokens, **given)
@@ -74,7 +74,7 @@ class ForeignModel(LanguageModel):
             got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
             raise ConfigurationError(
                 f"{type(self.wrapped).__name__} gave logits of {got}, not of shape (batch, sequence, vocab) = "
-                f"{(*tokens.shape, self.vocab_size)}. Nothing was trained."
+                f"{(*tokens.shape, self.vocab_size)}."
             )
         return logits[:, -new:]
 
@@ -115,13 +115,13 @@ def build_foreign(settings: ModelSettings) -> LanguageModel:
     if not isinstance(made, nn.Module):
         raise ConfigurationError(
             f"{source} gave a {type(made).__name__}, not a torch.nn.Module whose forward(tokens) gives logits, or a "
-            "diloco LanguageModel. Nothing was started."
+            "diloco LanguageModel."
         )
     vocab_size = getattr(made, "vocab_size", settings.vocab_size)
     if not isinstance(vocab_size, int):
         raise ConfigurationError(
             f"The vocabulary of the model that {source} gave is unknown. Give it an attribute vocab_size, or set "
-            "model.vocab_size. Nothing was started."
+            "model.vocab_size."
         )
     longest = getattr(made, "max_sequence_length", settings.max_sequence_length)
     return ForeignModel(made, vocab_size=vocab_size, max_sequence_length=int(longest), z_loss=settings.z_loss)
@@ -207,7 +207,7 @@ def check_vocabulary(model: LanguageModel, tokens: int) -> None:
         raise ConfigurationError(
             f"The tokeniser has {tokens} tokens, and the model a vocabulary of {model.vocab_size}. Use a smaller "
             f"tokeniser (--data.tokenizer), such as the model's own, or --model.vocab-size {tokens}, for a model of "
-            "transformers with --model.weights fresh. Nothing was started."
+            "transformers with --model.weights fresh."
         )
 
 

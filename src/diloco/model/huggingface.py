@@ -180,14 +180,14 @@ class HuggingFaceModel(LanguageModel):
             if not bool(logits.isfinite().all()):
                 raise ConfigurationError(
                     f"{type(self.wrapped).__name__} gives logits that are not finite: its weights are damaged. Get "
-                    "another copy of them, or use --model.weights fresh. Nothing was started."
+                    "another copy of them, or use --model.weights fresh."
                 )
             changed = tokens.clone()
             changed[0, -1] = tokens[0, 0]
             if not _alike(self(changed)[:, :-1], logits[:, :-1]):
                 raise ConfigurationError(
                     f"{type(self.wrapped).__name__} is not causal as configured: a token sees those after it. For BERT "
-                    "and its kin set is_decoder = true. Nothing was started."
+                    "and its kin set is_decoder = true."
                 )
             self.document_masks = self._find_document_masks(tokens)
             self.projects = self._only_projects(tokens)
@@ -244,7 +244,7 @@ class HuggingFaceModel(LanguageModel):
         if self.document_masks is None:
             raise ConfigurationError(
                 f"{type(self.wrapped).__name__} can't keep the documents of a packed row apart. Turn off document "
-                "masks, or use another architecture. Nothing was computed."
+                "masks, or use another architecture."
             )
         positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
         begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)

@@ -38,9 +38,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigurationError(
-            f"transformers can't be imported ({error}): pip install 'diloco[hf]'. Nothing was started."
-        ) from error
+        raise ConfigurationError(f"transformers can't be imported ({error}): pip install 'diloco[hf]'.") from error
     return transformers
 
 
@@ -63,7 +61,7 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if (folder / INDEX_NAME).is_file():
         shards = read_json(folder / INDEX_NAME).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map of file names. Nothing was started.")
+            raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map of file names.")
         names = sorted(set(shards.values()))
     else:
         names = [WEIGHTS_NAME]
@@ -72,13 +70,13 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         if Path(name).name != name or not path.is_file():
             pickles = sorted(entry.name for entry in folder.glob("*.bin"))
             why = f" ({pickles[0]} is a pickle, which could run any code, and is not read)" if pickles else ""
-            raise CheckpointError(f"{folder} has no file {name} of weights{why}. Nothing was started.")
+            raise CheckpointError(f"{folder} has no file {name} of weights{why}.")
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for key in file.keys():  # noqa: SIM118  # no dict
                     yield key, file.get_tensor(key)
         except SafetensorError as error:
-            raise CheckpointError(f"{path} is no safetensors file: {error}. Nothing was started.") from error
+            raise CheckpointError(f"{path} is no safetensors file: {error}.") from error
 
 
 def weights_digest(folder: Path) -> str:
@@ -109,9 +107,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not there. Nothing was started.") from None
+        raise CheckpointError(f"{path} is not there.") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}. Nothing was started.") from error
+        raise CheckpointError(f"{path} can't be read: {error}.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object. Nothing was started.")
+        raise CheckpointError(f"{path} holds no JSON object.")
     return value

@@ -60,7 +60,7 @@ def build_huggingface(
         if base not in ("", there):
             raise ConfigurationError(
                 f"{settings.source} holds other weights ({there}) than those that the adapters in the checkpoint were "
-                f"trained beside ({base}). Put that model there. Nothing was started."
+                f"trained beside ({base}). Put that model there."
             )
         base = there
     size = settings.vocab_size
@@ -68,7 +68,7 @@ def build_huggingface(
         if stored:
             raise ConfigurationError(
                 f"model.vocab_size={size} does not fit the weights in {folder}, which have {config.vocab_size}. Leave "
-                "it out, or use --model.weights fresh. Nothing was started."
+                "it out, or use --model.weights fresh."
             )
         config.vocab_size = size
     pad = getattr(config, "pad_token_id", None)  # not every architecture has one
@@ -122,7 +122,7 @@ def _find_folder(place: str, *, with_weights: bool) -> Path:
         what = "no folder" if local.exists() else "not there, and no name on the hub"
         raise ConfigurationError(
             f"{local} of model.source=hf:{place} is {what}. Give a folder with a config.json, or a name such as "
-            "hf:HuggingFaceTB/SmolLM2-135M. Nothing was started."
+            "hf:HuggingFaceTB/SmolLM2-135M."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -137,7 +137,7 @@ def _find_folder(place: str, *, with_weights: bool) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigurationError(
             f"model.source=hf:{place} is no folder here, and the Hugging Face hub did not give it: "
-            f"{str(error).splitlines()[0]} Check the name, or give a local folder. Nothing was started."
+            f"{str(error).splitlines()[0]} Check the name, or give a local folder."
         ) from error
 
 
@@ -146,8 +146,7 @@ def _read_config(folder: Path, arguments: Mapping[str, Any]) -> PretrainedConfig
 
     if not (folder / CONFIG_NAME).is_file():
         raise ConfigurationError(
-            f"{folder} has no config.json, which says what the model is; save_pretrained writes one. Nothing was "
-            "started."
+            f"{folder} has no config.json, which says what the model is; save_pretrained writes one."
         )
     with _in_words(str(folder)):
         values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
@@ -162,7 +161,7 @@ def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str)
         custom = ", and code that comes with a model is not run" if "auto_map" in values else ""
         raise ConfigurationError(
             f"{where} has model_type={model_type!r}, which transformers {__version__} does not know{custom}. Try a "
-            "newer transformers, or your own function (--model module:function). Nothing was started."
+            "newer transformers, or your own function (--model module:function)."
         )
     with _in_words(where):
         kind = CONFIG_MAPPING[model_type]
@@ -170,8 +169,7 @@ def _config_of(values: dict[str, Any], arguments: Mapping[str, Any], where: str)
         for name in arguments:
             if name not in values and not hasattr(known, name):
                 raise ConfigurationError(
-                    f"model.arguments.{name} is no part of {kind.__name__}; "
-                    f"{nearest(name, vars(known).keys())} Nothing was started."
+                    f"model.arguments.{name} is no part of {kind.__name__}; {nearest(name, vars(known).keys())}"
                 )
         config: PretrainedConfig = kind.from_dict(values | copy.deepcopy(dict(arguments)))
     return config
@@ -191,9 +189,7 @@ def _check_kind(config: PretrainedConfig) -> None:
         why = "quantised, and quantised weights can't be trained"
     else:
         return
-    raise ConfigurationError(
-        f"{name} is {why}. Use a causal language model such as Llama, Qwen3 or GPT-2. Nothing was started."
-    )
+    raise ConfigurationError(f"{name} is {why}. Use a causal language model such as Llama, Qwen3 or GPT-2.")
 
 
 def _stored(folder: Path, settings: ModelSettings, *, looked: bool) -> bool:
@@ -203,12 +199,12 @@ def _stored(folder: Path, settings: ModelSettings, *, looked: bool) -> bool:
     if pickles := [name for name in PICKLES if (folder / name).is_file()]:
         raise ConfigurationError(
             f"{folder} has its weights as {pickles[0]}, a pickle, which could run any code and is not read. Convert "
-            "them to safetensors, or use --model.weights fresh. Nothing was started."
+            "them to safetensors, or use --model.weights fresh."
         )
     if settings.weights == "stored" or settings.lora_rank:
         raise ConfigurationError(
             f"{folder} has no model.safetensors, and stored weights are needed. Use --model.weights fresh "
-            "without LoRA for new ones. Nothing was started."
+            "without LoRA for new ones."
         )
     return False
 
@@ -227,7 +223,7 @@ def _quantised(settings: ModelSettings) -> dict[str, Any]:
     except Exception as error:  # of its native library, too
         raise ConfigurationError(
             f"model.quantization={settings.quantization!r} needs bitsandbytes, which can't be imported ({error}): pip "
-            "install bitsandbytes, or use --model.base-dtype bfloat16. Nothing was started."
+            "install bitsandbytes, or use --model.base-dtype bfloat16."
         ) from error
     made: Any = BitsAndBytesConfig
     dtype = getattr(torch, settings.base_dtype)
@@ -261,7 +257,7 @@ def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) 
     if missing := sorted(found["missing_keys"]):
         raise ConfigurationError(
             f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights of the configuration, or use "
-            "--model.weights fresh. Nothing was started."
+            "--model.weights fresh."
         )
     model: PreTrainedModel = wrapped
     return model
@@ -276,5 +272,5 @@ def _in_words(what: str) -> Iterator[None]:
         raise
     except _REFUSALS as error:
         raise ConfigurationError(
-            f"transformers refused {what}: {str(error).strip() or type(error).__name__} Nothing was started."
+            f"transformers refused {what}: {str(error).strip() or type(error).__name__}"
         ) from error

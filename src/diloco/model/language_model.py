@@ -143,7 +143,7 @@ class LanguageModel(nn.Module, abc.ABC):
         """
         raise ConfigurationError(
             f"{type(self).__name__} does not say which model of transformers it equals; give it a method "
-            "to_huggingface. Nothing was exported."
+            "to_huggingface."
         )
 
     def count_layers(self) -> int:

@@ -55,8 +55,7 @@ def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int
     vocabulary = vocab_size if vocab_size is not None else model.vocab_size
     if vocabulary is None:
         raise ConfigurationError(
-            "model.vocab_size is required to count parameters: the tokeniser's vocabulary, 257 for bytes. Nothing was "
-            "counted."
+            "model.vocab_size is required to count parameters: the tokeniser's vocabulary, 257 for bytes."
         )
     width, head_width = model.width, model.width // model.heads
     kv_width = (model.kv_heads if model.kv_heads is not None else model.heads) * head_width
@@ -77,9 +76,7 @@ def get_preset(name: str) -> Preset:
     """
     listed = _ALIASES.get(name, name)
     if listed not in _PRESETS:
-        raise ConfigurationError(
-            f"there is no preset {name!r}; {nearest(name, (*_PRESETS, *_ALIASES))} Nothing was started."
-        )
+        raise ConfigurationError(f"there is no preset {name!r}; {nearest(name, (*_PRESETS, *_ALIASES))}")
     return _PRESETS[listed]
 
 

@@ -55,7 +55,7 @@ def parse_source(text: str) -> Source:
         return Source("module", *split(text))
     raise ConfigurationError(
         f"model.source={text!r} is neither hf:PATH_OR_NAME (a causal language model of transformers) nor "
-        "module:function (your own). A native model is named by --preset NAME. Nothing was started."
+        "module:function (your own). A native model is named by --preset NAME."
     )
 
 
@@ -119,27 +119,23 @@ class ModelSettings:
         self._check_source()
         for name in ("layers", "width", "ffn_width", "heads", "max_sequence_length", "vocab_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigurationError(
-                    f"model.{name} must be at least 1, not {getattr(self, name)}. Nothing was started."
-                )
+                raise ConfigurationError(f"model.{name} must be at least 1, not {getattr(self, name)}.")
         for name in ("rope_theta", "norm_epsilon"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(
-                    f"model.{name} must be positive, not {getattr(self, name)}. Nothing was started."
-                )
+                raise ConfigurationError(f"model.{name} must be positive, not {getattr(self, name)}.")
         self._check_lora()
         if not self.z_loss >= 0:
-            raise ConfigurationError(f"model.z_loss must not be negative, and is {self.z_loss}. Nothing was started.")
+            raise ConfigurationError(f"model.z_loss must not be negative, and is {self.z_loss}.")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigurationError(
                 f"model.width={self.width} with model.heads={self.heads} gives heads of {self.width / self.heads:g}; "
-                "rotary positions need an even whole number. Nothing was started."
+                "rotary positions need an even whole number."
             )
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             divisors = [str(number) for number in range(1, self.heads + 1) if self.heads % number == 0]
             raise ConfigurationError(
                 f"model.kv_heads={self.kv_heads} must divide model.heads={self.heads}: use one of "
-                f"{', '.join(divisors)}. Nothing was started."
+                f"{', '.join(divisors)}."
             )
 
     def described(self) -> dict[str, Any]:
@@ -159,27 +155,26 @@ class ModelSettings:
             raise ConfigurationError(
                 f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha} and model.lora_dropout="
                 f"{self.lora_dropout} were given. The rank must be 0 or more, alpha positive, and dropout 0 or more "
-                "and less than 1. Nothing was started."
+                "and less than 1."
             )
         if not self.lora_targets:
-            raise ConfigurationError("model.lora_targets must name a module, or be all-linear. Nothing was started.")
+            raise ConfigurationError("model.lora_targets must name a module, or be all-linear.")
         defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
         if not self.lora_rank:
             for name in LORA_ONLY[1:]:
                 if getattr(self, name) != defaults[name]:
                     raise ConfigurationError(
                         f"model.{name}={getattr(self, name)!r} is of LoRA: set model.lora_rank (--lora.rank), such as "
-                        "16, too. Nothing was started."
+                        "16, too."
                     )
         elif self.source is None or parse_source(self.source).kind != "hf":
             raise ConfigurationError(
-                f"model.lora_rank={self.lora_rank} needs a model of transformers: --model hf:FOLDER. Nothing was "
-                "started."
+                f"model.lora_rank={self.lora_rank} needs a model of transformers: --model hf:FOLDER."
             )
         elif self.weights == "fresh":
             raise ConfigurationError(
                 f"model.lora_rank={self.lora_rank} adapts weights that are there, and model.weights='fresh' was given. "
-                "Leave out one of them. Nothing was started."
+                "Leave out one of them."
             )
 
     def _check_source(self) -> None:
@@ -188,7 +183,7 @@ class ModelSettings:
                 if getattr(self, name) not in ("auto", {}):
                     raise ConfigurationError(
                         f"model.{name}={getattr(self, name)!r} needs a model.source: --model hf:PATH_OR_NAME or "
-                        "module:function. Nothing was started."
+                        "module:function."
                     )
             return
         source = parse_source(self.source)
@@ -199,7 +194,7 @@ class ModelSettings:
         if source.kind == "module" and self.weights != "auto":
             raise ConfigurationError(
                 f"model.weights={self.weights!r} does not go with model.source={source}, whose function decides that; "
-                "train.init_from begins from weights of a file. Nothing was started."
+                "train.init_from begins from weights of a file."
             )
 
 
@@ -219,5 +214,5 @@ def native_only_error(name: str, source: Source) -> ConfigurationError:
     example = f", such as '{{{name} = ...}}'" if source.kind == "module" else ""
     return ConfigurationError(
         f"model.{name} is for the native decoder and does not go with model.source={source}. Set what "
-        f"that model has by model.arguments{example} instead. Nothing was started."
+        f"that model has by model.arguments{example} instead."
     )

@@ -50,9 +50,7 @@ class Transformer(LanguageModel):
     def __init__(self, settings: ModelSettings, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         if settings.vocab_size is None:
-            raise ConfigurationError(
-                "model.vocab_size is required: the tokeniser's vocabulary, 257 for bytes. Nothing was built."
-            )
+            raise ConfigurationError("model.vocab_size is required: the tokeniser's vocabulary, 257 for bytes.")
         self.settings = settings
         self.vocab_size = settings.vocab_size
         self.max_sequence_length = settings.max_sequence_length

@@ -99,12 +99,12 @@ def read_metrics(path: Path, event: str | None = None) -> list[dict[str, Any]]:
         except (ValueError, TypeError, LookupError) as error:
             raise DataError(
                 f"{path}, line {number} is no record of an event ({error!r}): {line[:80]!r}. Remove that line to read "
-                "the rest. Nothing was read."
+                "the rest."
             ) from error
         if schema != events.SCHEMA_VERSION:
             raise DataError(
                 f"{path}, line {number} has schema {schema}, and this version reads schema {events.SCHEMA_VERSION}. "
-                "Read the file with the version that wrote it. Nothing was read."
+                "Read the file with the version that wrote it."
             )
         if name == "RunStarted":
             records = [earlier for earlier in records if earlier["step"] <= step]
@@ -211,8 +211,7 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigurationError(
-                f"tensorboard cannot be imported ({error}). Install it with pip, or set monitor.tensorboard = false. "
-                "Nothing was started."
+                f"tensorboard cannot be imported ({error}). Install it with pip, or set monitor.tensorboard = false."
             ) from error
         self._make_writer = SummaryWriter
         self._writer: Any = None

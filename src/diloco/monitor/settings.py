@@ -38,13 +38,9 @@ class WandbSettings:
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
-            raise ConfigurationError(
-                f"monitor.wandb.every_steps={self.every_steps} must be at least 1. Nothing was started."
-            )
+            raise ConfigurationError(f"monitor.wandb.every_steps={self.every_steps} must be at least 1.")
         if not self.finish_timeout_s > 0:
-            raise ConfigurationError(
-                f"monitor.wandb.finish_timeout_s={self.finish_timeout_s} must be positive. Nothing was started."
-            )
+            raise ConfigurationError(f"monitor.wandb.finish_timeout_s={self.finish_timeout_s} must be positive.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +60,6 @@ class MonitorSettings:
     def __post_init__(self) -> None:
         if self.console not in (consoles := ("auto", "live", "plain", "quiet")):
             hint = nearest(str(self.console), consoles)
-            raise ConfigurationError(f"monitor.console={self.console!r} is unknown; {hint} Nothing was started.")
+            raise ConfigurationError(f"monitor.console={self.console!r} is unknown; {hint}")
         if self.every_steps < 1:
-            raise ConfigurationError(f"monitor.every_steps={self.every_steps} must be at least 1. Nothing was started.")
+            raise ConfigurationError(f"monitor.every_steps={self.every_steps} must be at least 1.")

@@ -90,7 +90,7 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, ab
     if kind == "live" and not is_terminal:
         raise ConfigurationError(
             'monitor.console="live" needs a terminal, which the output is not. Use "plain", or "auto", which chooses '
-            "by itself. Nothing was started."
+            "by itself."
         )
     from diloco.monitor.console import LiveConsole, PlainConsole
     from diloco.monitor.files import MetricsFile, TensorBoardSink
@@ -123,12 +123,11 @@ def _load(name: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
             f"monitor.sinks={name!r} cannot be loaded ({error}). Give MODULE:CALLABLE, of a module that is installed "
-            "or in the working directory. Nothing was started."
+            "or in the working directory."
         ) from error
     if not callable(found):
         raise ConfigurationError(
-            f"monitor.sinks={name!r} is no function or class. Give one that makes a sink of a folder. Nothing was "
-            "started."
+            f"monitor.sinks={name!r} is no function or class. Give one that makes a sink of a folder."
         )
     return found
 

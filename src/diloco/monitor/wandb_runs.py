@@ -182,13 +182,11 @@ def _load_wandb(mode: str) -> Any:
         import wandb
     except ImportError as error:
         raise ConfigurationError(
-            f"monitor.wandb.mode={mode!r} needs wandb, which can't be imported ({error}): pip install 'diloco[wandb]'. "
-            "Nothing was started."
+            f"monitor.wandb.mode={mode!r} needs wandb, which can't be imported ({error}): pip install 'diloco[wandb]'."
         ) from error
     if mode == "online" and not _has_key(wandb.setup().settings):
         raise ConfigurationError(
-            "monitor.wandb.mode='online' needs an API key: use `wandb login`, WANDB_API_KEY, or mode 'offline'. "
-            "Nothing was started."
+            "monitor.wandb.mode='online' needs an API key: use `wandb login`, WANDB_API_KEY, or mode 'offline'."
         )
     return wandb
 

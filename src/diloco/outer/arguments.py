@@ -100,31 +100,28 @@ def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Opti
     if arguments.clipping.active and sharded:  # no rank has a whole contribution to take the norm of
         raise ConfigurationError(
             f"Clipping does not work with a sharded model, and this one shards {sharded[0]} and {len(sharded) - 1} "
-            "more parameters over ranks. Leave clipping out, or let every rank hold all parameters (ddp). Nothing was "
-            "started."
+            "more parameters over ranks. Leave clipping out, or let every rank hold all parameters (ddp)."
         )
     if average is not None and not average.elementwise and sharded:
         raise ConfigurationError(
             f"{described(average)} averages whole tensors, and this model shards {sharded[0]} and {len(sharded) - 1} "
-            "more over ranks. Leave average out, or let every rank hold all parameters (ddp). Nothing was started."
+            "more over ranks. Leave average out, or let every rank hold all parameters (ddp)."
         )
     if schedule.whole_round_late and not merge.keeps_sent:
         raise ConfigurationError(
             f"overlap_steps={schedule.overlap_steps}, a whole round late, was given with {described(merge)}, which "
-            "drops what was trained since the fragment was sent, and so all of it. Use RebaseMerge, or fewer steps. "
-            "Nothing was started."
+            "drops what was trained since the fragment was sent, and so all of it. Use RebaseMerge, or fewer steps."
         )
     optimizers = [inner_optimizer] if isinstance(inner_optimizer, Optimizer) else inner_optimizer
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if idle := [name for name, parameter in trainable.items() if id(parameter) not in held]:
         raise ConfigurationError(
-            f"No inner optimizer holds {', '.join(idle)}. Add it to one, or freeze it with requires_grad_(False). "
-            "Nothing was started."
+            f"No inner optimizer holds {', '.join(idle)}. Add it to one, or freeze it with requires_grad_(False)."
         )
     if (given := len(arguments.fragments)) != schedule.num_fragments:
         raise ConfigurationError(
             f"{given} fragments were given with a schedule for {schedule.num_fragments}. Both must have the "
-            "same number. Nothing was started."
+            "same number."
         )
 
 
@@ -136,7 +133,7 @@ def _check_devices(trainable: Mapping[str, nn.Parameter]) -> None:
         raise ConfigurationError(
             f"The parameters that are trained are not all on one device: {places} (meta: offloaded). Load the model "
             "without a device_map, or with one that leaves what is trained on one device; what is frozen may be "
-            "anywhere. Nothing was started."
+            "anywhere."
         )
 
 

@@ -94,17 +94,17 @@ class Registry:
         if not 0 <= entry.rank < self.num_ranks:
             raise RendezvousError(
                 f"rank {entry.rank} at {entry.address} wants to take part in a run of {self.num_ranks} ranks; "
-                f"ranks are 0 to {self.num_ranks - 1}. Nothing was started."
+                f"ranks are 0 to {self.num_ranks - 1}."
             )
         known = self.entries.get(entry.rank)
         if known is not None and not self.running:
             raise RendezvousError(
                 f"two processes say that they are rank {entry.rank}: one at {known.address} and one at "
-                f"{entry.address}; each process needs a rank of its own. Nothing was started."
+                f"{entry.address}; each process needs a rank of its own."
             )
         reference = min((other for rank, other in self.entries.items() if rank != entry.rank), key=_rank, default=None)
         if reference is not None and (words := difference(reference, entry, self.ranks_per_replica)):
-            raise RendezvousError(f"{words}; both sides need the same. Nothing was started.")
+            raise RendezvousError(f"{words}; both sides need the same.")
         self.entries[entry.rank] = entry
         self.running = self.running or self.complete
 

@@ -122,7 +122,7 @@ def method_named(name: str) -> Method:
         if method.name == name:
             return method
     names = ", ".join(method.name for method in METHODS)
-    raise ConfigurationError(f"there is no method {name!r}; choose one of {names}. Nothing was computed.")
+    raise ConfigurationError(f"there is no method {name!r}; choose one of {names}.")
 
 
 PAPER = "Streaming DiLoCo (arXiv 2501.18512), Table 4: H=100, 3 layers per fragment, tau=1, two replicas"

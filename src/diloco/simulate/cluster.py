@@ -61,10 +61,10 @@ class Cluster:
         if len(times) != len(links) or not links or not all(0 < each < math.inf for each in times):
             raise ConfigurationError(
                 f"{len(links)} links do not fit step times {times}: a cluster needs one of each per replica, and times "
-                "above 0 s. Nothing was computed."
+                "above 0 s."
             )
         if not 0 <= jitter < math.inf:
-            raise ConfigurationError(f"the jitter must be 0 or more, not {jitter}. Nothing was computed.")
+            raise ConfigurationError(f"the jitter must be 0 or more, not {jitter}.")
         arrays = LinkArrays.of(links)
         return cls(
             bandwidth_bits_per_s=arrays.bandwidth_bits_per_s,

@@ -81,7 +81,7 @@ def measure_step(
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model with {rows} sequences at once does not fit on {device}: "
-            f"{str(error).splitlines()[0]} Use more gradient accumulation, or a smaller model. Nothing was planned."
+            f"{str(error).splitlines()[0]} Use more gradient accumulation, or a smaller model."
         ) from error
     timed = taken_s[1:]
     send_s, merge_s = synchronisation_s(model, inner.optimizer, device)

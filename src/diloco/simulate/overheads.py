@@ -48,8 +48,7 @@ class Overheads:
         others = (self.round_trips, self.queue_trips, *work, self.pause_s)
         if not 0 < self.goodput <= 1 or not all(0 <= value < math.inf for value in others):
             raise ConfigurationError(
-                f"{self} cannot be simulated: the goodput must be above 0 and at most 1, everything else 0 or more. "
-                "Nothing was computed."
+                f"{self} cannot be simulated: the goodput must be above 0 and at most 1, everything else 0 or more."
             )
 
 

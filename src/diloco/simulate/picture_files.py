@@ -46,16 +46,14 @@ def check_picture_path(path: Path) -> None:
     """
     if path.suffix not in SUFFIXES:
         raise ConfigurationError(
-            f"the name of the picture {path} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}. Nothing was "
-            "drawn."
+            f"the name of the picture {path} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}."
         )
     if path.is_dir() or not path.parent.is_dir():
         trouble = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigurationError(f"the picture {path} cannot be written: {trouble}. Nothing was drawn.")
+        raise ConfigurationError(f"the picture {path} cannot be written: {trouble}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(
-            f"the picture {path} needs matplotlib, which is not installed: pip install 'diloco[plots]'. "
-            "Nothing was drawn."
+            f"the picture {path} needs matplotlib, which is not installed: pip install 'diloco[plots]'."
         )
 
 

@@ -63,7 +63,7 @@ def draw_timeline(spans: Sequence[Span], path: Path, *, title: str) -> None:
     """
     check_picture_path(path)
     if not spans:
-        raise ConfigurationError("a timeline without spans shows nothing: give at least one. Nothing was drawn.")
+        raise ConfigurationError("a timeline without spans shows nothing: give at least one.")
     shown = _first_stretch(spans)
     with picture_style():
         from matplotlib.figure import Figure
@@ -204,12 +204,12 @@ def draw_utilization(
         if not (fits and np.isfinite(x).all() and (x > 0).all() and (np.diff(x) >= 0).all() and _shares(y)):
             raise ConfigurationError(
                 f"the curve {name!r} of shapes {x.shape} and {y.shape} cannot be drawn: it needs as many utilisations "
-                "from 0 to 1 as bandwidths, which must be above 0 and ascending. Nothing was drawn."
+                "from 0 to 1 as bandwidths, which must be above 0 and ascending."
             )
     if not lines or not _shares(np.asarray(targets, np.float64)):
         raise ConfigurationError(
             f"{len(lines)} curves with targets {tuple(targets)} cannot be drawn: at least one curve is needed, and "
-            "targets from 0 to 1. Nothing was drawn."
+            "targets from 0 to 1."
         )
     with picture_style():
         from matplotlib.figure import Figure

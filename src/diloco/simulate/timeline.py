@@ -56,7 +56,7 @@ def timeline(simulated: Simulated, cluster: Cluster, steps: int, scenario: tuple
     if cluster.grace:
         raise ConfigurationError(
             "a timeline was asked for of replicas that leave out steps when they are late (grace), which it can't "
-            "show. Leave grace out. Nothing was drawn."
+            "show. Leave grace out."
         )
     _check_history(simulated)
     fits = len(scenario) == len(shape) - 1 and all(
@@ -65,7 +65,7 @@ def timeline(simulated: Simulated, cluster: Cluster, steps: int, scenario: tuple
     if steps < 1 or not fits:
         raise ConfigurationError(
             f"steps={steps} and scenario={scenario} select nothing: at least one step is needed, and one index for "
-            f"each of the axes {shape[:-1]}. Nothing was drawn."
+            f"each of the axes {shape[:-1]}."
         )
     computed_s = cluster.computed_s(steps)
     rounds = [each for each in simulated.history if each.send_step <= steps]
@@ -157,7 +157,7 @@ def peak_bytes_per_s(simulated: Simulated, window_s: float | None = None) -> Flo
     """
     _check_history(simulated)
     if window_s is not None and not 0 < window_s < math.inf:
-        raise ConfigurationError(f"a window of {window_s} s is not above 0 s. Nothing was computed.")
+        raise ConfigurationError(f"a window of {window_s} s is not above 0 s.")
     shape = simulated.compute_s.shape
     if not simulated.history:
         return np.zeros(shape[:-1])
@@ -203,6 +203,4 @@ def _carried(edges: Floats, carried: Floats, at_s: Floats, side: Literal["left",
 
 def _check_history(simulated: Simulated) -> None:
     if not simulated.history and bool(simulated.sent_bytes.any()):
-        raise ConfigurationError(
-            "the simulation has not kept its rounds: simulate(..., history=True) does. Nothing was computed."
-        )
+        raise ConfigurationError("the simulation has not kept its rounds: simulate(..., history=True) does.")

@@ -165,7 +165,7 @@ class Workload:
             raise ConfigurationError(
                 f"parameters={self.parameters}, layers={self.layers}, outside={self.outside} and "
                 f"step_time_s={self.step_time_s} do not describe a model: it needs at least one layer, a parameter in "
-                "each layer, and a time above 0. Nothing was computed."
+                "each layer, and a time above 0."
             )
 
     @property
@@ -185,7 +185,7 @@ class Workload:
         if not 1 <= blocks <= self.layers:
             raise ConfigurationError(
                 f"{self.layers} layers cannot be split into {num_fragments} fragments; choose 1 to "
-                f"{self.layers + bool(self.outside)}. Nothing was computed."
+                f"{self.layers + bool(self.outside)}."
             )
         strided = tuple(tuple(range(first, self.layers, blocks)) for first in range(blocks))
         return ((), *strided) if self.outside else strided

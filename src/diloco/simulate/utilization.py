@@ -115,7 +115,7 @@ def simulate(
     if not 0 <= measure_from < steps:
         raise ConfigurationError(
             f"measure_from={measure_from} leaves nothing of steps={steps} to measure: 0 <= measure_from < steps is "
-            "needed. Nothing was computed."
+            "needed."
         )
     run = _Run(traffic, cluster, steps, keep=history)
     before = run.totals()

@@ -40,8 +40,7 @@ class Outcomes:
                 self._held[str(outcome["run"])] = outcome
             except (ValueError, KeyError, TypeError):
                 raise ConfigurationError(
-                    f"Line {number} of {path} is no outcome of a run. Move the file away to begin anew. "
-                    "Nothing was started."
+                    f"Line {number} of {path} is no outcome of a run. Move the file away to begin anew."
                 ) from None
 
     def of(self, run: Run) -> Outcome | None:
@@ -114,7 +113,7 @@ def check_plot(path: Path, runs: Sequence[Run]) -> None:
     if _across([{"varied": _plain(run.varied)} for run in runs]) is None:
         raise ConfigurationError(
             "A picture shows the loss over an axis of at least two numbers, and this study has none beside the seed. "
-            "Leave --plot out. Nothing was started."
+            "Leave --plot out."
         )
 
 

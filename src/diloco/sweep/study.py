@@ -65,13 +65,13 @@ def read_study(path: Path) -> Study:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"The study {path} cannot be read: {error.strerror}. Nothing was started.") from error
+        raise ConfigurationError(f"The study {path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}. Nothing was started.") from error
+        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from error
     if unknown := sorted(tables.keys() - {"base", "axes"}):
         raise ConfigurationError(
             f"{path} has [{unknown[0]}]. A study has [base], with keys of a run, and [axes], with a list of values for "
-            "each key that is varied. Nothing was started."
+            "each key that is varied."
         )
     base = _checked(_flat(tables.get("base", {})), f"{path}, [base]")
     axes = {}
@@ -80,7 +80,7 @@ def read_study(path: Path) -> Study:
         axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in _listed(names, points, path))
     _refuse_repeated([*itertools.chain(*axes)], path)
     if not axes:
-        raise ConfigurationError(f"{path} has no [axes], so there is nothing to vary. Nothing was started.")
+        raise ConfigurationError(f"{path} has no [axes], so there is nothing to vary.")
     return Study(base, axes)
 
 
@@ -100,11 +100,10 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _listed(names: str, points: Any, path: Path) -> list[Any]:
     if not isinstance(points, list) or not points:
         raise ConfigurationError(
-            f"{path}, [axes]: {names} = {points!r} was given. An axis is a list of at least one value. "
-            "Nothing was started."
+            f"{path}, [axes]: {names} = {points!r} was given. An axis is a list of at least one value."
         )
     if len({repr(point) for point in points}) < len(points):
-        raise ConfigurationError(f"{path}, [axes]: {names} has a value twice. Nothing was started.")
+        raise ConfigurationError(f"{path}, [axes]: {names} has a value twice.")
     return points
 
 
@@ -112,15 +111,14 @@ def _point(keys: tuple[str, ...], point: Any, where: str) -> tuple[Any, ...]:
     values = [point] if len(keys) == 1 else point
     if not isinstance(values, list) or len(values) != len(keys):
         raise ConfigurationError(
-            f"{where}: {', '.join(keys)} are varied together, and {point!r} is not a list of {len(keys)} values. "
-            "Nothing was started."
+            f"{where}: {', '.join(keys)} are varied together, and {point!r} is not a list of {len(keys)} values."
         )
     checked = _checked(dict(zip(keys, values, strict=True)), where)
     if inside := [key for key in keys if key not in checked]:
         table = next(key for key in checked if inside[0].startswith(f"{key}."))
         raise ConfigurationError(
             f"{where}: {inside[0]} is part of {table}, which is varied as a whole: "
-            f'"{table}" = [{{ {inside[0].removeprefix(f"{table}.")} = ... }}, ...]. Nothing was started.'
+            f'"{table}" = [{{ {inside[0].removeprefix(f"{table}.")} = ... }}, ...].'
         )
     return tuple(checked[key] for key in keys)
 
@@ -129,7 +127,7 @@ def _checked(values: Mapping[str, Any], where: str) -> Values:
     """The values converted to the types of a run's settings."""
     for key in _NOT_VARIED:
         if key in values:
-            raise ConfigurationError(f"{where}: {key} was given, which a study sets for each run. Nothing was started.")
+            raise ConfigurationError(f"{where}: {key} was given, which a study sets for each run.")
     text = "".join(f"{key} = {in_toml(value)}\n" for key, value in values.items())
     return parse_toml(text, Configuration, where=where)
 
@@ -137,7 +135,7 @@ def _checked(values: Mapping[str, Any], where: str) -> Values:
 def _refuse_repeated(keys: list[str], path: Path) -> None:
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigurationError(f"{path}: {key} is on two axes. Nothing was started.")
+            raise ConfigurationError(f"{path}: {key} is on two axes.")
 
 
 def _name(varied: Values) -> str:

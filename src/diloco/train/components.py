@@ -60,7 +60,7 @@ def make_fragments(settings: FragmentSettings, model: LanguageModel) -> tuple[Fr
             raise
         raise FragmentError(
             f"fragments.num_fragments={number} was given, but this model can't be divided by layers into so many. Use "
-            'fewer, or fragments.strategy = "balanced", which may cut layers. Nothing was started.'
+            'fewer, or fragments.strategy = "balanced", which may cut layers.'
         ) from error
 
 
@@ -131,7 +131,7 @@ def check_own_code(settings: RunSettings) -> None:
             if is_own(name):
                 check()
         except ContractError as error:
-            raise ConfigurationError(f"{key}={name} can't be used: {error} Nothing was started.") from error
+            raise ConfigurationError(f"{key}={name} can't be used: {error}") from error
 
 
 def make_average_rule(settings: OuterSettings) -> AverageRule | None:

@@ -43,14 +43,14 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
     if sharded and name in UNFIT_ON_SHARDS:
         raise ConfigurationError(
             f"inner.name={name!r} can't step parameters that are sharded over ranks. Use AdamW or SGD, or ranks that "
-            "hold all parameters (ddp). Nothing was started."
+            "hold all parameters (ddp)."
         )
     arguments = dict(settings.arguments)
     may_fuse = "fused" in accepted and not is_own(name) and (name in FUSED_ON_SHARDS or not sharded)
     if arguments.get("fused") and not may_fuse and not is_own(name):
         raise ConfigurationError(
             f"inner.arguments.fused was given to {name}, whose fused kernel takes no parameters that are sharded over "
-            "ranks. Leave it out. Nothing was started."
+            "ranks. Leave it out."
         )
     if may_fuse and not {"fused", "foreach"} & arguments.keys():
         arguments["fused"] = True
@@ -62,13 +62,9 @@ def make_inner_optimizer(settings: InnerSettings, model: nn.Module) -> torch.opt
         raise
     except Exception as error:
         shown = name if is_own(name) else f"torch.optim.{name}"
-        raise ConfigurationError(
-            f"{shown} refused {arguments}: {type(error).__name__}: {error}. Nothing was started."
-        ) from error
+        raise ConfigurationError(f"{shown} refused {arguments}: {type(error).__name__}: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(
-            f"{name} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer. Nothing was started."
-        )
+        raise ConfigurationError(f"{name} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
     return optimizer
 
 
@@ -83,13 +79,11 @@ def check_inner_arguments(settings: InnerSettings) -> tuple[Callable[..., torch.
     for argument in settings.arguments:
         if argument == "lr":
             raise ConfigurationError(
-                "inner.arguments.lr was given. The schedule starts from inner.learning_rate: set that instead. "
-                "Nothing was started."
+                "inner.arguments.lr was given. The schedule starts from inner.learning_rate: set that instead."
             )
         if argument not in accepted and not is_own(name):
             raise ConfigurationError(
-                f"inner.arguments.{argument} is no argument of {name}; {nearest(argument, accepted)} "
-                "Nothing was started."
+                f"inner.arguments.{argument} is no argument of {name}; {nearest(argument, accepted)}"
             )
     if is_own(name):
         check_arguments("inner.name", name, make, settings.arguments)
@@ -124,9 +118,7 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
     if is_own(name):
         make = find("inner.name", name)
         if not takes(make, "lr"):
-            raise ConfigurationError(
-                f"inner.name={name} takes no argument lr, and so can't be given a learning rate. Nothing was started."
-            )
+            raise ConfigurationError(f"inner.name={name} takes no argument lr, and so can't be given a learning rate.")
         return make, inspect.signature(make).parameters
     known: dict[str, Callable[..., torch.optim.Optimizer]] = {
         key: value
@@ -135,11 +127,11 @@ def _constructor(name: str) -> tuple[Callable[..., torch.optim.Optimizer], Param
     }
     known["Muon"] = muon  # torch's own takes nothing but matrices
     if name in UNFIT:
-        raise ConfigurationError(f"inner.name={name!r} {UNFIT[name]}. Use AdamW or SGD. Nothing was started.")
+        raise ConfigurationError(f"inner.name={name!r} {UNFIT[name]}. Use AdamW or SGD.")
     if name not in known:
         raise ConfigurationError(
             f"inner.name={name!r} is no optimizer of torch.optim; {nearest(name, known.keys() - UNFIT.keys())} Your "
-            "own is named module:Class, or FILE.py:Class. Nothing was started."
+            "own is named module:Class, or FILE.py:Class."
         )
     accepted = dict(inspect.signature(known[name]).parameters)
     if name == "Muon":

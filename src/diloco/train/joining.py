@@ -47,7 +47,7 @@ def join_run(session: Session, fleet: PeerFleet, timeout_s: float) -> None:
     if session.settings.algorithm not in ("streaming", "diloco"):
         raise ConfigurationError(
             f"Replica {replica.number} came to a run of algorithm={session.settings.algorithm!r} that is going on, and "
-            "only DiLoCo and Streaming DiLoCo can be joined. Start all replicas again. Nothing was started."
+            "only DiLoCo and Streaming DiLoCo can be joined. Start all replicas again."
         )
     if fleet.others_have_trained:
         _take_over(session, replica, fleet)
@@ -218,7 +218,7 @@ def _newest_of_all(fleet: PeerFleet) -> int:
     if lacking := ", ".join(str(rank) for rank, step in held.items() if step < 0):
         raise CheckpointError(
             f"--resume was given, and rank {lacking} has no checkpoint in its folder. Put its checkpoints there, or "
-            "start a new run with --init-from the global parameters of another one. Nothing was started."
+            "start a new run with --init-from the global parameters of another one."
         )
     return min(held.values())
 
@@ -229,11 +229,11 @@ def _check_same_run(session: Session, checkpoint: Checkpoint) -> None:
     if fingerprint != session.corpus.fingerprint:
         raise CheckpointError(
             f"{checkpoint.path} was made with data of fingerprint {fingerprint}, and the data now has "
-            f"{session.corpus.fingerprint}. Give the same files and tokeniser. Nothing was started."
+            f"{session.corpus.fingerprint}. Give the same files and tokeniser."
         )
     fingerprint, mine = checkpoint.about.get("model_fingerprint"), model_fingerprint(session.replicas[0].model)
     if fingerprint not in (None, mine):
         raise CheckpointError(
             f"{checkpoint.path} is of a model of {fingerprint}, and this is one of {mine}. Give the model that the run "
-            "began with, from the same source. Nothing was started."
+            "began with, from the same source."
         )

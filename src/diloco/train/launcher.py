@@ -186,7 +186,7 @@ def _start(arguments: Sequence[str], processes: int) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise ConfigurationError(
             f"A process for a replica could not be started: {error}. Use fewer --replicas, or allow more processes and "
-            "memory on this machine. Nothing runs."
+            "memory on this machine."
         ) from error
 
 

@@ -232,7 +232,7 @@ def parallelise(model: LanguageModel, strategy: Strategy, group: ReplicaGroup, d
     if strategy == "none" and group.size != 1:
         raise ConfigurationError(
             f"strategy 'none' was given to a replica of {group.size} ranks, each of which would train a model of its "
-            "own. Use ddp or fsdp, or one rank. Nothing was started."
+            "own. Use ddp or fsdp, or one rank."
         )
     if strategy == "fsdp":
         return _ShardedModel(model, group, device)

@@ -83,8 +83,7 @@ class RandomState:
     def __init__(self, seed: int, replica: int) -> None:
         if seed < 0 or replica < 0:
             raise ConfigurationError(
-                f"seed={seed} and replica={replica} were given; both must be whole numbers from 0 on. "
-                "Nothing was started."
+                f"seed={seed} and replica={replica} were given; both must be whole numbers from 0 on."
             )
         python, numpy_, torch_, cuda = np.random.SeedSequence(seed, spawn_key=(replica,)).spawn(4)
         self._generators = _Generators(

@@ -106,7 +106,7 @@ class ReplicaState:
         if odd := sorted(values.keys() ^ saved.sizes.keys()):
             raise CheckpointError(
                 f"{saved.checkpoint.path} is of another model, optimizer or algorithm: only one side has "
-                f"{', '.join(odd[:5])}. Nothing was started."
+                f"{', '.join(odd[:5])}."
             )
         saved.load_into(values)
         self._load_inner(slots, common["inner"])

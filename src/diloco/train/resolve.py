@@ -165,7 +165,7 @@ def _gain_as_learning_rate(settings: S) -> S:
     if momentum is None:
         raise ConfigurationError(
             f"outer.gain={outer.gain:g} was given with outer.name={outer.name!r}, which has no gain. Use "
-            "outer.learning_rate, or nesterov or sgd. Nothing was started."
+            "outer.learning_rate, or nesterov or sgd."
         )
     learning_rate = learning_rate_of_gain(outer.gain, momentum)
     return _with(settings, {"outer.gain": None, "outer.learning_rate": learning_rate})
@@ -243,9 +243,7 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
     )
     if number is None:
         if num_layers is None:
-            raise ConfigurationError(
-                "fragments.num_fragments is required because the depth of this model is unknown. Nothing was started."
-            )
+            raise ConfigurationError("fragments.num_fragments is required because the depth of this model is unknown.")
         # One fragment more for what is in no layer; no more than H, so that no two need the same step.
         number = min(math.ceil(num_layers / _LAYERS_PER_FRAGMENT) + 1, longest_cycle)
     if num_layers is not None and fragments.strategy in ("strided", "sequential"):

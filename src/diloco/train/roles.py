@@ -43,7 +43,7 @@ def read_torchrun(environment: Mapping[str, str]) -> TorchRun | None:
     except (KeyError, ValueError) as error:
         raise ConfigurationError(
             f"torchrun started this process without a usable {error}. It must set RANK, WORLD_SIZE, LOCAL_RANK, "
-            "MASTER_ADDR and MASTER_PORT. Nothing was started."
+            "MASTER_ADDR and MASTER_PORT."
         ) from error
 
 
@@ -80,7 +80,7 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
         if torchrun is not None and torchrun.world_size > 1:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, and transport.name={settings.name!r} needs one. "
-                "Use --transport torch. Nothing was started."
+                "Use --transport torch."
             )
         return Role("alone" if settings.name == "in-process" else "peer")
     size = settings.replica_size
@@ -88,7 +88,7 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
         if torchrun.world_size != settings.num_ranks:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, and {settings.replicas} replicas of {size} ranks "
-                f"are {settings.num_ranks}. Leave --replicas out, or start as many processes. Nothing was started."
+                f"are {settings.num_ranks}. Leave --replicas out, or start as many processes."
             )
         replica, position = divmod(torchrun.rank, size)
         return Role("rank", replica, position, torchrun=torchrun, inner_store=torchrun.master if size > 1 else None)
@@ -97,17 +97,17 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
     if settings.replica is None:
         raise ConfigurationError(
             f"transport.rendezvous={settings.rendezvous!r} was given without transport.replica. Give --replica 0, 1, "
-            "... on each machine, or neither, to start all replicas here. Nothing was started."
+            "... on each machine, or neither, to start all replicas here."
         )
     if settings.rendezvous is None:
         raise ConfigurationError(
             f"transport.replica={settings.replica} was given without transport.rendezvous. Give --rendezvous "
-            "HOST:PORT, an address of the machine of replica 0. Nothing was started."
+            "HOST:PORT, an address of the machine of replica 0."
         )
     if size > 1 and settings.inner_store is None:
         raise ConfigurationError(
             f"transport.replica={settings.replica} was given for a replica of {size} processes. Those are started by "
-            "torchrun, or by one command that starts all replicas here (without --replica). Nothing was started."
+            "torchrun, or by one command that starts all replicas here (without --replica)."
         )
     return Role(
         "rank",

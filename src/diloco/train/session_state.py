@@ -80,7 +80,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
     if saved.differ and session.settings.algorithm == "none":
         raise CheckpointError(
             f"{checkpoint.path} is of {saved.number} independent replicas, which agree on nothing that another number "
-            f"of them ({saved.now}) could go on from. Use the same number of replicas. Nothing was started."
+            f"of them ({saved.now}) could go on from. Use the same number of replicas."
         )
     session.fleet.load_state_dict(_fleet_state(session, saved, run["transport"]))
     void: tuple[RoundId, ...] = ()
@@ -139,7 +139,7 @@ class _SavedReplicas:
                 raise CheckpointError(
                     f"Only replica {replica}'s own checkpoint, {place}, says what it has not read, and that is needed "
                     f"to share the data out to {self.now} replicas instead of {self.number}: {error} Put the folders "
-                    "of all replicas into that of replica 0, or use the same number of replicas. Nothing was started."
+                    "of all replicas into that of replica 0, or use the same number of replicas."
                 ) from error
         cursor: Cursor = checkpoint.load(part)["sampler"]
         return cursor
@@ -166,7 +166,7 @@ def _saved_replicas(session: Session, checkpoint: Checkpoint, home: Path) -> _Sa
         way_out = f"Give --replica {theirs[0]}, or leave it out." if theirs else "Use one of this replica."
         raise CheckpointError(
             f"{checkpoint.path} is of replica {', '.join(map(str, theirs)) or 'none'}, and this is replica {mine}. "
-            f"{way_out} Nothing was started."
+            f"{way_out}"
         )
     return _SavedReplicas(checkpoint, None, now, now)
 
@@ -203,7 +203,7 @@ def _load_whole(
     try:
         replica.model.load_saved_state(state["model"])
     except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint is of another model: {error} Nothing was started.") from error
+        raise CheckpointError(f"the checkpoint is of another model: {error}") from error
     replica.inner.load_state_dict(state["inner"])
     if saved.source(replica.number) == replica.number:
         replica.random_state.load_state_dict(state["random"])

@@ -193,4 +193,4 @@ class RunSettings:
             for name in names:
                 value = attrgetter(name)(self)
                 if value is not None and not fits(value):
-                    raise ConfigurationError(f"{name}={value} was given; it must be {words}. Nothing was started.")
+                    raise ConfigurationError(f"{name}={value} was given; it must be {words}.")

@@ -135,14 +135,12 @@ def evaluate_windows(
         DataError: if there is nothing to predict.
     """
     if not 1 <= stride <= sequence_length:
-        raise ConfigurationError(
-            f"a stride of {stride} was given; use 1 to {sequence_length}, the sequence length. Nothing was evaluated."
-        )
+        raise ConfigurationError(f"a stride of {stride} was given; use 1 to {sequence_length}, the sequence length.")
     windows = [
         (tokens, window) for tokens in streams for window in sliding_windows(len(tokens) - 1, sequence_length, stride)
     ]
     if not windows:
-        raise DataError("There is no token to predict in the text. Nothing was evaluated.")
+        raise DataError("There is no token to predict in the text.")
     batch_size = _fitting(batch_size, sequence_length, model)
     windows.sort(key=lambda pair: pair[1][0] - pair[1][1])  # batches of like lengths, the longest first
     starts = range(0, len(windows), batch_size)
@@ -180,7 +178,7 @@ def _evaluate_batches(
     finally:
         model.train(was_training)
     if not count:
-        raise DataError("There is no token to predict in the text. Nothing was evaluated.")
+        raise DataError("There is no token to predict in the text.")
     return Evaluation(nats / count, nats / math.log(2) / max(1, num_bytes), count, num_bytes)
 
 

@@ -63,13 +63,13 @@ def export_huggingface(
     if max_length is not None and not native:
         raise ConfigurationError(
             f"a longest sequence of {max_length} was given, but a {type(trained.model).__name__} has its own. "
-            "Leave it out. Nothing was exported."
+            "Leave it out."
         )
     longest = trained.length(max_length, "a longest sequence of") if native else trained.model.max_sequence_length
     if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B", max_shard_size, re.IGNORECASE):
         raise ConfigurationError(
             f"files of at most {max_shard_size!r} were asked for. Use a positive number of KB, MB, GB or TB, such as "
-            "5GB. Nothing was exported."
+            "5GB."
         )
     _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
     made = trained.model.to_huggingface()
@@ -108,7 +108,7 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
     """
     file = Path(os.path.realpath(file))
     if file.suffix != ".safetensors":
-        raise ConfigurationError(f"{file} was given; its name must end in .safetensors. Nothing was exported.")
+        raise ConfigurationError(f"{file} was given; its name must end in .safetensors.")
     _check_place(file, overwrite, is_export=file.is_file())
     _check_finite(trained.model.to(DTYPES[dtype]), dtype)
     partial = hidden_name(file, "partial")
@@ -142,7 +142,7 @@ def _check_place(place: Path, overwrite: bool, *, is_export: bool) -> None:
     what, use = (
         ("exists", "--overwrite, or another place") if is_export else ("is not an exported model", "another place")
     )
-    raise ConfigurationError(f"{place} {what}. Use {use}. Nothing was exported.")
+    raise ConfigurationError(f"{place} {what}. Use {use}.")
 
 
 def _check_finite(model: torch.nn.Module, dtype: Dtype) -> None:

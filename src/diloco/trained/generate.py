@@ -138,7 +138,7 @@ def _only(together: Generator[tuple[int | None, ...]]) -> Iterator[int]:
 
 def _check(holds: bool, given: str, works: str) -> None:
     if not holds:
-        raise ConfigurationError(f"{given} was given; use {works}. Nothing was generated.")
+        raise ConfigurationError(f"{given} was given; use {works}.")
 
 
 class TextStream:
@@ -155,7 +155,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         if "" in stops:
-            raise ConfigurationError("a text to stop at is empty. Nothing was generated.")
+            raise ConfigurationError("a text to stop at is empty.")
         self.stopped = False  # whether one of ``stops`` has come; what is fed afterwards is not looked at
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
@@ -252,7 +252,7 @@ def answer_questions(
         DataError: there are no questions.
     """
     if not questions:
-        raise DataError("There is no question to answer. Nothing was evaluated.")
+        raise DataError("There is no question to answer.")
     found = []
     for question in questions:
         tokens = answer(model, tokenizer, question.prompt(tokenizer), max_new_tokens=max_new_tokens, window=window)

@@ -85,9 +85,7 @@ class Trained:
         if asked is None:
             return min(self.sequence_length, longest)
         if not 1 <= asked <= longest:
-            raise ConfigurationError(
-                f"{name} {asked} was given; the model reads 1 to {longest} tokens. Nothing was done."
-            )
+            raise ConfigurationError(f"{name} {asked} was given; the model reads 1 to {longest} tokens.")
         return asked
 
 
@@ -107,7 +105,7 @@ def load_trained(path: Path, device: str = "cpu", *, step: int | None = None, re
     place = choose_device(device)
     if step is None and is_huggingface_folder(path):
         if replica is not None:
-            raise ConfigurationError(f"replica {replica} was asked for, but {path} is not a run. Nothing was loaded.")
+            raise ConfigurationError(f"replica {replica} was asked for, but {path} is not a run.")
         return _load_huggingface(path, place)
     checkpoint = open_checkpoint(path) if step is None else _checkpoint_of_step(path, step)
     about = checkpoint.about
@@ -191,7 +189,7 @@ def read_weights(path: Path, model: ModelSettings | None = None) -> Mapping[str,
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} can't be read as safetensors: {error}. Nothing was started.") from error
+        raise CheckpointError(f"{path} can't be read as safetensors: {error}.") from error
 
 
 def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
@@ -200,8 +198,7 @@ def _check_same(model: ModelSettings, there: ModelSettings, path: Path) -> None:
         given = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in odd)
         held = ", ".join(f"{name} {getattr(there, name)!r}" for name in odd)
         raise ConfigurationError(
-            f"{given} was given with train.init_from={path}, but the model there has {held}. Leave out the former. "
-            "Nothing was started."
+            f"{given} was given with train.init_from={path}, but the model there has {held}. Leave out the former."
         )
 
 
@@ -218,19 +215,17 @@ def load_parameters(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
         values = {f"wrapped.{name}": value for name, value in values.items()}
     state = model.state_dict()
     if odd := sorted((parameters.keys() - values.keys()) | (values.keys() - state.keys())):
-        raise CheckpointError(
-            f"the weights to begin from differ from the model in {', '.join(odd[:5])}. Nothing was started."
-        )
+        raise CheckpointError(f"the weights to begin from differ from the model in {', '.join(odd[:5])}.")
     for name, value in values.items():
         if state[name].shape != value.shape:
             raise CheckpointError(
                 f"{name} has the shape {tuple(state[name].shape)} in the model and {tuple(value.shape)} in the "
-                "weights to begin from. Nothing was started."
+                "weights to begin from."
             )
         if name in parameters and not bool(value.isfinite().all()):
             raise CheckpointError(
                 f"{name} holds values that are not finite in the weights to begin from, which are damaged. Use another "
-                "copy, or an earlier checkpoint. Nothing was started."
+                "copy, or an earlier checkpoint."
             )
         state[name].copy_(value)
 

@@ -49,9 +49,7 @@ class Sampling:
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "a positive number"),
         ):
             if not holds:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)} was given; it must be {works}. Nothing was generated."
-                )
+                raise ConfigurationError(f"{name}={getattr(self, name)} was given; it must be {works}.")
 
     def draw(self, logits: torch.Tensor, occurred: Iterable[int], generator: torch.Generator) -> int:
         """The next token.

@@ -46,9 +46,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     bare = host.removeprefix("[").removesuffix("]")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not bare or not _is_number(port) or int(port) > 65535 or (":" in bare and not bracketed):
-        raise ConfigurationError(
-            f"{key}={text!r} was given. Use HOST:PORT, such as 10.0.0.1:29400 or [fe80::1]:29400. Nothing was started."
-        )
+        raise ConfigurationError(f"{key}={text!r} was given. Use HOST:PORT, such as 10.0.0.1:29400 or [fe80::1]:29400.")
     return Address(bare, int(port))
 
 
@@ -67,8 +65,7 @@ def parse_ports(text: str, *, key: str = "ports") -> range:
         if low <= high <= 65535 and (low > 0 or not dash):
             return range(low, high + 1)
     raise ConfigurationError(
-        f"{key}={text!r} was given. Use a port such as 29400, a range such as 29400-29431, or 0 for any free port. "
-        "Nothing was started."
+        f"{key}={text!r} was given. Use a port such as 29400, a range such as 29400-29431, or 0 for any free port."
     )
 
 
@@ -91,7 +88,7 @@ def address_of_interface(name: str) -> str:
             why = error.strerror
     raise TransportError(
         f"the IPv4 address of the interface {name!r} of this machine can't be found: {why}. Choose an interface (see "
-        "`ip address`; transport.interface), or an address of this machine (transport.host). Nothing was started."
+        "`ip address`; transport.interface), or an address of this machine (transport.host)."
     )
 
 

@@ -46,9 +46,7 @@ def parse_fault(text: str) -> Fault:
     """
     kind, *words = text.split() or [""]
     if kind not in get_args(FaultKind):
-        raise ConfigurationError(
-            f"the fault {text!r} begins with {kind!r}; {nearest(kind, get_args(FaultKind))} Nothing was started."
-        )
+        raise ConfigurationError(f"the fault {text!r} begins with {kind!r}; {nearest(kind, get_args(FaultKind))}")
     try:
         fields = {name: float(value) for name, value in (word.split("=") for word in words)}
         seconds = fields.pop("seconds", 0.0)
@@ -57,8 +55,7 @@ def parse_fault(text: str) -> Fault:
         fields = {"?": 0.0}
     if fields:
         raise ConfigurationError(
-            f'the fault {text!r} can\'t be read. Write "KIND replica=R fragment=P outer_step=K [seconds=S]". '
-            "Nothing was started."
+            f'the fault {text!r} can\'t be read. Write "KIND replica=R fragment=P outer_step=K [seconds=S]".'
         )
     return Fault(kind=kind, replica=replica, round=RoundId(fragment, outer_step), seconds=seconds)  # type: ignore[arg-type]  # checked above
 

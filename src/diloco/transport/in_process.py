@@ -84,19 +84,16 @@ class InProcessTransport:
         if network is not None and len(network.links) != num_replicas:
             raise ConfigurationError(
                 f"a network of {len(network.links)} links was given for {num_replicas} replicas. It needs one link for "
-                "each. Nothing was started."
+                "each."
             )
         num_replicas = check_whole("num_replicas", num_replicas, 1)
         if not round_timeout_s >= 0:
-            raise ConfigurationError(
-                f"round_timeout_s={round_timeout_s} was given. Use 0 or more. Nothing was started."
-            )
+            raise ConfigurationError(f"round_timeout_s={round_timeout_s} was given. Use 0 or more.")
         self.view = View.of(num_replicas)
         self.min_contributors = num_replicas if min_contributors is None else min_contributors
         if not 1 <= self.min_contributors <= num_replicas:
             raise ConfigurationError(
-                f"min_contributors={min_contributors} was given for {num_replicas} replicas. Use 1 to {num_replicas}. "
-                "Nothing was started."
+                f"min_contributors={min_contributors} was given for {num_replicas} replicas. Use 1 to {num_replicas}."
             )
         self.round_timeout_s = round_timeout_s
         self.network = network
@@ -139,7 +136,7 @@ class InProcessTransport:
         self._facts[replica] = facts
         entries = [Entry(other, "", theirs) for other, theirs in sorted(self._facts.items())]
         words = next(filter(None, (difference(entries[0], entry) for entry in entries)), "")
-        self._refusal = f"{words}. All replicas need the same arguments of DiLoCo. Nothing was shared." if words else ""
+        self._refusal = f"{words}. All replicas need the same arguments of DiLoCo." if words else ""
         self.changed.notify_all()
         self._refuse()
 

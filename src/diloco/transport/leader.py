@@ -44,7 +44,7 @@ class LeaderTransport(Transport):
             raise ConfigurationError(
                 f"Position 0 of a replica needs a transport to the other replicas, and its other ranks must have none. "
                 f"Here position {group.position} was given {'none' if transport is None else 'one'}"
-                f"{'' if wrong else ', as it should be, but another rank was not'}. Nothing was started."
+                f"{'' if wrong else ', as it should be, but another rank was not'}."
             )
         self.group = group
         self.transport = transport

@@ -50,7 +50,7 @@ class Link:
         if not self.bandwidth_bits_per_s > 0 or not 0 <= self.latency_s < math.inf:
             raise ConfigurationError(
                 f"a link of {self.bandwidth_bits_per_s} bit/s and {self.latency_s} s was given; the bandwidth must "
-                "be positive and the latency 0 or more. Nothing was started."
+                "be positive and the latency 0 or more."
             )
 
 
@@ -191,7 +191,7 @@ class VirtualNetwork:
         if len(links) != len(step_time_s) or any(not time_s >= 0 for time_s in step_time_s):
             raise ConfigurationError(
                 f"{len(links)} links and step times {tuple(step_time_s)} were given; each replica needs a "
-                "link and a step time of 0 or more seconds. Nothing was started."
+                "link and a step time of 0 or more seconds."
             )
         self.links = tuple(links)
         self.step_time_s = tuple(step_time_s)

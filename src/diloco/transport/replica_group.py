@@ -65,7 +65,7 @@ class ReplicaGroup:
         if batch_size < self.size:
             raise ConfigurationError(
                 f"a batch of {batch_size} sequences was given to a replica of {self.size} ranks. It needs at least "
-                f"{self.size}, one for each rank. Nothing was computed."
+                f"{self.size}, one for each rank."
             )
         share, more = divmod(batch_size, self.size)  # as tensor_split: the first ones have one more
         start = self.position * share + min(self.position, more)
@@ -146,7 +146,7 @@ class ReplicaGroup:
         if self.process_group is None:
             raise ConfigurationError(
                 "a replica of one rank without a process group was given where a process group is needed. Open one, "
-                "also for one rank, with open_replica_group. Nothing was started."
+                "also for one rank, with open_replica_group."
             )
         return self.process_group
 
@@ -197,7 +197,7 @@ def open_replica_group(
     if dist.is_initialized():
         raise ConfigurationError(
             f"torch.distributed already has a process group of {dist.get_world_size()}. Use ReplicaGroup(that group), "
-            "or a process without one. Nothing was started."
+            "or a process without one."
         )
     on_cuda = device.type == "cuda"
     try:
@@ -211,7 +211,7 @@ def open_replica_group(
     except RuntimeError as error:
         raise RendezvousError(
             f"position {position} of replica {replica} did not find the other {size - 1} ranks of it within "
-            f"{timeout_s:g} s: {str(error).splitlines()[0]} Nothing was started.",
+            f"{timeout_s:g} s: {str(error).splitlines()[0]}",
             replicas=[replica],
         ) from error
     return ReplicaGroup(dist.group.WORLD, replica=replica)

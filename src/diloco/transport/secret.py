@@ -54,11 +54,11 @@ def read_secret(path: Path | None, key: str) -> str:
         secret = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"{key}={path} can't be read: {error}. All peers need a file with the same words. Nothing was started."
+            f"{key}={path} can't be read: {error}. All peers need a file with the same words."
         ) from error
     if len(secret) < _SHORTEST_SECRET:
         raise ConfigurationError(
             f"{key}={path} holds {len(secret)} characters, and a secret needs at least {_SHORTEST_SECRET}. "
-            "`openssl rand -hex 32` makes one. Nothing was started."
+            "`openssl rand -hex 32` makes one."
         )
     return secret

@@ -110,30 +110,29 @@ class TransportSettings:
             value = getattr(self, name)
             if value is not None and not low <= value <= (math.inf if high is None else high):
                 works = f"at least {low}" if high is None else f"{low} to {high}"
-                raise ConfigurationError(f"transport.{name}={value} was given. Use {works}. Nothing was started.")
+                raise ConfigurationError(f"transport.{name}={value} was given. Use {works}.")
         in_order = 0 < self.heartbeat_s < self.silence_s / 2 and self.silence_s < self.round_timeout_s
         if self.name != "in-process" and not in_order:
             raise ConfigurationError(
                 f"transport.heartbeat_s={self.heartbeat_s}, silence_s={self.silence_s} and round_timeout_s="
                 f"{self.round_timeout_s} were given. Each must be shorter than the next, and two heartbeats must fit "
-                "into a silence. Nothing was started."
+                "into a silence."
             )
         if not self.rendezvous_timeout_s > 0:
             raise ConfigurationError(
-                f"transport.rendezvous_timeout_s={self.rendezvous_timeout_s} was given. It must be positive. Nothing "
-                "was started."
+                f"transport.rendezvous_timeout_s={self.rendezvous_timeout_s} was given. It must be positive."
             )
         for name in ("bandwidth_bits_per_s", "latency_s", "step_time_s"):
             values = getattr(self, name)
             if len(values) not in (0, 1, self.replicas):
                 raise ConfigurationError(
                     f"transport.{name} has {len(values)} values for {self.replicas} replicas. Give none, one, or "
-                    f"{self.replicas}. Nothing was started."
+                    f"{self.replicas}."
                 )
             if any(value < 0 or (value == 0 and name == "bandwidth_bits_per_s") for value in values):
-                raise ConfigurationError(f"transport.{name}={values} has an invalid value. Nothing was started.")
+                raise ConfigurationError(f"transport.{name}={values} has an invalid value.")
         if self.name == "in-process" and (self.bandwidth_bits_per_s or self.latency_s) and not self.step_time_s:
             raise ConfigurationError(
                 "transport.bandwidth_bits_per_s or latency_s was given without transport.step_time_s. An emulated link "
-                "runs on a virtual clock, which needs the compute time of one inner step. Nothing was started."
+                "runs on a virtual clock, which needs the compute time of one inner step."
             )

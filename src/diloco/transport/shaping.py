@@ -69,9 +69,7 @@ class TokenBucket:
 
     def __init__(self, bytes_per_s: float | None, burst_bytes: int) -> None:
         if bytes_per_s is not None and not bytes_per_s > 0:
-            raise ConfigurationError(
-                f"a limit of {bytes_per_s} bytes a second was given. It must be positive or None. Nothing was started."
-            )
+            raise ConfigurationError(f"a limit of {bytes_per_s} bytes a second was given. It must be positive or None.")
         self._bytes_per_s = math.inf if bytes_per_s is None else bytes_per_s
         self._burst_s = burst_bytes / self._bytes_per_s
         self._paid_s = -math.inf  # when what has left will be paid for

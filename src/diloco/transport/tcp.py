@@ -54,7 +54,7 @@ class Tcp:
             raise ConfigurationError(
                 f"congestion control {self.congestion_control!r} with a loss of {self.loss:.4g} and {self.connections} "
                 f"connections cannot be simulated: it takes {', '.join(CONGESTION_CONTROLS)}, a loss of 0 or more and "
-                "below 1, and at least one connection. Nothing was computed."
+                "below 1, and at least one connection."
             )
 
     def carried_bits_per_s(self, bandwidth_bits_per_s: Floats, round_trip_s: Floats) -> Floats:

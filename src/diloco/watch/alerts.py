@@ -39,10 +39,10 @@ class Thresholds:
     def __post_init__(self) -> None:
         for name in ("silent_s", "gradient_norm_factor", "slower_factor", "free_checkpoints"):
             if not getattr(self, name) > 0:
-                raise ConfigurationError(f"alert.{name}={getattr(self, name)} must be positive. Nothing was started.")
+                raise ConfigurationError(f"alert.{name}={getattr(self, name)} must be positive.")
         for name in ("missed_rounds", "void_rounds"):
             if getattr(self, name) < 1:
-                raise ConfigurationError(f"alert.{name}={getattr(self, name)} must be at least 1. Nothing was started.")
+                raise ConfigurationError(f"alert.{name}={getattr(self, name)} must be at least 1.")
 
 
 @dataclass(frozen=True)

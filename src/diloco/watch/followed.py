@@ -35,11 +35,10 @@ class FollowedFolder:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise ConfigurationError(f"{folder} is no folder. Give the folder of a run. Nothing was started.")
+            raise ConfigurationError(f"{folder} is no folder. Give the folder of a run.")
         if not (folder / _METRICS).exists() and not (folder / "config.toml").exists():
             raise ConfigurationError(
-                f"{folder} has neither {_METRICS} nor config.toml, so it is not the folder of a run. Nothing was "
-                "started."
+                f"{folder} has neither {_METRICS} nor config.toml, so it is not the folder of a run."
             )
         self._folder = folder
         self._tails: dict[str, Tail] = {}

@@ -36,8 +36,7 @@ def plotly_script() -> Path:
     script = Path(package.origin if package and package.origin else "").parent / "package_data" / "plotly.min.js"
     if not script.is_file():
         raise ConfigurationError(
-            "`diloco watch` needs plotly, which is not installed as it should be: pip install 'diloco[watch]'. Nothing "
-            "was started."
+            "`diloco watch` needs plotly, which is not installed as it should be: pip install 'diloco[watch]'."
         )
     return script
 

@@ -47,10 +47,10 @@ def make_codec(name: str, **parameters: Any) -> Codec:
 
     >>> make_codec("int9")
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: there is no codec 'int9'; did you mean 'int8'? Nothing was started.
+    diloco.errors.ConfigurationError: there is no codec 'int9'; did you mean 'int8'?
     >>> make_codec("int8", blocksize=64)
     Traceback (most recent call last):
-    diloco.errors.ConfigurationError: codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'? Nothing ...
+    diloco.errors.ConfigurationError: codec 'int8' has no parameter 'blocksize'; did you mean 'block_size'?
     """
     if is_own(name):
         own: Codec = call("codec.name", name, arguments=parameters)
@@ -61,5 +61,5 @@ def make_codec(name: str, **parameters: Any) -> Codec:
         known = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
         if parameter not in known:
             hint = nearest(parameter, known) if known else "it has none."
-            raise ConfigurationError(f"codec {name!r} has no parameter {parameter!r}; {hint} Nothing was started.")
+            raise ConfigurationError(f"codec {name!r} has no parameter {parameter!r}; {hint}")
     return codec(**parameters)

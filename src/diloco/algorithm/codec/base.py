@@ -294,5 +294,5 @@ def codec_names() -> tuple[str, ...]:
 def codec_class(name: str) -> type[Codec]:
     """The class registered as ``name``; for an unknown one a `ConfigurationError` names the nearest."""
     if name not in _REGISTRY:
-        raise ConfigurationError(f"there is no codec {name!r}; {nearest(name, _REGISTRY)} Nothing was started.")
+        raise ConfigurationError(f"there is no codec {name!r}; {nearest(name, _REGISTRY)}")
     return _REGISTRY[name]

@@ -58,27 +58,23 @@ class BlockwiseCodec(Codec):
 
     def __init__(self, block_size: int = 256, *, implementation: Literal["torch", "native"] | None = None) -> None:
         if isinstance(block_size, bool) or not isinstance(block_size, int):
-            raise ConfigurationError(
-                f"{self.name}: block_size={block_size!r} was given; it must be a whole number. Nothing was started."
-            )
+            raise ConfigurationError(f"{self.name}: block_size={block_size!r} was given; it must be a whole number.")
         multiple = max(2, self.codes_per_byte)
         if not 2 <= block_size <= _LARGEST_BLOCK or block_size % multiple:
             kind = "an even number" if multiple == 2 else f"a multiple of {multiple}"
             raise ConfigurationError(
                 f"{self.name}: block_size={block_size} was given; it must be {kind} from {multiple} to "
-                f"{_LARGEST_BLOCK}. Nothing was started."
+                f"{_LARGEST_BLOCK}."
             )
         if implementation not in (None, "torch", "native"):
             raise ConfigurationError(
-                f"{self.name}: implementation={implementation!r} was given; it must be 'torch' or 'native'. "
-                "Nothing was started."
+                f"{self.name}: implementation={implementation!r} was given; it must be 'torch' or 'native'."
             )
         self.block_size = block_size
         self._kernels = None if implementation == "torch" else native.load(self.name, self.scale_type.itemsize)
         if implementation == "native" and self._kernels is None:
             raise ConfigurationError(
-                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). "
-                "Use 'torch'. Nothing was started."
+                f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). Use 'torch'."
             )
         self.implementation = "native (C)" if self._kernels else "torch"
 

@@ -65,7 +65,7 @@ class TopK2(Codec):
         if implementation == "native" and self._kernels is None:
             raise ConfigurationError(
                 f"{self.name}: the native implementation is not available ({native.unavailable_reason()}). "
-                "implementation='torch' is. Nothing was started."
+                "implementation='torch' is."
             )
         self.implementation = "native (C)" if self._kernels else "torch"
 

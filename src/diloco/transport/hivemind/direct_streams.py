@@ -75,7 +75,7 @@ class DirectStreams:
             except OSError as error:
                 raise TransportError(
                     f"direct streams can't be listened for at port {self.port or port} of {host}: {error}. Choose "
-                    "another swarm.direct_port, or swarm.direct='never'. Nothing was started."
+                    "another swarm.direct_port, or swarm.direct='never'."
                 ) from error
             self.port = self._servers[0].sockets[0].getsockname()[1]
 

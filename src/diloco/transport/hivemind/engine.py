@@ -63,7 +63,7 @@ def load_engine() -> Any:
         if sys.platform == "win32":  # its daemon is made for Linux and macOS
             way = "It does not run on Windows itself: use WSL 2, or --transport torch."
         raise ConfigurationError(
-            f"transport.name='hivemind' needs Hivemind, which can't be imported ({error}). {way} Nothing was started."
+            f"transport.name='hivemind' needs Hivemind, which can't be imported ({error}). {way}"
         ) from error
     finally:
         # which importing Hivemind changes for the whole process

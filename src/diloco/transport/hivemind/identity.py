@@ -66,7 +66,7 @@ def load_identity(path: Path) -> Identity:
     if path.stat().st_mode & 0o077:
         raise ConfigurationError(
             f"the private key {path} can be read by others (mode {path.stat().st_mode & 0o777:o}). Run chmod 600 on it "
-            "or choose another swarm.identity. Nothing was started."
+            "or choose another swarm.identity."
         )
     data = path.read_bytes()
     try:
@@ -76,7 +76,7 @@ def load_identity(path: Path) -> Identity:
     except Exception as error:  # whatever its parsers raise
         raise ConfigurationError(
             f"{path} holds no usable private key ({error}). Choose another swarm.identity, or remove the file, so that "
-            "a key is made. Nothing was started."
+            "a key is made."
         ) from error
     return Identity(path, peer_id, key)
 

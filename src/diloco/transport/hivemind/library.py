@@ -94,8 +94,7 @@ def _wait_for(connected: Connected, num_replicas: int, timeout_s: float) -> None
                 raise transport.failure
             if time.monotonic() > deadline_s:
                 raise RendezvousError(
-                    f"{len(transport.view.members)} of {num_replicas} replicas had come within {timeout_s:g} s. "
-                    "Nothing was started."
+                    f"{len(transport.view.members)} of {num_replicas} replicas had come within {timeout_s:g} s."
                 )
             time.sleep(_CHECK_S)
 

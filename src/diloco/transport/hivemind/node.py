@@ -75,11 +75,10 @@ class Node:
             if entrance:
                 raise RendezvousError(
                     f"the network can't be entered through {', '.join(place.join)}: {why}. Give the address of a peer "
-                    "that can be reached, as it printed it. Nothing was started."
+                    "that can be reached, as it printed it."
                 ) from error
             raise TransportError(
-                f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Choose another "
-                "swarm.listen. Nothing was started."
+                f"the libp2p daemon can't be started for {', '.join(place.listen)}: {why}. Choose another swarm.listen."
             ) from error
         daemon = Daemon(p2p, _PROTOCOL)
         try:
@@ -95,7 +94,7 @@ class Node:
             await daemon.close()
             raise RendezvousError(
                 f"nobody at {', '.join(place.join)} answers as a peer: {plainly(error)}. Give the address of a peer "
-                "that can be reached, as it printed it. Nothing was started."
+                "that can be reached, as it printed it."
             ) from error
         return cls(identity, daemon, dht, place)
 

@@ -189,7 +189,7 @@ class Search:
             f"the swarm of run {self._run!r} is at step {step}, and the newest checkpoint of replica {self._me.number} "
             f"is of step {self._me.held_step}, which the others do not have. To go on from step {self._me.held_step}, "
             "stop the others and start this replica first; they join it then. To join them and give up those steps, "
-            "start this replica in another folder. Nothing was started."
+            "start this replica in another folder."
         )
 
     def _stop_if_over(self, records: Sequence[PeerRecord]) -> None:
@@ -208,15 +208,13 @@ class Search:
             return RendezvousError(
                 f"run {run!r} has had a swarm within the last half hour, and nobody of it could be joined within "
                 f"{self.patience_s:g} s: {tried}. Make one of its peers reachable, resume from a checkpoint of the "
-                "run, or choose another name for it. Nothing was started."
+                "run, or choose another name for it."
             )
         if looking:
             newest = min(looking, key=lambda each: (-each.held_step, each.number))
             held = "no checkpoint" if newest.held_step < 0 else f"a checkpoint of step {newest.held_step}"
             return RendezvousError(
                 f"replica {newest.number} of run {run!r}, which has {held}, looks for the others, too, and has not "
-                f"begun within {self.patience_s:g} s. Restart it or stop it. Nothing was started."
+                f"begun within {self.patience_s:g} s. Restart it or stop it."
             )
-        return RendezvousError(
-            f"nobody of run {run!r} could be found within {self.patience_s:g} s. Nothing was started."
-        )
+        return RendezvousError(f"nobody of run {run!r} could be found within {self.patience_s:g} s.")

@@ -64,25 +64,18 @@ class SwarmSettings:
 
     def __post_init__(self) -> None:
         if self.start_replicas < 1:
-            raise ConfigurationError(
-                f"swarm.start_replicas={self.start_replicas} was given; at least 1 is needed. Nothing was started."
-            )
+            raise ConfigurationError(f"swarm.start_replicas={self.start_replicas} was given; at least 1 is needed.")
         if not 0 <= self.direct_port <= 65535:
-            raise ConfigurationError(
-                f"swarm.direct_port={self.direct_port} was given. Use 0 to 65535. Nothing was started."
-            )
+            raise ConfigurationError(f"swarm.direct_port={self.direct_port} was given. Use 0 to 65535.")
         if not self.join_window_s > 0:
-            raise ConfigurationError(
-                f"swarm.join_window_s={self.join_window_s} was given; it must be positive. Nothing was started."
-            )
+            raise ConfigurationError(f"swarm.join_window_s={self.join_window_s} was given; it must be positive.")
         if self.state_bytes_per_s is not None and not self.state_bytes_per_s > 0:
             raise ConfigurationError(
-                f"swarm.state_bytes_per_s={self.state_bytes_per_s} was given; it must be positive, or left out. "
-                "Nothing was started."
+                f"swarm.state_bytes_per_s={self.state_bytes_per_s} was given; it must be positive, or left out."
             )
         for address in self.join:
             if "/p2p/" not in address:
                 raise ConfigurationError(
                     f"--join {address} was given; use an address as a peer prints it, such as "
-                    "/ip4/203.0.113.7/tcp/31330/p2p/QmXoyp... Nothing was started."
+                    "/ip4/203.0.113.7/tcp/31330/p2p/QmXoyp..."
                 )

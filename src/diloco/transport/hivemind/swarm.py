@@ -279,7 +279,7 @@ async def ask_peer(streams: PeerStreams, peer_id: str, question: Mapping[str, An
     if answer["kind"] == "refused":
         for_good, reason = Fields(answer).flag("for_good"), Fields(answer).words("reason")
         if for_good:
-            raise RendezvousError(f"{peer_id} refuses: {reason}. Nothing was started.")
+            raise RendezvousError(f"{peer_id} refuses: {reason}.")
         raise NotNowError(f"{peer_id} can't say yet: {reason}")
     return answer
 

@@ -66,7 +66,7 @@ class Connected:
         """For a replica that came to begin a run, and found one that is going on."""
         return RendezvousError(
             f"replica {self.transport.replica} came to begin a run, and the others are in the middle of one. Choose "
-            "another rendezvous, or join them. Nothing was started."
+            "another rendezvous, or join them."
         )
 
 
@@ -143,11 +143,11 @@ class Wire:
                 check_whole(name, value, least)
         for name in ("heartbeat_s", "silence_s", "round_timeout_s", "rendezvous_timeout_s", "late_s"):
             if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigurationError(f"{name}={value} was given. It must be more than 0 s. Nothing was started.")
+                raise ConfigurationError(f"{name}={value} was given. It must be more than 0 s.")
         if self.heartbeat_s > self.silence_s / 2:
             raise ConfigurationError(
                 f"heartbeat_s={self.heartbeat_s} was given with silence_s={self.silence_s}. Two heartbeats must fit "
-                "into a silence, or healthy replicas count as lost. Nothing was started."
+                "into a silence, or healthy replicas count as lost."
             )
 
     def rules_and_policies(

@@ -33,12 +33,11 @@ class Meetings(ProtocolRunner):
             )
             refusal, missing = agreement.refusal(present()), unready()
         if refusal:
-            raise ConfigurationError(f"{refusal}. All replicas need the same arguments of DiLoCo. Nothing was started.")
+            raise ConfigurationError(f"{refusal}. All replicas need the same arguments of DiLoCo.")
         if missing:
             raise RendezvousError(
                 f"replica {self.rules.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
-                f"{'are' if len(missing) > 1 else 'is'} connected and not ready to train: no DiLoCo was made there. "
-                "Nothing was started.",
+                f"{'are' if len(missing) > 1 else 'is'} connected and not ready to train: no DiLoCo was made there.",
                 replicas=missing,
             )
 

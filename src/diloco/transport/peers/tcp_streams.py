@@ -86,7 +86,7 @@ class TcpStreams:
                     tried = f"port {port}" if len(ports) == 1 else f"any port from {ports[0]} to {port}"
                     raise TransportError(
                         f"{host or 'this machine'} can't be listened on at {tried}: {error}. Choose another port "
-                        "(transport.ports) or an address of this machine (transport.host). Nothing was started."
+                        "(transport.ports) or an address of this machine (transport.host)."
                     ) from error
         assert self._server is not None
         return Address(advertised, self._server.sockets[0].getsockname()[1])

@@ -142,7 +142,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     if meeting is None:
         raise RendezvousError(
             f"replica {place.replica} was given no rendezvous. Use HOST:PORT of replica 0, or of any replica of a run "
-            "that is going on. Nothing was started."
+            "that is going on."
         )
     entry = Entry(place.rank, str(connections.address), wire.facts, held_step, _payload_places(transport, wire))
     table = ask(connections, meeting, entry, wire.rendezvous_timeout_s)
@@ -155,8 +155,7 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
     reached = table.entries.keys() - {*siblings} - lacking.keys()
     if table.running and not reached:
         raise RendezvousError(
-            f"the run that {meeting} knows of is over: none of its replicas answers. Start all of them again. Nothing "
-            "was started."
+            f"the run that {meeting} knows of is over: none of its replicas answers. Start all of them again."
         )
     for rank, words in {} if table.running else lacking.items():
         if not wire.go_on or rank in siblings:  # else it is lost in the first view
@@ -214,8 +213,7 @@ async def _host_rendezvous(connections: ConnectionManager, address: Address, hos
             does = "does not answer as a diloco does"
         raise RendezvousError(
             f"port {address.port} of {address.host}, at which replica 0 was to be met (--rendezvous), is in use by "
-            f"another program, which {does}. Choose another port, the same for all replicas, or end that program. "
-            "Nothing was started."
+            f"another program, which {does}. Choose another port, the same for all replicas, or end that program."
         )
 
 
@@ -228,5 +226,5 @@ def _my_host(place: Place) -> str:
     except OSError as error:
         raise RendezvousError(
             f"{towards.host!r} was given as the rendezvous, and there is no way to it: {error}. Use a name that "
-            "resolves, or an address. Nothing was started."
+            "resolves, or an address."
         ) from error

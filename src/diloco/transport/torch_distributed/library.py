@@ -59,7 +59,7 @@ def connect_replica(
     View(id=0, members=(0,))
     """
     if ranks not in ("alone", "whole", "sharded"):
-        raise ConfigurationError(f"ranks={ranks!r} was given. Use alone, whole or sharded. Nothing was started.")
+        raise ConfigurationError(f"ranks={ranks!r} was given. Use alone, whole or sharded.")
     group = ReplicaGroup(_process_group(), replica=replica) if ranks != "alone" else ReplicaGroup(replica=replica)
     position, size = (group.position, group.size) if ranks == "sharded" else (0, 1)
     place = Place(
@@ -126,7 +126,7 @@ def _process_group() -> dist.ProcessGroup | None:
         raise ConfigurationError(
             f"a launcher has started {launched} processes (WORLD_SIZE), but torch.distributed is not initialised, so "
             "each of them would take itself for the whole replica. Call init_process_group first, or create "
-            "TrainingArguments(...) or Accelerator(), which do. Nothing was started."
+            "TrainingArguments(...) or Accelerator(), which do."
         )
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

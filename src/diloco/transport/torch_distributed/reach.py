@@ -74,8 +74,7 @@ async def _reach_all(
         way = f"at {connections.address} was not reached by rank {rank} at" if comes else f"can't reach rank {rank} at"
         lacking[rank] = (
             f"rank {me} {way} {address} within {waited_s:.0f} s: {why}. If it has ended, start all again; else open "
-            "that port, or use another transport.host or transport.ports there; `diloco doctor` checks the way. "
-            "Nothing was started."
+            "that port, or use another transport.host or transport.ports there; `diloco doctor` checks the way."
         )
         if table.running and loop.time() - refused_s <= refused_for_s:
             raise RendezvousError(lacking[rank], replicas=[rank // len(mine)])

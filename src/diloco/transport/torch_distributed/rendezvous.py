@@ -131,14 +131,14 @@ async def _ask(
             if answer["kind"] == "incomplete":
                 raise RendezvousError(
                     f"rank {entry.rank} waited {timeout_s:g} s at {address} for {_ranks(answer)}. Start the missing "
-                    "ones, or choose a longer transport.rendezvous_timeout_s. Nothing was started."
+                    "ones, or choose a longer transport.rendezvous_timeout_s."
                 )
             entries = [Entry.from_message(each) for each in Fields(answer).list_of_messages("entries")]
             return Table({each.rank: each for each in entries}, Fields(answer).flag("running"))
         except TurnedAwayError as error:
             raise RendezvousError(
                 f"rank {entry.rank} can't take part in the run at {address}: {error}. All replicas need the same "
-                "words in their transport.secret_file, or none of them a secret. Nothing was started."
+                "words in their transport.secret_file, or none of them a secret."
             ) from error
         except socket.gaierror as error:
             why = f"its name does not resolve ({error.strerror or error})"
@@ -158,7 +158,7 @@ async def _ask(
     raise RendezvousError(
         f"rank {entry.rank} found no rendezvous at {address} within {timeout_s:g} s ({attempts} attempts): {why}. "
         "Start replica 0 there, open that port, or, for a run that is going on, give the address of any of its "
-        "replicas. Nothing was started."
+        "replicas."
     )
 
 
@@ -166,7 +166,7 @@ def _another_program(rank: int, address: Address, does: str) -> RendezvousError:
     return RendezvousError(
         f"rank {rank} found no rendezvous at {address}: port {address.port} there is in use by another program, which "
         f"{does}. Choose another port, the same for all replicas (--rendezvous {address.host}:PORT), or end that "
-        "program. Nothing was started."
+        "program."
     )
 
 
@@ -256,5 +256,5 @@ def exchange_word(master: Address, mine: str | None, timeout_s: float, key: str)
     why = str(result[0]).splitlines()[0] if result else "no answer"
     raise RendezvousError(
         f"the store of torchrun at {master} gave no {key} of rank 0 within {timeout_s:g} s: {why}. "
-        "Give a reachable --master-addr and --master-port (or --rdzv-endpoint). Nothing was started."
+        "Give a reachable --master-addr and --master-port (or --rdzv-endpoint)."
     )
