@@ -15,33 +15,21 @@ __all__ = ["Tally", "Vote", "tally"]
 
 @dataclass(frozen=True)
 class Vote:
-    """What one member says about a round, once and for good.
+    """What one member says about a round, once and for good."""
 
-    Attributes:
-        ok: whether it holds the average and is ready to apply it.
-        digest: of the average it holds; "" when not ok.
-        reason: why not; "" when ok.
-        signature: by which others can be shown what it said; "" where there is none.
-    """
-
-    ok: bool
-    digest: str = ""
-    reason: str = ""
-    signature: str = ""
+    ok: bool  # whether it holds the average and is ready to apply it
+    digest: str = ""  # of the average it holds; "" when not ok
+    reason: str = ""  # why not; "" when ok
+    signature: str = ""  # by which others can be shown what it said; "" where there is none
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Where a round stands.
+    """Where a round stands."""
 
-    Attributes:
-        committed: True: applied by all; False: void for all; None: not decided yet.
-        reason: why it is void, or disputed.
-        disputed: this member has voted for it, others have voted against it, and again others may have committed it.
-    """
-
-    committed: bool | None
+    committed: bool | None  # True: applied by all; False: void for all; None: not decided yet
     reason: str = ""
+    # this member has voted for it, others have voted against it, and again others may have committed it
     disputed: bool = False
 
 

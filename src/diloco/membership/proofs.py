@@ -20,21 +20,13 @@ Commits = Mapping[tuple[int, int], str]
 
 @dataclass(frozen=True, order=True)
 class SignedVote:
-    """What a rank has said on a round, and signed.
-
-    Attributes:
-        rank: whose vote it is.
-        round: fragment and outer step.
-        ok: whether it is for the round.
-        digest: of the average that it is for.
-        signature: with the key that the rank has told for this round.
-    """
+    """What a rank has said on a round, and signed."""
 
     rank: int
-    round: tuple[int, int]
-    ok: bool
-    digest: str
-    signature: str
+    round: tuple[int, int]  # fragment and outer step
+    ok: bool  # whether it is for the round
+    digest: str  # of the average that it is for
+    signature: str  # with the key that the rank has told for this round
 
 
 def least(votes: Iterable[SignedVote]) -> frozenset[SignedVote]:

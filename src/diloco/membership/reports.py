@@ -18,27 +18,18 @@ Rounds = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True)
 class NextView:
-    """What all who stay adopt.
+    """What all who stay adopt."""
 
-    Attributes:
-        view: the next view; None when these survivors may not go on.
-        previous: the one that ended.
-        from_step: one more than any survivor has begun to synchronise. Where replicas joined, rounds sent at this inner
-            step or later are the next view's, and earlier ones that were not decided are void.
-        commits: rounds of the old view that are committed.
-        void: rounds of the old view that are void; as for the rest see `carries_over`.
-        reason: in words.
-        joined: replicas that were not members before.
-        left: members of the old view that left of their own accord, and after which inner step; ascending.
-    """
-
-    view: View | None
-    previous: View
+    view: View | None  # None when these survivors may not go on
+    previous: View  # the one that ended
+    # one more than any survivor has begun to synchronise. Where replicas joined, rounds sent at this inner step or
+    # later are the next view's, and earlier ones that were not decided are void.
     from_step: int
     commits: Commits
     reason: str
-    joined: tuple[int, ...] = ()
-    void: Rounds = frozenset()
+    joined: tuple[int, ...] = ()  # replicas that were not members before
+    void: Rounds = frozenset()  # as for the rest see `carries_over`
+    # members of the old view that left of their own accord, and after which inner step; ascending
     left: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -49,57 +40,40 @@ class NextView:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a member has said it is ready for: it may have been adopted by others since.
+    """What a member has said it is ready for: it may have been adopted by others since."""
 
-    Attributes:
-        known: how much was known then; of two such numbers the greater one was agreed later.
-        following: what is to be adopted.
-    """
-
-    known: int
+    known: int  # how much was known then; of two such numbers the greater one was agreed later
     following: NextView
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says when a view is to end.
-
-    Attributes:
-        rank: who says it.
-        view_id: of the view that ends.
-        unheard: pairs of replicas of which the first one can't hear the second one.
-        behind: pairs of replicas of which the first one hears the second one, and waited for its contribution too long,
-            or has seen that it lies.
-        gone: replicas whose process is known to have ended.
-        joining: replicas that want to be members of the next view.
-        step: inner steps it has begun to synchronise.
-        commits: the rounds that it has committed lately.
-        void: the rounds that it has decided void lately.
-        voted: rounds that it has voted for, and not committed; those that are disputed are ``void`` as well.
-        left: replicas that have said that they leave, and after which inner step; they are gone as well.
-        left_commits: the rounds that those have committed lately, as (fragment, outer step, digest).
-        ready: whether it holds the same report of all who are to stay.
-        agreed: what it is ready for, or was before it knew more; None: nothing yet.
-        heard: rank -> digest of what that rank says of its own steps and rounds, as it came here.
-        shown: signed votes that made a round void or disputed, or that prove what the voter does not say; whoever has
-            the keys checks them.
-    """
+    """What one rank says when a view is to end."""
 
     rank: int
     view_id: int
+    # pairs of replicas of which the first one can't hear the second one
     unheard: frozenset[tuple[int, int]] = frozenset()
+    # pairs of replicas of which the first one hears the second one, and waited for its contribution too long, or has
+    # seen that it lies
     behind: frozenset[tuple[int, int]] = frozenset()
-    gone: frozenset[int] = frozenset()
-    joining: frozenset[int] = frozenset()
-    step: int = 0
-    commits: Commits = field(default_factory=dict)
-    void: Rounds = frozenset()
+    gone: frozenset[int] = frozenset()  # replicas whose process is known to have ended
+    joining: frozenset[int] = frozenset()  # replicas that want to be members of the next view
+    step: int = 0  # inner steps it has begun to synchronise
+    commits: Commits = field(default_factory=dict)  # the rounds that it has committed lately
+    void: Rounds = frozenset()  # the rounds that it has decided void lately
+    # rounds that it has voted for, and not committed; those that are disputed are ``void`` as well
     voted: Commits = field(default_factory=dict)
+    # replicas that have said that they leave, and after which inner step; they are gone as well
     left: frozenset[tuple[int, int]] = frozenset()
+    # the rounds that those have committed lately, as (fragment, outer step, digest)
     left_commits: frozenset[tuple[int, int, str]] = frozenset()
-    ready: bool = False
-    agreed: Agreed | None = None
+    ready: bool = False  # whether it holds the same report of all who are to stay
+    agreed: Agreed | None = None  # what it is ready for, or was before it knew more; None: nothing yet
+    # rank -> digest of what that rank says of its own steps and rounds, as it came here
     heard: Mapping[int, str] = field(default_factory=dict)
+    # signed votes that made a round void or disputed, or that prove what the voter does not say; whoever has the keys
+    # checks them
     shown: frozenset[SignedVote] = frozenset()
 
     @property

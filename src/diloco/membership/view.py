@@ -14,18 +14,13 @@ __all__ = ["View"]
 class View:
     """Who takes part.
 
-    Attributes:
-        id: grows by one whenever the members change.
-        members: replica numbers in ascending order, which is also the order of every sum.
-        order: the members in the order in which they came, by their numbers where they came at once; empty: by their
-            numbers.
-
     >>> View.of(3)
     View(id=0, members=(0, 1, 2))
     """
 
-    id: int
-    members: tuple[int, ...]
+    id: int  # grows by one whenever the members change
+    members: tuple[int, ...]  # replica numbers in ascending order, which is also the order of every sum
+    # the members in the order in which they came, by their numbers where they came at once; empty: by their numbers
     order: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

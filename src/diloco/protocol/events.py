@@ -108,19 +108,13 @@ class Computed:
 
 @dataclass(frozen=True)
 class ExchangeEnded:
-    """The payloads of a round move no more.
-
-    Attributes:
-        failure: why the exchange came to no mean; "" where it did, or where the round is void.
-        link_broken: whether it failed because a payload connection ended.
-        spoiler: the replica whose values are at fault, as this rank has seen; None: nobody's.
-    """
+    """The payloads of a round move no more."""
 
     view_id: int
     round: RoundId
-    failure: str = ""
-    link_broken: bool = False
-    spoiler: int | None = None
+    failure: str = ""  # why the exchange came to no mean; "" where it did, or where the round is void
+    link_broken: bool = False  # whether it failed because a payload connection ended
+    spoiler: int | None = None  # the replica whose values are at fault, as this rank has seen; None: nobody's
 
 
 # Events: from this rank's owner.
@@ -128,17 +122,11 @@ class ExchangeEnded:
 
 @dataclass(frozen=True)
 class Begin:
-    """The control connections stand.
+    """The control connections stand."""
 
-    Attributes:
-        view: the first one.
-        member: whether this rank is a member of it; else it looks on until it enters.
-        closed: why nobody can join for now; "" where all can.
-    """
-
-    view: View
-    member: bool
-    closed: str = ""
+    view: View  # the first one
+    member: bool  # whether this rank is a member of it; else it looks on until it enters
+    closed: str = ""  # why nobody can join for now; "" where all can
 
 
 @dataclass(frozen=True)
@@ -151,20 +139,13 @@ class Enter:
 
 @dataclass(frozen=True, eq=False)
 class HandedIn:
-    """A contribution.
+    """A contribution."""
 
-    Attributes:
-        contribution: its tensors on the CPU.
-        header: of it.
-        step: the inner step at which it was sent.
-        sent_s: when it was sent.
-        paused_s: how much of the time since then the members have been changing, so that its round stood still.
-    """
-
-    contribution: Contribution
+    contribution: Contribution  # its tensors on the CPU
     header: Header
-    step: int
+    step: int  # the inner step at which it was sent
     sent_s: float
+    # how much of the time since then the members have been changing, so that its round stood still
     paused_s: float = 0.0
 
 
@@ -189,15 +170,10 @@ class Close:
 
 @dataclass(frozen=True)
 class ViewBegan:
-    """The machine tells itself that a view has begun.
+    """The machine tells itself that a view has begun."""
 
-    Attributes:
-        following: None: it is the first one.
-        mine: what was known of the end of the view before; None: this rank was no member of that.
-    """
-
-    following: NextView | None = None
-    mine: Report | None = None
+    following: NextView | None = None  # None: it is the first one
+    mine: Report | None = None  # what was known of the end of the view before; None: this rank was no member of that
 
 
 @dataclass(frozen=True)
@@ -231,17 +207,12 @@ Event: TypeAlias = (
 
 @dataclass(eq=False)
 class Outbox:
-    """Where the parts of the machine leave what they want done.
+    """Where the parts of the machine leave what they want done."""
 
-    Attributes:
-        actions: for the shell, in order.
-        queue: events that the machine is still to handle, before it hands out the actions.
-        now_s: when the event came that is being handled.
-    """
-
-    actions: list[Action] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)  # for the shell, in order
+    # events that the machine is still to handle, before it hands out the actions
     queue: deque[Event] = field(default_factory=deque)
-    now_s: float = 0.0
+    now_s: float = 0.0  # when the event came that is being handled
 
     def send(self, ranks: Iterable[int], message: Mapping[str, Any]) -> None:
         """Send a message to each of ``ranks``."""

@@ -16,20 +16,14 @@ _MOST_TOLD = 64
 class Faults(NamedTuple):
     """Of one member, since both were members; only the first is a proof.
 
-    Attributes:
-        spoilt: its contribution was one that no honest member sends.
-        missed: no contribution of it came in time, or it took it back.
-        against: of the votes against the round, its was the first to come.
-        late: it kept the round waiting for longer than one waits.
-
     >>> print(Faults(spoilt=3, late=1))
     3 spoilt, 1 late
     """
 
-    spoilt: int = 0
-    missed: int = 0
-    against: int = 0
-    late: int = 0
+    spoilt: int = 0  # its contribution was one that no honest member sends
+    missed: int = 0  # no contribution of it came in time, or it took it back
+    against: int = 0  # of the votes against the round, its was the first to come
+    late: int = 0  # it kept the round waiting for longer than one waits
 
     def __str__(self) -> str:
         return ", ".join(f"{times} {name}" for name, times in self._asdict().items() if times) or "none"

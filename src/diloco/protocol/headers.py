@@ -23,32 +23,20 @@ _MOST_VALUES = 1 << 48
 
 @dataclass(frozen=True)
 class Header:
-    """A contribution without its payload.
-
-    Attributes:
-        round: which round.
-        numel: values behind the payload.
-        weight: in the mean.
-        base_weight: what a full window of the sender weighs.
-        digest: of the sender's global parameters and outer state of the fragment.
-        buffers, integers: sizes of what travels beside the payload, or None.
-        withdrawn: why the sender does not want it averaged, or "".
-        taking_over: whether the sender is still taking over the fragment's state from a donor; it then has no say.
-        residual: the stretch of values of which the sender holds what was lost of earlier means; empty: nothing.
-        key: with which the sender's vote on the round is signed.
-    """
+    """A contribution without its payload."""
 
     round: RoundId
-    numel: int
-    weight: float
-    base_weight: float
-    digest: str
-    buffers: int | None
-    integers: int | None
-    withdrawn: str
-    taking_over: bool
+    numel: int  # values behind the payload
+    weight: float  # in the mean
+    base_weight: float  # what a full window of the sender weighs
+    digest: str  # of the sender's global parameters and outer state of the fragment
+    buffers: int | None  # sizes of what travels beside the payload, or None
+    integers: int | None  # sizes of what travels beside the payload, or None
+    withdrawn: str  # why the sender does not want it averaged, or ""
+    taking_over: bool  # whether the sender is still taking over the fragment's state from a donor; it then has no say
+    # the stretch of values of which the sender holds what was lost of earlier means; empty: nothing
     residual: Stretch = (0, 0)
-    key: str = ""
+    key: str = ""  # with which the sender's vote on the round is signed
 
     def to_message(self, view_id: int) -> dict[str, Any]:
         """As JSON; a weight that is no number travels as text."""

@@ -40,19 +40,12 @@ PROTOCOL_VERSION = 7
 
 @dataclass(frozen=True)
 class RoundVote:
-    """A vote about a round.
-
-    Attributes:
-        round: which one.
-        vote: what is said.
-        diverged: replicas whose state is not the majority's.
-        donor: a replica that has the majority's state; -1: none is named.
-    """
+    """A vote about a round."""
 
     round: RoundId
     vote: Vote
-    diverged: tuple[int, ...] = ()
-    donor: int = -1
+    diverged: tuple[int, ...] = ()  # replicas whose state is not the majority's
+    donor: int = -1  # a replica that has the majority's state; -1: none is named
 
     def signed(self, view_id: int, secret: bytes) -> RoundVote:
         """As its voter says it in a view, whose process has this secret."""

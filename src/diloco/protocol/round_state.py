@@ -29,51 +29,32 @@ _MOST_VOID = 8
 
 @dataclass(eq=False)
 class RoundState:
-    """What is known of a round in one view; a round that goes on in the next view has a new one there.
-
-    Attributes:
-        id: which round.
-        headers, votes: rank -> what it said.
-        heard_s: rank -> when its header came, by this rank's clock.
-        unshown: votes of others that speak of headers which have not come here.
-        fault: this rank's state differs from the majority's, so it gets this instead of an average.
-        begun: this rank's contribution; None before it contributes and after the round is over.
-        plan: how the payloads travel.
-        taking_over: whether this rank is still taking over the fragment's state.
-        donor: a replica with the state that the round applies to, if this rank has another one.
-        verdict: whose contributions are summed; None until all headers are there.
-        mean: computed by this rank.
-        committed: True: applied by all; False: void for all; None: not decided yet.
-        disputed: this rank has voted for it, others against it: the next view tells which it is.
-        against: the rank whose vote made it disputed, or made this rank vote against it; None: nobody's.
-        reason: why it is void.
-        exchanging: whether payloads are still moving.
-        concluded: whether the outcome was reported.
-        lateness: of replicas that the round waits for.
-        silence: of replicas that send nothing at all.
-        owing: of replicas whose votes are missing since this rank has voted for it, at ``voted_s``.
-    """
+    """What is known of a round in one view; a round that goes on in the next view has a new one there."""
 
     id: RoundId
-    headers: dict[int, Header] = field(default_factory=dict)
-    votes: dict[int, Vote] = field(default_factory=dict)
-    heard_s: dict[int, float] = field(default_factory=dict)
+    headers: dict[int, Header] = field(default_factory=dict)  # by rank
+    votes: dict[int, Vote] = field(default_factory=dict)  # by rank
+    heard_s: dict[int, float] = field(default_factory=dict)  # rank -> when its header came, by this rank's clock
+    # votes of others that speak of headers which have not come here
     unshown: dict[int, RoundVote] = field(default_factory=dict)
+    # this rank's state differs from the majority's, so it gets this instead of an average
     fault: DivergedError | None = None
-    begun: HandedIn | None = None
-    plan: Exchange | None = None
-    taking_over: bool = False
-    donor: int | None = None
-    verdict: Verdict | None = None
-    mean: Mean | None = None
-    committed: bool | None = None
-    disputed: bool = False
+    begun: HandedIn | None = None  # this rank's contribution; None before it contributes and after the round is over
+    plan: Exchange | None = None  # how the payloads travel
+    taking_over: bool = False  # whether this rank is still taking over the fragment's state
+    donor: int | None = None  # a replica with the state that the round applies to, if this rank has another one
+    verdict: Verdict | None = None  # whose contributions are summed; None until all headers are there
+    mean: Mean | None = None  # computed by this rank
+    committed: bool | None = None  # True: applied by all; False: void for all; None: not decided yet
+    disputed: bool = False  # this rank has voted for it, others against it: the next view tells which it is
+    # the rank whose vote made it disputed, or made this rank vote against it; None: nobody's
     against: int | None = None
-    reason: str = ""
-    exchanging: bool = False
-    concluded: bool = False
-    lateness: Lateness = field(default_factory=Lateness)
-    silence: Lateness = field(default_factory=Lateness)
+    reason: str = ""  # why it is void
+    exchanging: bool = False  # whether payloads are still moving
+    concluded: bool = False  # whether the outcome was reported
+    lateness: Lateness = field(default_factory=Lateness)  # of replicas that the round waits for
+    silence: Lateness = field(default_factory=Lateness)  # of replicas that send nothing at all
+    # of replicas whose votes are missing since this rank has voted for it, at ``voted_s``
     owing: Lateness = field(default_factory=Lateness)
     voted_s: float = math.inf
 

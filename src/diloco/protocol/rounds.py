@@ -31,17 +31,7 @@ _AGAINST = "somebody voted against it before the view changed"
 
 
 class RoundTable:
-    """Round table: the rounds of one view.
-
-    Args:
-        voting: this rank's part in the decisions of the view.
-        rules: this rank, and how rounds go.
-        policies: what happens when replicas are lost.
-        outbox: collects actions.
-
-    Attributes:
-        view: the members.
-    """
+    """Round table: the rounds of one view."""
 
     def __init__(self, voting: Voting, rules: Rules, policies: Policies, outbox: Outbox) -> None:
         self.view = voting.view

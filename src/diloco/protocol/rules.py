@@ -26,30 +26,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rules:
-    """How rounds go.
+    """How rounds go."""
 
-    Attributes:
-        rank, replica: of this process.
-        ranks_per_replica: S.
-        min_contributors: a round with fewer is void; None: all that have the state.
-        round_timeout_s: from this rank's contribution to its vote, over all views that the round takes; changes of the
-            view come on top, up to as much again.
-        piece_bytes: about how large a piece of a payload is.
-        secret: 32 random bytes of this process alone: what it signs its votes with.
-        late_s: a replica counts as late if it has not contributed to a round this long after this rank, or if its vote
-            is due and it has sent nothing for so long; None: never.
-        settle_s: a change of views that takes longer gives up those who keep it from its end.
-    """
-
-    rank: int
+    rank: int  # of this process
     replica: int
-    ranks_per_replica: int
-    min_contributors: int | None
+    ranks_per_replica: int  # S
+    min_contributors: int | None  # a round with fewer is void; None: all that have the state
+    # from this rank's contribution to its vote, over all views that the round takes; changes of the view come on top,
+    # up to as much again
     round_timeout_s: float
-    piece_bytes: int
-    secret: bytes = field(repr=False)
+    piece_bytes: int  # about how large a piece of a payload is
+    secret: bytes = field(repr=False)  # 32 random bytes of this process alone: what it signs its votes with
+    # a replica counts as late if it has not contributed to a round this long after this rank, or if its vote is due and
+    # it has sent nothing for so long; None: never
     late_s: float | None = None
-    settle_s: float = 15.0
+    settle_s: float = 15.0  # a change of views that takes longer gives up those who keep it from its end
 
     @property
     def position(self) -> int:
@@ -68,24 +59,16 @@ class Rules:
 
 @dataclass(frozen=True)
 class Policies:
-    """What happens when replicas are lost, and how links are made.
+    """What happens when replicas are lost, and how links are made."""
 
-    Attributes:
-        quorum: which replicas may go on.
-        go_on: whether survivors go on in a smaller view; else all later rounds are void, or raise.
-        raise_on_loss: whether a round that can't take place raises `ReplicaLostError`; else it is void, and the owner
-            checks `ViewManager.failure`.
-        together: whether all ranks stop when one has to.
-        streams: payload connections to each peer.
-        connect_timeout_s: the longest that making one may take.
-    """
-
-    quorum: Policy
-    go_on: bool
+    quorum: Policy  # which replicas may go on
+    go_on: bool  # whether survivors go on in a smaller view; else all later rounds are void, or raise
+    # whether a round that can't take place raises `ReplicaLostError`; else it is void, and the owner checks
+    # `ViewManager.failure`
     raise_on_loss: bool
-    streams: int
-    connect_timeout_s: float
-    together: bool = True
+    streams: int  # payload connections to each peer
+    connect_timeout_s: float  # the longest that making one may take
+    together: bool = True  # whether all ranks stop when one has to
 
     def raises(self, round_id: RoundId) -> bool:
         """Whether a round that can't take place raises this rank's failure, rather than being void.

@@ -26,23 +26,13 @@ class ViewChange:
     stays, and had not said as much, has answered what this rank told last. So one message to each other rank holds what
     many have said. Nobody waits for one who waits for it: who had heard before it spoke is not waited for. `hurry` ends
     the waiting, as somebody may never answer.
-
-    Args:
-        rules: this rank.
-        policies: which replicas may go on.
-        roster: connected ranks and members.
-        contributions: of this rank, with the rounds of the view.
-        outbox: collects actions.
-
-    Attributes:
-        known: what is known; None while no change is in progress.
-        agreed: the last view that this rank declared itself ready for, and that others may have adopted; or None.
     """
 
     def __init__(
         self, rules: Rules, policies: Policies, roster: Roster, contributions: Contributions, outbox: Outbox
     ) -> None:
-        self.known: Change | None = None
+        self.known: Change | None = None  # what is known; None while no change is in progress
+        # the last view that this rank declared itself ready for, and that others may have adopted; or None
         self.agreed: View | None = None
         self._rules = rules
         self._policies = policies

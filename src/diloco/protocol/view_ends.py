@@ -22,21 +22,10 @@ _AGAIN = {"kind": "refused", "reason": "the members are changing", "for_good": F
 
 
 class ViewEnds:
-    """Tells the view manager why the present view ends.
-
-    Args:
-        rules: this rank.
-        policies: what happens when replicas are lost.
-        roster: connected ranks and members.
-        views: the present view.
-        outbox: collects actions.
-
-    Attributes:
-        closed_to_joiners: why nobody can join at present; "" if anybody can.
-    """
+    """Tells the view manager why the present view ends."""
 
     def __init__(self, rules: Rules, policies: Policies, roster: Roster, views: ViewManager, outbox: Outbox) -> None:
-        self.closed_to_joiners = ""
+        self.closed_to_joiners = ""  # why nobody can join at present; "" if anybody can
         self._rules = rules
         self._policies = policies
         self._roster = roster

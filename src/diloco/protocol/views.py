@@ -22,27 +22,14 @@ __all__ = ["ViewManager"]
 
 
 class ViewManager:
-    """View manager: the present view, and the change to the next one.
-
-    Args:
-        rules: this rank.
-        policies: what happens when replicas are lost.
-        roster: connected ranks and members.
-        outbox: collects actions.
-
-    Attributes:
-        view: the present one; a joiner is not in it yet.
-        contributions: to the rounds of the view.
-        change: to the next one.
-        first: the view in which this rank began with all others; None: it joined.
-        adopted_last: what ended the view before the present one, or stopped this rank; None before the first.
-    """
+    """View manager: the present view, and the change to the next one."""
 
     def __init__(self, rules: Rules, policies: Policies, roster: Roster, outbox: Outbox) -> None:
-        self.view = View(-1, (rules.replica,))
+        self.view = View(-1, (rules.replica,))  # the present one; a joiner is not in it yet
         self.contributions = Contributions(rules, policies, roster.words, outbox)
         self.change = ViewChange(rules, policies, roster, self.contributions, outbox)
-        self.first: View | None = None
+        self.first: View | None = None  # the view in which this rank began with all others; None: it joined
+        # what ended the view before the present one, or stopped this rank; None before the first
         self.adopted_last: NextView | None = None
         self._rules = rules
         self._policies = policies

@@ -30,19 +30,10 @@ class Voting:
     """One rank's part in the decisions of a view.
 
     Args:
-        view: the members.
-        rules: this rank, and how rounds go.
         words: rank -> number of messages that have come from it; kept up to date by the roster.
-        outbox: collects actions.
         void: rounds of earlier views that others have found void.
         has_state_of: fragments whose state this rank shares with the majority; rounds add to it.
         conduct: what members have done to rounds; rounds add to it.
-
-    Attributes:
-        frozen: whether voting and deciding have stopped, because the view is ending.
-        ranks: all of the view.
-        decided: what was committed lately, and what is void.
-        view, has_state_of, conduct: as given.
     """
 
     def __init__(
@@ -55,9 +46,9 @@ class Voting:
         has_state_of: set[int],
         conduct: Conduct,
     ) -> None:
-        self.frozen = False
+        self.frozen = False  # whether voting and deciding have stopped, because the view is ending
         self.ranks = rules.ranks(view.members)
-        self.decided = Decided(void)
+        self.decided = Decided(void)  # what was committed lately, and what is void
         self.has_state_of = has_state_of
         self.conduct = conduct
         self.view = view
