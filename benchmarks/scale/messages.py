@@ -41,7 +41,7 @@ class Counted(Network):
         super().__init__(range(members + outside), Limits(ends=1, machines=1))
         self.messages = self.num_bytes = self.trips = 0
         for number in range(members, members + outside):
-            self._end(number)
+            self.end(number)
         for number in range(members):
             view = View(0, tuple(range(members)))
             self.nodes[number] = Rank(self, number, len(self.ranks), 1, _POLICIES, founded=view)
@@ -63,7 +63,7 @@ class Counted(Network):
         for _ in range(_MOST_TRIPS):
             while any([self.nodes[number].act() for number in sorted(self.alive)]):
                 pass
-            arriving = {pair: len(waiting) for pair, waiting in self._on_the_way.items() if self.can("deliver", *pair)}
+            arriving = {pair: len(waiting) for pair, waiting in self.on_the_way.items() if self.can("deliver", *pair)}
             noticed = [choice for choice in self.choices() if choice[0] == "notice"]
             if not arriving and not noticed:
                 return

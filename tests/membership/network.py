@@ -82,9 +82,9 @@ class Network:
         self._left = {kind: getattr(limits, kind) for kind in ("ends", "machines", "cuts", "returns", "deaf")}
         self._own = tuple(limits.own)
         self._left |= limits.own
-        self._on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}
-        self._ends_up = set(self._on_the_way)
-        self._connections = {frozenset(pair): 0 for pair in self._on_the_way}
+        self.on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}
+        self._ends_up = set(self.on_the_way)
+        self._connections = {frozenset(pair): 0 for pair in self.on_the_way}
         self._silent: set[frozenset[int]] = set()
         self._deaf: set[tuple[int, int]] = set()
         self._unreachable: set[int] = set()
@@ -98,18 +98,18 @@ class Network:
         if sender not in self.alive:
             return
         if self._sends_left.get(sender) == 0:
-            self._end(sender)
+            self.end(sender)
             return
         if sender in self._sends_left:
             self._sends_left[sender] -= 1
         if (sender, receiver) in self._ends_up and not self._is_silent(receiver, sender):
-            self._on_the_way[sender, receiver].append(message)
+            self.on_the_way[sender, receiver].append(message)
 
     def hang_up(self, rank: int, other: int) -> None:
         """``rank`` ends its connection to ``other``, which notices in its own time."""
         if (rank, other) in self._ends_up:
             self._ends_up.remove((rank, other))
-            self._on_the_way[other, rank].clear()
+            self.on_the_way[other, rank].clear()
 
     def connection(self, rank: int, other: int) -> int | None:
         """A number for the connection of ``rank`` to ``other``, of its own for each; None where there is none."""
@@ -120,13 +120,13 @@ class Network:
     def can(self, what: str, a: int, b: int) -> bool:
         """Whether a message is there to be delivered, or an end of a connection to be noticed."""
         if what == "deliver":
-            return bool(self._on_the_way[a, b]) and b in self.alive and (b, a) in self._ends_up
-        hung_up = (b, a) not in self._ends_up and (self._abrupt or not self._on_the_way[b, a])
+            return bool(self.on_the_way[a, b]) and b in self.alive and (b, a) in self._ends_up
+        hung_up = (b, a) not in self._ends_up and (self._abrupt or not self.on_the_way[b, a])
         return (b not in self.alive or hung_up or self._is_silent(a, b)) and a in self.alive and (a, b) in self._ends_up
 
     def choices(self) -> list[tuple[str, int, int]]:
         """What can happen next by itself."""
-        return [(what, a, b) for what in ("deliver", "notice") for a, b in self._on_the_way if self.can(what, a, b)]
+        return [(what, a, b) for what in ("deliver", "notice") for a, b in self.on_the_way if self.can(what, a, b)]
 
     def trouble(self) -> list[tuple[str, int, int]]:
         """What can go wrong next."""
@@ -146,7 +146,7 @@ class Network:
     def happen(self, what: str, a: int, b: int, number: int) -> None:
         """Let one of the choices happen; ``number`` decides what it leaves open."""
         if what == "deliver":
-            self.nodes[b].heard(a, self._on_the_way[a, b].popleft())
+            self.nodes[b].heard(a, self.on_the_way[a, b].popleft())
         elif what == "notice":
             self.hang_up(a, b)
             self.nodes[a].lose(b, gone=b not in self.alive and b not in self._unreachable)
@@ -171,7 +171,7 @@ class Network:
                 self._unreachable.add(a)
             self._sends_left[a], self._number = number % 6, number // 6
             if number % 6 == 0:
-                self._end(a)
+                self.end(a)
 
     def return_whole(self, rank: int) -> None:
         """``rank`` looks again, its ways to all who live carry everything, and nobody ends any more."""
@@ -184,9 +184,9 @@ class Network:
         """Whether nothing of ``b`` reaches ``a`` any more."""
         return frozenset((a, b)) in self._silent or (a, b) in self._deaf
 
-    def _end(self, rank: int) -> None:
+    def end(self, rank: int) -> None:
         self.alive.discard(rank)
-        for a, b in self._on_the_way:
+        for a, b in self.on_the_way:
             if a == rank:
                 self._lose_some(a, b, self._number)
 
@@ -195,7 +195,7 @@ class Network:
         self.alive.add(rank)
         self._sends_left.pop(rank, None)
         self._unreachable.discard(rank)
-        for pair, messages in self._on_the_way.items():
+        for pair, messages in self.on_the_way.items():
             if rank in pair:
                 messages.clear()
                 self._silent.discard(frozenset(pair))
@@ -207,7 +207,7 @@ class Network:
         self.nodes[rank] = self.make(rank)
 
     def _lose_some(self, sender: int, receiver: int, number: int) -> None:
-        messages = self._on_the_way[sender, receiver]
+        messages = self.on_the_way[sender, receiver]
         for _ in range(number % (len(messages) + 1)):
             messages.pop()
 

@@ -30,6 +30,7 @@ from diloco.protocol.failure_detector import Loss
 from diloco.protocol.headers import Header, header_of
 from diloco.protocol.machine import Machine
 from diloco.protocol.messages import RoundVote
+from diloco.protocol.round_state import RoundState
 from diloco.protocol.rules import Policies, Rules
 from diloco.protocol.signing import public_key
 
@@ -44,6 +45,10 @@ def contribution(replica: int = 0, round_id: RoundId = ROUND, digest: str = "d")
     return Contribution(
         round=round_id, replica=replica, codec=CODEC, numel=2, payload=payload, weight=1.0, digest=digest
     )
+
+
+def signing_header(rank: int, round_id: RoundId = ROUND, digest: str = "d") -> Header:
+    return replace(header_of(contribution(rank, round_id, digest)), key=public_key(bytes([rank] * 32)))
 
 
 class Member:
@@ -71,17 +76,12 @@ class Member:
         return self.handle(HandedIn(given, header_of(given), 5, sent_s), now_s)
 
     def header(self, rank: int, round_id: RoundId = ROUND, digest: str = "d", *, now_s: float = 0.0) -> list[Action]:
-        header = replace(
-            header_of(contribution(rank, round_id, digest)),
-            key=public_key(bytes([rank] * 32)),
-        )
-        return self.hear(rank, header, now_s=now_s)
+        return self.hear(rank, signing_header(rank, round_id, digest), now_s=now_s)
 
     def vote(self, rank: int, digest: str = "mean", reason: str = "") -> list[Action]:
         """As an honest rank would vote, whose mean has this digest."""
-        rounds = self.machine.views.contributions.rounds
-        assert rounds is not None
-        sealed = "" if reason else rounds._rounds[ROUND].sealed(digest)
+        state = RoundState(ROUND, headers={member: signing_header(member) for member in VIEW.members})
+        sealed = "" if reason else state.sealed(digest)
         return self.hear(rank, RoundVote(ROUND, Vote(not reason, sealed, reason)).signed(VIEW.id, bytes([rank] * 32)))
 
     def hear(self, rank: int, said: Header | RoundVote, *, now_s: float = 0.0) -> list[Action]:
