@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import TransportError
+from diloco.protocol.faults import Faults
 from diloco.transport.base import Transport
 from diloco.transport.peers.threads import in_thread
 from diloco.transport.tcp import congestion_control, streams_to_each
@@ -37,6 +38,15 @@ def test_payloads_may_take_another_interface(wires: Wires) -> None:
     averages = exchange(transports, [contribution(m) for m in range(2)])
     assert averages[0].contributors == (0, 1)
     assert all(entry.places != (entry.address,) for each in transports for entry in each.known_entries())
+
+
+def test_whose_values_spoil_a_mean_is_counted_by_each_of_the_others(wires: Wires) -> None:
+    transports = wires.meet(3)
+    for each in transports:
+        each.average(contribution(each.replica, scale=1e37 if each.replica == 1 else 1.0))
+    for each in transports:
+        each._wait_for(each.faults, 20)  # others may have made the round void before its own exchange ended
+        assert each.faults() == {1: Faults(spoilt=1)}
 
 
 def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
