@@ -99,7 +99,8 @@ def predict_step_s(row: Mapping[str, Any], step_s: float) -> float:
     )
     workload = Workload(parameters=work.values, layers=work.layers, step_time_s=step_s)
     codec = make_codec(planned.get("codec") or method.options["codec"])
-    traffic = workload.traffic(schedule, [codec], link.replicas)
+    mean_codec = make_codec(method.options.get("mean_codec", "float32"))
+    traffic = workload.traffic(schedule, [codec], link.replicas, mean_codec=mean_codec)
     sharing = max(1.0, link.replicas / CORES)
     conditions = Conditions(
         congestion_control=congestion_control(link),

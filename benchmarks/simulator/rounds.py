@@ -78,7 +78,8 @@ class Rounds:
             goodput, round_trips, queue_trips = constants
             overheads = replace(overheads, goodput=goodput, round_trips=round_trips, queue_trips=queue_trips)
         schedule = SyncSchedule(inner_steps=1)
-        traffic = outer_traffic(schedule, [self.values], [make_codec(self.options["codec"])], self.link.replicas)
+        codec, mean_codec = (make_codec(self.options.get(key, "float32")) for key in ("codec", "mean_codec"))
+        traffic = outer_traffic(schedule, [self.values], [codec], self.link.replicas, mean_codec=mean_codec)
         result = simulate(traffic, Cluster.of(ways(self.link), 1.0, overheads=overheads), steps=2, measure_from=1)
         return float(result.longest_wait_s.max())
 

@@ -143,6 +143,7 @@ METHODS = (
     Method("DiLoCo fp4", "ours", {"codec": "fp4"}),
     Method("Streaming float32", "ours", {"codec": "float32", "streaming": True}),
     Method("Streaming fp4", "ours", {"codec": "fp4", "streaming": True}),
+    Method("Streaming fp4, fp4 means", "ours", {"codec": "fp4", "streaming": True, "mean_codec": "fp4"}),
     Method("Streaming float32, paced", "ours", {"codec": "float32", "streaming": True, "pace": 0.97}),
     Method("Streaming fp4, paced", "ours", {"codec": "fp4", "streaming": True, "pace": 0.97}),
     Method("Streaming fp4, no pace", "ours", {"codec": "fp4", "streaming": True, "no_pace": True}),
