@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,7 @@ class Grid:
     def _sent(self, cell: Cell, replica: int, record: Record) -> None:
         if replica in cell.sent and cell.void:  # a void round is repeated under its number
             cell.sent, cell.void = {}, ""
-        cell.sent[replica] = text(record, "digest")
+        cell.sent[replica] = sys.intern(text(record, "digest"))  # nearly all are alike
         part = self.part(replica)
         part.sent += 1
         part.weight, part.payload_bytes = number(record, "weight"), whole(record, "payload_bytes")
