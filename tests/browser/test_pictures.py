@@ -43,11 +43,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def made() -> Path:
-    """Where pictures go."""
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where pictures go. Runs are named from their own folder, so that no picture shows where that lies."""
     if "DILOCO_PICTURES" not in os.environ:
         pytest.skip("`make test-browser` makes the pictures")
-    return Path(os.environ["DILOCO_PICTURES"])
+    place = Path(os.environ["DILOCO_PICTURES"]).resolve()
+    monkeypatch.chdir(tmp_path)
+    return place
 
 
 def train(out: Path, data: Path, arguments: str) -> Path:
@@ -77,7 +79,7 @@ def test_a_run_with_faults(made: Path, tmp_path: Path, text: Path, pages: Pages,
     config = tmp_path / "faults.toml"
     config.write_text(f"[transport]\nmin_contributors = 3\nfaults = {json.dumps(faults)}\n")
     train(tmp_path / "with-faults", text, f"{config} {ROUNDS} --inner-steps 10")
-    page = pages.open(watch(tmp_path / "with-faults", "--port", "0").address)
+    page = pages.open(watch("with-faults", "--port", "0").address)
     assert "were merged without replica 1" in page.locator("#alerts").inner_text()
     assert page.locator("#grid td.void").count() == 1
     assert page.locator("#grid td.partial").count() >= 8
@@ -91,7 +93,7 @@ def test_three_runs(made: Path, tmp_path: Path, text: Path, pages: Pages, watch:
         train(tmp_path / "int8-every-30", text, f"{ROUNDS} --inner-steps 30 --codec int8"),
         train(tmp_path / "data-parallel", text, "--algorithm data-parallel"),
     ]
-    address = watch(*folders, "--port", "0").address
+    address = watch(*(folder.name for folder in folders), "--port", "0").address
     page = pages.open(address, scheme="dark")
     assert page.locator("#legend li").count() == 3
     assert "codec.name" in page.locator("#settings").inner_text()

@@ -52,7 +52,7 @@ class Alert:
     level: Literal["error", "warning"]  # "error" where the run is harmed, "warning" where it may be
     kind: str  # which threshold it is about
     who: str  # the culprit, in words; "" where nobody is
-    words: str  # a sentence
+    words: str  # a sentence, without the step
     step: int | None = None  # of the run, where it belongs to one
 
 
@@ -104,7 +104,7 @@ def _silent(
         if silent_s > max(thresholds.silent_s, 10 * (process.step_s or 0.0)):
             who = _named(run, name)
             over_s = silent_s // 30 * 30  # words that change each second would be read out each second
-            words = f"{who} has told nothing for more than {format_duration(over_s)}, since step {process.step}."
+            words = f"{who} has told nothing for more than {format_duration(over_s)}."
             yield Alert("error", "silent", who, words, process.step)
 
 
@@ -152,15 +152,13 @@ def _numbers(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
         who = _named(run, name)
         if process.not_finite and now - process.not_finite[-1] <= _LATELY:
             step = process.not_finite[-1]
-            words = f"The loss or the gradient norm of {who} was no finite number at step {step}."
+            words = f"The loss or the gradient norm of {who} was no finite number."
             yield Alert("error", "not finite", who, words, step)
         high = [each for each in process.spikes if each.norm > thresholds.gradient_norm_factor * each.median]
         if high and now - high[-1].step <= _LATELY:
             spike = high[-1]
-            words = (
-                f"The gradient norm of {who} was {spike.norm:.3g} at step {spike.step}, "
-                f"{spike.norm / spike.median:.1f}x the median of those before."
-            )
+            factor = spike.norm / spike.median
+            words = f"The gradient norm of {who} was {spike.norm:.3g}, {factor:.1f}x the median of those before."
             yield Alert("warning", "gradient norm", who, words, spike.step)
 
 
