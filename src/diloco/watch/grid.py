@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.watch.records import Record, finite, number, numbers, text, whole
 
-__all__ = ["Cell", "Grid", "Part"]
+__all__ = ["Grid", "Participation", "ToldRound"]
 
 OUTER_STEPS = 64  # columns that are kept: of every fragment, the newest
 
@@ -19,7 +19,7 @@ _MOST_REPLICAS = 1_024
 
 
 @dataclass(slots=True)
-class Cell:
+class ToldRound:
     """One round, by what the replicas have told of it."""
 
     step: int = 0  # of its newest record
@@ -69,7 +69,7 @@ class Cell:
 
 
 @dataclass(slots=True)
-class Part:
+class Participation:
     """What one replica has had to do with the rounds."""
 
     sent: int = 0  # rounds that it contributed to
@@ -86,8 +86,8 @@ class Grid:
 
     def __init__(self) -> None:
         # (fragment, outer step) -> the round; of every fragment the newest `OUTER_STEPS`
-        self.cells: dict[tuple[int, int], Cell] = {}
-        self.parts: dict[int, Part] = {}  # replica -> what it has had to do with them
+        self.cells: dict[tuple[int, int], ToldRound] = {}
+        self.parts: dict[int, Participation] = {}  # replica -> what it has had to do with them
         self.merged = self.void = 0  # rounds so far that somebody merged, and that nobody did
         self.void_in_a_row: dict[int, int] = {}  # fragment -> its newest rounds that are void, one after the other
         self.newest: dict[int, int] = {}  # fragment -> the newest outer step that was told of
@@ -97,11 +97,11 @@ class Grid:
         """All that rounds were told of."""
         return tuple(sorted(self.newest))
 
-    def part(self, replica: int) -> Part:
+    def part(self, replica: int) -> Participation:
         """Of a replica, which may be new."""
         if replica not in self.parts and len(self.parts) >= _MOST_REPLICAS:
-            return Part()
-        return self.parts.setdefault(replica, Part())
+            return Participation()
+        return self.parts.setdefault(replica, Participation())
 
     def take(self, record: Record, expected: Iterable[int]) -> None:
         """Take in ``RoundSent``, ``RoundCommitted`` or ``RoundVoid``.
@@ -130,7 +130,7 @@ class Grid:
             case _:
                 cell.note = cell.note or text(record, "reason")
 
-    def _sent(self, cell: Cell, replica: int, record: Record) -> None:
+    def _sent(self, cell: ToldRound, replica: int, record: Record) -> None:
         if replica in cell.sent and cell.void:  # a void round is repeated under its number
             cell.sent, cell.void = {}, ""
         cell.sent[replica] = sys.intern(text(record, "digest"))  # nearly all are alike
@@ -138,7 +138,7 @@ class Grid:
         part.sent += 1
         part.weight, part.payload_bytes = number(record, "weight"), whole(record, "payload_bytes")
 
-    def _merged(self, cell: Cell, replica: int, fragment: int, record: Record, expected: Iterable[int]) -> None:
+    def _merged(self, cell: ToldRound, replica: int, fragment: int, record: Record, expected: Iterable[int]) -> None:
         wait_s = number(record, "wait_s")
         self.part(replica).wait_s = wait_s
         if wait_s is not None:
@@ -163,7 +163,7 @@ class Grid:
         for each in cell.absent:
             self.part(each).missed += 1
 
-    def _late(self, cell: Cell, record: Record) -> None:
+    def _late(self, cell: ToldRound, record: Record) -> None:
         """Who was heard of when, as the one says that waited longest."""
         given = record.get("late_s")
         if not given or not isinstance(given, list | tuple):
@@ -177,7 +177,7 @@ class Grid:
             for each, by_s in told.items():
                 self.part(each).late_s = by_s
 
-    def _cell(self, fragment: int, outer_step: int) -> Cell | None:
+    def _cell(self, fragment: int, outer_step: int) -> ToldRound | None:
         """Of a round, which may be new; None if it is too old to be kept."""
         if fragment not in self.newest and len(self.newest) >= _MOST_FRAGMENTS:
             return None
@@ -185,7 +185,7 @@ class Grid:
         if outer_step <= newest - OUTER_STEPS:
             return None
         if (fragment, outer_step) not in self.cells:
-            self.cells[fragment, outer_step] = Cell()
+            self.cells[fragment, outer_step] = ToldRound()
             for old in [key for key in self.cells if key[0] == fragment and key[1] <= newest - OUTER_STEPS]:
                 del self.cells[old]
         return self.cells[fragment, outer_step]

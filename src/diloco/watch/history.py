@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.watch.grid import Cell, Grid
+from diloco.watch.grid import Grid, ToldRound
 from diloco.watch.records import Record, number, numbers, text, whole
 from diloco.watch.series import Series
 
@@ -241,6 +241,6 @@ class RunHistory:
             counted = all(replica in numbered for replica in self._told)
             self.expected = tuple(numbered) if counted else tuple(sorted(self._told))
 
-    def newest_cells(self) -> list[Cell]:
+    def newest_cells(self) -> list[ToldRound]:
         """Of every fragment, the newest round."""
         return [self.grid.cells[key] for key in self.grid.newest.items() if key in self.grid.cells]

@@ -28,7 +28,7 @@ _RESIDUALS = 1 << 16  # the number of the first piece of a residual; means have 
 
 
 @dataclass(frozen=True)
-class _Incoming:
+class _MeanPiece:
     """A piece of the mean of values ``start`` to ``stop``, which ``member`` owns."""
 
     member: int
@@ -154,7 +154,7 @@ class MeanExchange:
             held.append(residual)
         return collected(held, self.owned, self._values.device)
 
-    def _decode(self, piece: _Incoming, values: Tensor) -> None:
+    def _decode(self, piece: _MeanPiece, values: Tensor) -> None:
         try:
             self._codec.validate(piece.room, len(values))
         except CodecError as error:
@@ -165,10 +165,10 @@ class MeanExchange:
     def _residual_pieces(self, stretch: Stretch) -> enumerate[Stretch]:
         return enumerate(self._messages.pieces(*stretch, PLAIN_MEAN.codec), _RESIDUALS)
 
-    def _expect(self, member: int, start: int, stop: int, piece: int) -> _Incoming:
+    def _expect(self, member: int, start: int, stop: int, piece: int) -> _MeanPiece:
         """Make room for a piece of a mean; one that is exact arrives in its place."""
         if self._codec.exact:
             room = self._values[start:stop].view(torch.uint8)
         else:
             room = torch.empty(self._codec.payload_bytes(stop - start), dtype=torch.uint8)
-        return _Incoming(member, start, stop, room, self._messages.receive(member, room, piece, second=True))
+        return _MeanPiece(member, start, stop, room, self._messages.receive(member, room, piece, second=True))
