@@ -122,15 +122,18 @@ def refuses_for_good(member: PeerTransport) -> None:
     member.connections.services["table"] = refuse
 
 
-@pytest.mark.parametrize("liar", [0, 1])
-def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms, liar: int) -> None:
+def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms) -> None:
     """Also not the first one, whom all joiners are sent to."""
     members = swarms.meet(2)
-    refuses_for_good(members[liar])
-    third = swarms.peer(2, members)
-    assert third.joining
-    join(third, LIMIT_S)
-    wait_for_members(members[1 - liar], 3)
+    for liar, joiner in ((0, 2), (1, 3)):
+        services = members[liar].connections.services
+        honest = services["table"]
+        refuses_for_good(members[liar])
+        connected = swarms.peer(joiner, members)
+        assert connected.joining
+        join(connected, LIMIT_S)
+        wait_for_members(members[1 - liar], joiner + 1)
+        services["table"] = honest
 
 
 def test_where_all_refuse_the_joiner_says_why_without_escapes(swarms: Swarms) -> None:
@@ -226,25 +229,17 @@ def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms) -> None:
 
 def test_who_waits_for_one_that_looks_and_does_not_begin_is_told_whom(swarms: Swarms) -> None:
     standing = swarms.peer(7, run="a standing peer of another run").transport
+    looks = {"join_window_s": 60.0}
     waiting = at_once(
         [
-            lambda: swarms.peer(1, [standing], held_step=90, join_window_s=60.0, rendezvous_timeout_s=5.0),
+            lambda: swarms.peer(1, [standing], held_step=90, **looks, rendezvous_timeout_s=5.0),
             lambda: swarms.peer(2, [standing], held_step=50, rendezvous_timeout_s=2.0),
+            lambda: swarms.peer(3, [standing], run="fresh", **looks, rendezvous_timeout_s=5.0),
+            lambda: swarms.peer(4, [standing], run="fresh", **looks, rendezvous_timeout_s=2.0),
         ]
     )
-    words = "replica 1 of run 'run', which has a checkpoint of step 90, looks for the others, too"
-    assert words in str(waiting[1])
-
-
-def test_who_has_no_checkpoint_is_said_to_have_none(swarms: Swarms) -> None:
-    standing = swarms.peer(7, run="a standing peer of another run").transport
-    waiting = at_once(
-        [
-            lambda: swarms.peer(1, [standing], join_window_s=60.0, rendezvous_timeout_s=5.0),
-            lambda: swarms.peer(2, [standing], join_window_s=60.0, rendezvous_timeout_s=2.0),
-        ]
-    )
-    assert "replica 1 of run 'run', which has no checkpoint, looks for the others, too" in str(waiting[1])
+    assert "replica 1 of run 'run', which has a checkpoint of step 90, looks for the others, too" in str(waiting[1])
+    assert "replica 3 of run 'fresh', which has no checkpoint, looks for the others, too" in str(waiting[3])
 
 
 def test_nobody_at_the_address_is_an_error_that_names_it(swarms: Swarms) -> None:
