@@ -14,13 +14,7 @@ import torch
 from diloco.errors import ConfigurationError, TransportError
 from diloco.transport.peers.donor_session import MAX_ASKERS, DonorService
 from tests.same import same_values
-from tests.transport.state_donors import (
-    LIMIT_S,
-    Asker,
-    Conversation,
-    MakeDonor,
-    state,
-)
+from tests.transport.state_donors import LIMIT_S, Asker, Conversation, MakeDonor, state
 from tests.transport.wires import at_once
 
 

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from diloco.errors import ConfigurationError, RoundVoidError
 from diloco.transport.in_process import InProcessTransport
-from diloco.transport.links import (
-    Link,
-    LinkArrays,
-    LinkState,
-    Transfer,
-    VirtualNetwork,
-    round_times,
-    transfer_times,
-)
+from diloco.transport.links import Link, LinkArrays, LinkState, Transfer, VirtualNetwork, round_times, transfer_times
 from tests.transport.contract import SIZE, contribution, exchange
 
 FREE = [LinkState(), LinkState()]

@@ -15,13 +15,7 @@ from diloco.transport.peers.block_assembly import Assembly
 from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import block_bytes
 from tests.same import same_values
-from tests.transport.state_donors import (
-    LIMIT_S,
-    Asker,
-    MakeDonor,
-    size_of,
-    state,
-)
+from tests.transport.state_donors import LIMIT_S, Asker, MakeDonor, size_of, state
 
 
 def test_what_arrives_is_the_donors_bit_for_bit(asker: Asker, make_donor: MakeDonor) -> None:

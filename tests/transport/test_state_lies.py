@@ -9,13 +9,7 @@ import xxhash
 
 from diloco.errors import TransportError
 from tests.same import same_values
-from tests.transport.state_donors import (
-    Asker,
-    MakeDonor,
-    lying,
-    size_of,
-    state,
-)
+from tests.transport.state_donors import Asker, MakeDonor, lying, size_of, state
 
 
 def wrong_bytes(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:

@@ -19,16 +19,7 @@ from diloco.data.chat import build_chat_corpus
 from diloco.data.corpus import Corpus, build_corpus, open_stream
 from diloco.devices import choose_device
 from diloco.errors import TransportError
-from diloco.events import (
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    Interrupted,
-    Note,
-    RunFinished,
-    RunStarted,
-    Sink,
-)
+from diloco.events import CheckpointSaved, Evaluated, Event, Interrupted, Note, RunFinished, RunStarted, Sink
 from diloco.model.build import base_digest, check_vocabulary, with_vocabulary
 from diloco.train.components import make_transport, outline, stored_definition
 from diloco.train.describe import describe_environment
