@@ -25,36 +25,22 @@ _AGAIN_S = 0.3
 
 @dataclass(frozen=True)
 class Table:
-    """Everybody's entries.
+    """Everybody's entries."""
 
-    Attributes:
-        entries: rank -> entry, my own included.
-        running: whether the run was going on already when I asked.
-        step: inner steps that were done then, where the network tells.
-        founded_step: that of the checkpoint which the run went on from, where the network tells.
-    """
-
-    entries: dict[int, Entry]
-    running: bool
-    step: int = 0
-    founded_step: int = 0
+    entries: dict[int, Entry]  # rank -> entry, my own included
+    running: bool  # whether the run was going on already when I asked
+    step: int = 0  # inner steps that were done then, where the network tells
+    founded_step: int = 0  # that of the checkpoint which the run went on from, where the network tells
 
 
 @dataclass(frozen=True)
 class Connected:
-    """A transport that is connected to the others.
+    """A transport that is connected to the others."""
 
-    Attributes:
-        transport: ready for rounds, or, for a joiner, for `fetch` and then `join`.
-        table: everybody's entries.
-        joining: whether the run was going on already.
-        swarm: name of the swarm, where it has one.
-    """
-
-    transport: PeerTransport
+    transport: PeerTransport  # ready for rounds, or, for a joiner, for `fetch` and then `join`
     table: Table
-    joining: bool
-    swarm: str = ""
+    joining: bool  # whether the run was going on already
+    swarm: str = ""  # name of the swarm, where it has one
 
     def refresh(self) -> None:
         """For a joiner: look who the members are by now, and connect to all of them."""
@@ -98,44 +84,28 @@ def join(connected: Connected, timeout_s: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How ranks exchange contributions, whatever carries them.
+    """How ranks exchange contributions, whatever carries them."""
 
-    Attributes:
-        streams: payload connections to each peer; 0: as many as suit this machine's congestion control.
-        piece_bytes: about how large a piece of a payload is.
-        heartbeat_s, silence_s: see `Timing`.
-        round_timeout_s: from a rank's contribution to its vote.
-        rendezvous_timeout_s: for all to find and connect each other.
-        min_contributors: a round with fewer is void; None: all.
-        min_replicas: fewer never go on.
-        go_on: whether survivors form a smaller view.
-        comes_back: whether a replica that has lost its view looks for the others; else it stops, and all with it.
-        late_s: a replica whose contribution is so much later than this rank's own is left behind; None: never.
-        split: whether the smaller side of a network that fell apart goes on.
-        raise_on_loss: see `Policies`.
-        link: emulated at this end, or None.
-        pace: whether payloads leave at no more than the rate that the way out has shown.
-        state_bytes_per_s: what those who take over this rank's state get together; None: as much as the way carries.
-        facts: what must be the same on all ranks, name -> value in words.
-    """
-
-    streams: int = 0
-    piece_bytes: int = 1 << 19
-    heartbeat_s: float = 2.0
+    streams: int = 0  # payload connections to each peer; 0: as many as suit this machine's congestion control
+    piece_bytes: int = 1 << 19  # about how large a piece of a payload is
+    heartbeat_s: float = 2.0  # this and the next: see `Timing`
     silence_s: float = 15.0
-    round_timeout_s: float = 600.0
-    rendezvous_timeout_s: float = 300.0
-    min_contributors: int | None = None
-    min_replicas: int = 1
-    go_on: bool = False
+    round_timeout_s: float = 600.0  # from a rank's contribution to its vote
+    rendezvous_timeout_s: float = 300.0  # for all to find and connect each other
+    min_contributors: int | None = None  # a round with fewer is void; None: all
+    min_replicas: int = 1  # fewer never go on
+    go_on: bool = False  # whether survivors form a smaller view
+    # whether a replica that has lost its view looks for the others; else it stops, and all with it
     comes_back: bool = False
+    # a replica whose contribution is so much later than this rank's own is left behind; None: never
     late_s: float | None = None
-    split: Literal["stop", "go-on"] = "stop"
-    raise_on_loss: bool = True
-    link: Link | None = None
-    pace: bool = True
+    split: Literal["stop", "go-on"] = "stop"  # whether the smaller side of a network that fell apart goes on
+    raise_on_loss: bool = True  # see `Policies`
+    link: Link | None = None  # emulated at this end, or None
+    pace: bool = True  # whether payloads leave at no more than the rate that the way out has shown
+    # what those who take over this rank's state get together; None: as much as the way carries
     state_bytes_per_s: float | None = None
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)  # what must be the same on all ranks, name -> value in words
 
     def __post_init__(self) -> None:
         for name, least in (("streams", 0), ("piece_bytes", 1), ("min_replicas", 1), ("min_contributors", 1)):
