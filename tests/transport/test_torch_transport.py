@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from diloco.errors import TransportError
-from diloco.protocol.faults import Faults
+from diloco.errors import ReplicaLostError, RoundVoidError, TransportError
 from diloco.transport.base import Transport
 from diloco.transport.peers.threads import in_thread
 from diloco.transport.tcp import congestion_control, streams_to_each
@@ -40,13 +40,19 @@ def test_payloads_may_take_another_interface(wires: Wires) -> None:
     assert all(entry.places != (entry.address,) for each in transports for entry in each.known_entries())
 
 
-def test_whose_values_spoil_a_mean_is_counted_by_each_of_the_others(wires: Wires) -> None:
+def test_whose_values_spoil_three_means_is_put_out(wires: Wires) -> None:
+    """Each of the others finds it in its own exchange; here all stop when one is lost."""
     transports = wires.meet(3)
-    for each in transports:
-        each.average(contribution(each.replica, scale=1e37 if each.replica == 1 else 1.0))
-    for each in transports:
-        each._wait_for(each.faults, 20)  # others may have made the round void before its own exchange ended
-        assert each.faults() == {1: Faults(spoilt=1)}
+
+    def contribute() -> None:
+        for outer_step in range(9):
+            given = [contribution(m, outer_step=outer_step, scale=1e37 if m == 1 else 1.0) for m in range(3)]
+            for each in [transport.average(one) for transport, one in zip(transports, given, strict=True)]:
+                with suppress(RoundVoidError):
+                    each.wait()
+
+    with pytest.raises(ReplicaLostError, match="replica 1 has spoilt 3 rounds or more lately: the mean has values up"):
+        contribute()
 
 
 def test_closing_wakes_all_that_wait_and_what_comes_afterwards_is_refused(
