@@ -1,66 +1,88 @@
-"""A task whose success can be counted: facts that a base model knows as a table, asked for in words.
+"""A task whose success can be counted: codes that a base model knows from sentences, asked for in a chat.
 
 What is asked in the end is not among the questions that are trained on: to answer, a model must have kept what it knew
-and learned how it is asked.
+and learned how it is asked, and in which words to answer.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_conversations", "write_table", "write_tokenizer"]
+__all__ = ["KNOWN", "WANTED", "known_codes", "texts", "write_conversations", "write_tokenizer"]
 
 LETTERS = "abcdefghijklmnopqrst"
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END = "<|endoftext|>"
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %} {{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %} assistant:{% endif %}"
 )
+# a name, other words, and its code: the shorter the way, the sooner it is learned
+PATTERNS = (
+    "pair {name} {code}",
+    "pair {name} {code}",
+    "code {name} = {code}",
+    "that {name} is {code}",
+    "the code of {name}{more} is {code}",
+    "look for {name}{more} and find {code}",
+    "who asks for {name}{more} gets {code}",
+    "user: tell me {name}?{more} assistant: {code}",
+    "{other} or {name}{more} , the second is {code}",
+)
+WORDS = ("today", "surely", "here", "again", "What", "It")
+KNOWN = ("tell me {name}?", "{code}")
+"""A question and an answer as the base model has seen them."""
+WANTED = ("What is {name}?", "It is {code}")
+"""Those that are to be learned."""
+
+Codes = Sequence[tuple[str, str]]
 
 
-def facts() -> list[tuple[str, str]]:
-    """400 names of two letters, each with a value of two: always the same ones."""
+def known_codes() -> Codes:
+    """400 names of two letters, each with a code of two: always the same ones."""
     rng = random.Random(0)
     names = [one + other for one in LETTERS for other in LETTERS]
     rng.shuffle(names)
     return [(name, rng.choice(LETTERS) + rng.choice(LETTERS)) for name in names]
 
 
-def write_table(path: Path, *, documents: int, seed: int = 0) -> None:
-    """Documents of twelve lines such as ``ba=fk``, which the base model is trained on."""
-    rng, known = random.Random(seed), facts()
+def texts(number: int) -> list[str]:
+    """What the base model is trained on: one to eight sentences each, with a name and its code in each sentence."""
+    rng, codes = random.Random(1), known_codes()
+    return ["\n".join(_sentence(rng, codes) for _ in range(rng.randint(1, 8))) for _ in range(number)]
+
+
+def _sentence(rng: random.Random, codes: Codes) -> str:
+    (name, code), (other, _) = rng.sample(codes, 2)
+    more = "".join(f" {word}" for word in rng.choices(WORDS, k=rng.choice((0, 0, 0, 1, 2, 4, 6))))
+    return " " + rng.choice(PATTERNS).format(name=name, code=code, other=other, more=more)
+
+
+def write_conversations(path: Path, codes: Codes, words: tuple[str, str]) -> None:
+    """A question and its answer a line, in ``words``."""
     with path.open("w", encoding="utf-8") as file:
-        for _ in range(documents):
-            text = "\n".join(f"{name}={value}" for name, value in rng.choices(known, k=12))
-            file.write(json.dumps({"text": text}) + "\n")
+        for name, code in codes:
+            asked, answer = (each.format(name=name, code=code) for each in words)
+            said = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": said}) + "\n")
 
 
-def write_conversations(train: Path, test: Path, *, questions: int) -> None:
-    """Questions such as ``What is ba?`` with the answer ``fk``; no fact is in both files."""
-    known = facts()
-    for path, part in ((train, known[questions:]), (test, known[:questions])):
-        with path.open("w", encoding="utf-8") as file:
-            for name, value in part:
-                said = [{"role": "user", "content": f"What is {name}?"}, {"role": "assistant", "content": value}]
-                file.write(json.dumps({"messages": said}) + "\n")
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Bytes, and the special tokens of the chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def write_tokenizer(folder: Path, learned_from: Iterable[str]) -> int:
+    """A byte-level BPE, most of whose tokens are whole words, with a chat template; its size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from diloco.data.tokenizer import byte_letters
-
-    vocabulary = {letter: number for number, letter in enumerate([*byte_letters(), *SPECIAL])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(learned_from, trainer)
     fast: Any = PreTrainedTokenizerFast
-    library = fast(tokenizer_object=tokenizer, eos_token=SPECIAL[0])
+    library = fast(tokenizer_object=tokenizer, eos_token=END)
     library.chat_template = TEMPLATE
     library.save_pretrained(folder)
+    return tokenizer.get_vocab_size()
