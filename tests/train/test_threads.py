@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from diloco.protocol.registry import Entry
+from diloco.train import launcher
 from diloco.train.fleet import connecting
 from diloco.train.launcher import launch
 from diloco.train.resolve import resolve
@@ -107,6 +109,7 @@ class Started:
     waits = False
 
     def __init__(self, arguments: list[str], *, env: dict[str, str], start_new_session: bool, **_: object) -> None:
+        self.arguments = arguments[3:]
         self.env, self.signals, self.looks = env, list[int](), 0
         assert start_new_session, "Ctrl-C in the terminal does not reach it"
         STARTED.append(self)
@@ -147,6 +150,32 @@ def test_a_signal_to_the_launcher_reaches_all_that_run(monkeypatch: pytest.Monke
     monkeypatch.setattr(Started, "waits", True)
     assert launched(monkeypatch) == 130
     assert [process.signals for process in STARTED] == [[signal.SIGINT]] * 4
+
+
+def test_the_processes_of_a_replica_are_started_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all have ended: the last one was still saving. They meet at another store, as that one is used up."""
+    STARTED.clear()
+    ports = itertools.count(1)
+
+    def poll(process: Started) -> int | None:
+        process.looks += 1
+        if process.arguments[0] == "0" or process in STARTED[4:]:
+            return 0 if len(STARTED) == 6 else None
+        ended = process.arguments[1] == "0" or process.looks == 3
+        assert len(STARTED) == 4
+        return 1 if ended else None
+
+    monkeypatch.setattr(Started, "poll", poll)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(launcher, "_inner_store", lambda host: SimpleNamespace(port=next(ports)))
+    settings = TransportSettings(name="torch", replicas=2, replica_size=2, on_failure="continue", restarts=1)
+    assert launch(settings, lambda m, s, meeting, inner: [str(m), str(s), str(inner)], print) == 0
+    first, second, third = (f"127.0.0.1:{port}" for port in (1, 2, 3))
+    assert [process.arguments for process in STARTED] == [
+        *(["0", each, first] for each in "01"),
+        *(["1", each, second] for each in "01"),
+        *(["1", each, third] for each in "01"),
+    ]
 
 
 @pytest.mark.parametrize(("rank", "threads"), [(0, 2), (1, 4), (2, 2)])

@@ -30,6 +30,8 @@ __all__ = ["exit_code", "insisted", "launch"]
 
 _KILL_S = 10.0  # processes that a second signal did not end are killed after this time
 
+Ranks = dict[tuple[int, int], subprocess.Popen[bytes]]  # (replica, position) -> its process
+
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -57,11 +59,15 @@ def launch(
         address = connections.listen(host, range(1), host)
         registry = Registry(settings.replicas * talking_ranks, talking_ranks)
         serve(connections, registry)
-        store = _inner_store(host) if settings.replica_size > 1 else None
-        inner = None if store is None else Address(host, store.port)
+        stores: dict[int, Any] = {}
 
-        def start(replica: int, position: int) -> subprocess.Popen[bytes]:
-            return _start(command(replica, position, address, inner), settings.num_ranks)
+        def start(replica: int) -> Ranks:
+            inner, size = None, settings.replica_size
+            if size > 1:  # a new one each time: what the ranks before left in theirs would mislead these
+                stores[replica] = _inner_store(host)
+                inner = Address(host, stores[replica].port)
+            commands = {(replica, each): command(replica, each, address, inner) for each in range(size)}
+            return {rank: _start(arguments, settings.num_ranks) for rank, arguments in commands.items()}
 
         return _watch(settings, registry, start, say)
     finally:
@@ -71,10 +77,11 @@ def launch(
 def _watch(
     settings: TransportSettings,
     registry: Registry,
-    start: Callable[[int, int], subprocess.Popen[bytes]],
+    start: Callable[[int], Ranks],
     say: Callable[[str], None],
 ) -> int:
-    running: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
+    running: Ranks = {}
+    lost: dict[int, float] = {}  # replica that is to be started again -> when its first process ended
     restarts = dict.fromkeys(range(settings.replicas), 0 if settings.on_failure == "stop" else settings.restarts)
     codes: list[int] = []
     asked: list[tuple[int, float]] = []
@@ -94,8 +101,7 @@ def _watch(
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for replica in range(settings.replicas):
-            for position in range(settings.replica_size):
-                running[replica, position] = start(replica, position)
+            running |= start(replica)
         while running:
             time.sleep(0.05)
             now_s = time.monotonic()
@@ -113,10 +119,12 @@ def _watch(
                 finished_s = time.monotonic() if code in (0, 130) else finished_s
                 others = any(member != replica for member, _ in running)
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                if replica in lost:
+                    continue
                 if code not in (0, 2, 130) and not asked and others and restarts[replica]:
-                    restarts[replica] -= position == 0
+                    restarts[replica] -= 1
                     say(f"replica {replica} {how}. It is started again.")
-                    running[replica, position] = start(replica, position)
+                    lost[replica] = now_s
                     continue
                 codes.append(code)
                 if code != 0 and not asked:
@@ -124,6 +132,14 @@ def _watch(
                 if code != 0 and not registry.running:  # the run can't begin without it
                     for other in running.values():
                         other.terminate()
+            for replica, since_s in list(lost.items()):
+                left = [process for (each, _), process in running.items() if each == replica]
+                if not left and running and not asked:
+                    running |= start(replica)
+                if not left:
+                    del lost[replica]
+                for process in left if now_s - since_s > patience_s else ():
+                    process.kill()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -56,7 +56,7 @@ class Role:
     kind: Literal["alone", "launcher", "rank", "peer"]
     replica: int = 0  # of a rank
     position: int = 0
-    rendezvous: Address | None = None  # where the ranks meet; None under ``torchrun``
+    rendezvous: Address | None = None  # where the ranks meet; None under a ``torchrun`` of all replicas
     torchrun: TorchRun | None = None  # what it said
     inner_store: Address | None = None  # where the ranks of one replica meet, if it has several
     local_rank: int = 0  # a number of this process among those of its machine, where that is known
@@ -75,6 +75,10 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
 
     >>> role_of(TransportSettings(name="torch", replicas=2), None).kind
     'launcher'
+    >>> mine = TorchRun(1, 4, 1, Address("127.0.0.1", 29500), "0")
+    >>> one = role_of(TransportSettings(name="torch", replicas=2, replica_size=4, replica=1, rendezvous="a:1"), mine)
+    >>> one.replica, one.position, str(one.rendezvous)
+    (1, 1, 'a:1')
     """
     if settings.name != "torch":
         if torchrun is not None and torchrun.world_size > 1:
@@ -84,11 +88,13 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
             )
         return Role("alone" if settings.name == "in-process" else "peer")
     size = settings.replica_size
-    if torchrun is not None:
+    of_one_replica = settings.replica is not None and settings.rendezvous is not None
+    if torchrun is not None and not (of_one_replica and torchrun.world_size == size > 1):
         if torchrun.world_size != settings.num_ranks:
             raise ConfigurationError(
                 f"torchrun started {torchrun.world_size} processes, and {settings.replicas} replicas of {size} ranks "
-                f"are {settings.num_ranks}. Leave --replicas out, or start as many processes."
+                f"are {settings.num_ranks}. Leave --replicas out, or start as many processes; or one torchrun for each "
+                "replica, with --replica and --rendezvous."
             )
         replica, position = divmod(torchrun.rank, size)
         return Role("rank", replica, position, torchrun=torchrun, inner_store=torchrun.master if size > 1 else None)
@@ -104,7 +110,10 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
             f"transport.replica={settings.replica} was given without transport.rendezvous. Give --rendezvous "
             "HOST:PORT, an address of the machine of replica 0."
         )
-    if size > 1 and settings.inner_store is None:
+    inner_store = torchrun.master if torchrun is not None else None
+    if settings.inner_store is not None:
+        inner_store = parse_address(settings.inner_store, key="transport.inner_store")
+    if size > 1 and inner_store is None:
         raise ConfigurationError(
             f"transport.replica={settings.replica} was given for a replica of {size} processes. Those are started by "
             "torchrun, or by one command that starts all replicas here (without --replica)."
@@ -112,8 +121,9 @@ def role_of(settings: TransportSettings, torchrun: TorchRun | None) -> Role:
     return Role(
         "rank",
         settings.replica,
-        settings.position,
+        settings.position if torchrun is None else torchrun.rank,
         parse_address(settings.rendezvous, key="transport.rendezvous"),
-        inner_store=parse_address(settings.inner_store, key="transport.inner_store") if settings.inner_store else None,
+        torchrun=torchrun,
+        inner_store=inner_store,
         local_rank=settings.replica * size + settings.position,
     )

@@ -145,7 +145,7 @@ def _place_and_wire(
         position=role.position,
         ranks_per_replica=ranks_per_replica,
         rendezvous=role.rendezvous,
-        torchrun=role.torchrun.master if role.torchrun else None,
+        torchrun=role.torchrun.master if role.torchrun and role.rendezvous is None else None,
         attempt=role.torchrun.attempt if role.torchrun else "0",
     )
     emulated = bool(settings.bandwidth_bits_per_s or settings.latency_s)
