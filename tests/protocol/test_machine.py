@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from diloco.algorithm.averaging import RoundId
+from diloco.errors import TransportError
 from diloco.membership.ballot import Vote
 from diloco.membership.quorum import Policy
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, HangUp, Introduce, OpenLinks, Register, SendMessage
-from diloco.protocol.events import Begin, ConnectionEnded, ConnectionMade, Enter, Lost, Received, Say
+from diloco.protocol.events import Begin, Close, ConnectionEnded, ConnectionMade, Enter, Lost, Received, Say
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.fields import json_object, room_bytes
 from diloco.protocol.headers import Header
@@ -302,6 +303,14 @@ def test_all_are_told_of_a_stop_and_of_a_barrier_once_there_is_a_view(member: Ra
     assert not member.handle(Say(stop)), "once"
     member.hear(2, {"kind": "meet", "name": "stop", "value": 7})
     assert member.machine.barriers.awaited("stop", member.machine.present()) == {1, 3}
+
+
+def test_a_rank_that_fails_stops_its_own_replica_and_no_other(member: Rank) -> None:
+    """Its process ends after an error of its training, say, before anybody has lost it."""
+    ends = member.handle(Close(TransportError("it ends")))
+    assert [each.rank for each in ends if isinstance(each, HangUp)] == [2, 3]
+    told = [(each.rank, each.message) for each in ends if isinstance(each, SendMessage)]
+    assert told == [(1, {"kind": "meet", "name": "stop", "value": 0})]
 
 
 @pytest.mark.parametrize("second", ["gone", "cut"])

@@ -73,6 +73,8 @@ class Machine:
         while outbox.queue:
             self._handle(outbox.queue.popleft())
         if self.views.failure is not None and self.policies.together and not self.policies.raise_on_loss:
+            if self.policies.go_on:
+                self.views.part()  # only the ranks of this replica are to stop
             self._stop()
         actions, outbox.actions = outbox.actions, []
         return actions
@@ -164,7 +166,8 @@ class Machine:
     def _meet(self, name: str, value: int) -> None:
         self.barriers.say(self.rules.rank, name, value)
         if self._began:
-            self._outbox.send(self.views.others(), {"kind": "meet", "name": name, "value": value})
+            there = [rank for rank in self.views.others() if rank in self.roster.connections]
+            self._outbox.send(there, {"kind": "meet", "name": name, "value": value})
 
     def _stop(self) -> None:
         """Tell the others, once, how many inner steps this rank has begun to synchronise.

@@ -104,6 +104,12 @@ class ViewManager:
         for rank in self.others():
             self._hang_up(rank)
 
+    def part(self) -> None:
+        """Hang up on the other replicas."""
+        for rank in self.others():
+            if self._rules.replica_of(rank) != self._rules.replica:
+                self._hang_up(rank)
+
     # What ends the present view, and what members say of it.
 
     def end(self, why: str, **news: Unpack[News]) -> None:
