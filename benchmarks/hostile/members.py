@@ -152,8 +152,20 @@ def says(name: str, messages: Sequence[Message], before: str = "", *, provable: 
     return Attack(name=name, who="member", where="simulated", run=run, before=before, provable=provable)
 
 
+def gives_unusable_values() -> Outcome:
+    return attacked_by_member(honest, unusable=True)
+
+
 ATTACKS = [
     lies("no lie at all", honest, "no harm"),
+    Attack(
+        name="values of 1e37, which make each mean infinite",
+        who="member",
+        where="simulated",
+        run=gives_unusable_values,
+        before="all end with NaN",
+        provable=True,
+    ),
     # One message is enough.
     says("it hears nobody any more", [change(0, unheard=[[3, m] for m in _OTHERS])], "all exit"),
     says(

@@ -160,15 +160,18 @@ class Swarm:
         return True
 
 
-def attacked_by_member(lie: Lie, *, honest: int = 3, extra: Sequence[Message] = ()) -> Outcome:
+def attacked_by_member(lie: Lie, *, honest: int = 3, extra: Sequence[Message] = (), unusable: bool = False) -> Outcome:
     """One member lies.
 
     Args:
         lie: what it sends instead of what it should.
         honest: members that do not.
         extra: what it says beside, to each of them, once it has begun.
+        unusable: whether its values make no mean, as each of them finds.
     """
     swarm = Swarm(honest, members=honest + 1)
+    for each in swarm.honest if unusable else ():
+        each.finds_unusable = swarm.liar
     liar = Member(swarm.network, swarm.liar, honest + 1, 1, _POLICIES)
     liar.STEPS = STEPS
     said = list(extra)
