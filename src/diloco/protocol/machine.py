@@ -72,9 +72,7 @@ class Machine:
         outbox.queue.append(event)
         while outbox.queue:
             self._handle(outbox.queue.popleft())
-        if self.views.failure is not None and self.policies.together and not self.policies.raise_on_loss:
-            if self.policies.go_on:
-                self.views.part()  # only the ranks of this replica are to stop
+        if self.views.failure is not None and self._stops_together:
             self._stop()
         actions, outbox.actions = outbox.actions, []
         return actions
@@ -142,8 +140,15 @@ class Machine:
                 views.leave(views.contributions.step)
             case events.Close(failure):
                 views.close(failure)
+                if self._stops_together and self.policies.go_on:
+                    views.part()  # the others go on: only the ranks of this replica are to stop
             case events.Say(message):
                 self._say(message)
+
+    @property
+    def _stops_together(self) -> bool:
+        """Whether all ranks stop at one step when one has to."""
+        return self.policies.together and not self.policies.raise_on_loss
 
     # What this rank says.
 
