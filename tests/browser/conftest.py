@@ -80,7 +80,7 @@ class Pages:
         context.set_default_timeout(1_000 * LIMIT_S)
         self._contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("console", lambda message: self._hear(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("dialog", lambda dialog: self.complaints.append(f"a dialog: {dialog.message}"))
         page.on("request", lambda request: self.requests.append(request.url))
@@ -88,6 +88,10 @@ class Pages:
         page.wait_for_selector("#numbers dd")
         until(page, "document.querySelector('#figure-loss .plot').textContent !== ''")
         return page
+
+    def _hear(self, words: str) -> None:
+        if "auto-margin redraws" not in words:  # of plotly, on labels whose width changes as it makes room for them
+            self.complaints.append(words)
 
     def close(self) -> None:
         for context in self._contexts:

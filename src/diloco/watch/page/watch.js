@@ -191,11 +191,11 @@ function draw(holder, figures, tracesOf, unit) {
     if (!plot.data) fill(plot);
     const axis = { gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line") };
     const layout = {
-      margin: { l: 52, r: 10, t: 8, b: 38 }, showlegend: false, hovermode: "x unified", uirevision: state.axis,
+      margin: { l: 40, r: 10, t: 8, b: 38 }, showlegend: false, hovermode: "x unified", uirevision: state.axis,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--ink"), size: 12 },
       hoverlabel: { namelength: 60, bgcolor: colour("--panel"), font: { color: colour("--ink") } },
       xaxis: { ...axis, title: { text: unit, font: { size: 12 } } },
-      yaxis: { ...axis, type: state.log && figure.log ? "log" : "linear", rangemode: "normal" },
+      yaxis: { ...axis, automargin: true, type: state.log && figure.log ? "log" : "linear", rangemode: "normal" },
     };
     const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
     window.Plotly.react(plot, drawn, layout, config);
