@@ -168,6 +168,8 @@ def test_a_folder_that_can_not_be_made_is_a_sentence(
         f"diloco: {in_the_way} cannot be the folder of the run: {files / 'text.txt'} is no folder. Choose another "
         "--out, where you may write. Nothing was started."
     )
+    if Path("/proc/self").exists():  # a place where not even root makes folders
+        assert "/proc/run cannot be the folder of the run: " in refused(train(files, "--out", "/proc/run"), capsys)
     rank = ["--transport", "torch", "--replica", "1", "--rendezvous", "127.0.0.1:1", "--out", str(in_the_way)]
     assert "is no folder. Choose another --out" in refused(train(files, *rank), capsys)
     (tmp_path / "runs").touch()

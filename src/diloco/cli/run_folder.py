@@ -40,8 +40,7 @@ def claim_folder(plan: RunPlan) -> Path:
         if source is None:
             raise not_empty_error(out)
         raise ConfigurationError(f"--out {out} is not empty; choose another --out.")
-    writable(out).mkdir(parents=True, exist_ok=True)
-    return out
+    return _made(out)
 
 
 def folder_of_rank(plan: RunPlan, role: Role) -> Path:
@@ -97,7 +96,7 @@ def _claim_numbered(plan: RunPlan) -> Path:
     """``runs/NAME``, or with the lowest number behind it that is free; two runs started at once get two."""
     settings = plan.configuration
     first = Path("runs") / (settings.swarm.run or f"{settings.algorithm}-{settings.model_label}")
-    writable(first.parent).mkdir(parents=True, exist_ok=True)
+    _made(first.parent)
     for number in count(2):
         folder = first if number == 2 else first.with_name(f"{first.name}-{number - 1}")
         try:
@@ -106,6 +105,16 @@ def _claim_numbered(plan: RunPlan) -> Path:
             continue
         return folder
     raise AssertionError("the numbers do not end")
+
+
+def _made(folder: Path) -> Path:
+    try:
+        writable(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # such as in /proc, where even root makes none
+        raise ConfigurationError(
+            f"{folder} cannot be the folder of the run: it can't be made ({error.strerror}). Choose another --out."
+        ) from error
+    return folder
 
 
 def writable(folder: Path) -> Path:
