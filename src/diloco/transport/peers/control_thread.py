@@ -88,7 +88,8 @@ class ControlThread:
     def abort_connections(self) -> None:
         """End all connections that were opened here, even if they still have something to send."""
         for transport in list(self._transports):
-            transport.abort()
+            with contextlib.suppress(AttributeError):  # Python 3.11.2, of a TLS connection that has ended
+                transport.abort()
 
     async def end(self) -> None:
         """End all tasks but the current one."""
