@@ -32,7 +32,8 @@ SWARM = "--transport.heartbeat-s 0.5 --transport.silence-s 8 --transport.rendezv
 
 CAME_BACK = """(() => { const told = [...document.querySelectorAll("#views li")].map((li) => li.textContent);
   const newest = (pattern) => told.findIndex((words) => pattern.test(words));
-  return newest(/; ([0-9]+, )*3(, [0-9]+)* joined/) < newest(/; ([0-9]+, )*3(, [0-9]+)* left/); })()"""
+  const back = newest(/; ([0-9]+, )*3(, [0-9]+)* joined/), gone = newest(/; ([0-9]+, )*3(, [0-9]+)* left/);
+  return back >= 0 && back < gone; })()"""
 """The list begins with the newest view."""
 
 
