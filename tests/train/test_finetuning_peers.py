@@ -1,19 +1,22 @@
-"""Fine-tuning by replicas that are killed and come back: they end with the same adapters, and nothing else travels."""
+"""Replicas that are killed or lose the others, and come back: they end with the same adapters, which alone travel."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 
 from diloco.data.chat import build_chat_corpus
 from diloco.events import Event
 from diloco.model.build import with_vocabulary
 from diloco.train.fleet.torch_fleet import TorchFleet
-from diloco.train.joining import join_run
+from diloco.train.joining import follow_views, join_run
 from diloco.train.session import Session
 from diloco.transport.address import Address
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
@@ -33,7 +36,7 @@ class Peer:
     """
 
     def __init__(self, place: Place, make: Callable[..., Session]) -> None:
-        wire = TcpWire(**QUICK | {"go_on": True, "join_window_s": 1.0})
+        wire = TcpWire(**QUICK | {"go_on": True, "join_window_s": 1.0, "comes_back": True, "raise_on_loss": False})
         self.fleet = TorchFleet(connect(place, wire), place, wire)
         self._make = make
         self._changed = threading.Condition()
@@ -55,8 +58,10 @@ class Peer:
 
     def _train(self) -> None:
         last = None
+        stop = mock.MagicMock(signal=None, interrupting=nullcontext)
         try:
             while not self._killed.is_set() and (last is None or self.session.totals.steps < last):
+                follow_views(self.fleet, self.session, stop, self._note)
                 self.session.step()
                 last = last or self.fleet.stop_step(self.session.totals.steps, wanted=self._asked.is_set())
             if not self._killed.is_set():
@@ -91,36 +96,71 @@ class Peer:
         self._thread.join()
 
 
-def test_who_is_killed_and_started_again_takes_over_the_adapters_of_the_others(tmp_path: Path) -> None:
-    base, sums = write_base(tmp_path / "base"), write_sums(tmp_path / "sums.jsonl")
-    settings = plan_of(base, sums, transport__replicas=3, train__steps=100_000).configuration
-    corpus = build_chat_corpus(settings.data, settings.train.sequence_length)
-    settings = replace(settings, model=with_vocabulary(settings.model, corpus.tokenizer.vocab_size))
+class Peers:
+    """Three of a run, that begin together; all end at one step.
 
-    def make(fleet: TorchFleet, note: Callable[[Event], None]) -> Session:
-        return Session(settings, corpus, fleet, torch.device("cpu"), note)
+    Args:
+        data_parallel_steps: of the shared start.
+    """
 
-    def peer(replica: int, address: Address) -> Peer:
-        return Peer(Place(replica=replica, num_replicas=3, rendezvous=address), make)
-
-    with rendezvous(3) as address:
-        first, second, third = at_once([lambda m=m: peer(m, address) for m in range(3)])
-    peers = [first, second, third]
-    try:
-        for each in peers:
+    def __init__(self, folder: Path, data_parallel_steps: int = 0) -> None:
+        base, sums = write_base(folder / "base"), write_sums(folder / "sums.jsonl")
+        values = {"transport__replicas": 3, "train__steps": 100_000, "train__data_parallel_steps": data_parallel_steps}
+        settings = plan_of(base, sums, **values).configuration
+        self.corpus = build_chat_corpus(settings.data, settings.train.sequence_length)
+        self.settings = replace(settings, model=with_vocabulary(settings.model, self.corpus.tokenizer.vocab_size))
+        with rendezvous(3) as address:
+            self.all = at_once([lambda m=m: self.peer(m, address) for m in range(3)])
+        for each in self.all:
             each.make()
-        for each in peers:
+
+    def peer(self, replica: int, address: Address) -> Peer:
+        return Peer(Place(replica=replica, num_replicas=3, rendezvous=address), self._session)
+
+    def _session(self, fleet: TorchFleet, note: Callable[[Event], None]) -> Session:
+        return Session(self.settings, self.corpus, fleet, torch.device("cpu"), note)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Peers]]:
+    begun: list[Peers] = []
+
+    def made(**values: int) -> Peers:
+        begun.append(peers := Peers(tmp_path, **values))
+        for each in peers.all:
             each.start()
-        first.wait_for_round_of(0, 1, 2)
-        third.kill()
-        first.wait_for_round_of(0, 1)
-        peers.append(again := peer(2, first.fleet.transport.address))
-        again.make()
-        again.start()
-        again.wait_for_round_of(0, 1, 2)
-    finally:
-        for each in peers:
+        return peers
+
+    yield made
+    for peers in begun:
+        for each in peers.all:
             each.end()
+
+
+def test_who_is_killed_and_started_again_takes_over_the_adapters_of_the_others(begin: Callable[..., Peers]) -> None:
+    peers = begin()
+    first, second, third = peers.all
+    first.wait_for_round_of(0, 1, 2)
+    third.kill()
+    first.wait_for_round_of(0, 1)
+    peers.all.append(again := peers.peer(2, first.fleet.transport.address))
+    again.make()
+    again.start()
+    again.wait_for_round_of(0, 1, 2)
+    for each in peers.all:
+        each.end()
     assert third.digest == ""
     assert first.digest == second.digest == again.digest != ""
     assert all("lora_" in name for name in again.session.global_params())
+
+
+def test_who_loses_the_others_in_the_shared_start_joins_them_after_it(begin: Callable[..., Peers]) -> None:
+    peers = begin(data_parallel_steps=20)
+    first, second, third = peers.all
+    connections = third.fleet.transport.connections
+    connections.post(connections.give_up, (0, 1))
+    first.wait_for_round_of(0, 1)
+    third.wait_for_round_of(0, 1, 2)
+    for each in peers.all:
+        each.end()
+    assert first.digest == second.digest == third.digest != ""

@@ -11,7 +11,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.fragments import flatten, local_shard, trainable_parameters, unflatten_
 from diloco.algorithm.weighting import contribution_weight
-from diloco.errors import NonFiniteError, RoundVoidError, ViewChangedError
+from diloco.errors import NonFiniteError, RoundVoidError, TransportError, ViewChangedError
 from diloco.model.language_model import LanguageModel
 from diloco.transport.base import Average, Pending, Transport
 from diloco.transport.replica_group import ReplicaGroup
@@ -61,17 +61,19 @@ class GradientAverager:
         self._pending = self.transport.average(self._contribution)
         self.transport.tick()
 
-    def finish(self, *, may_skip: bool) -> bool:
+    def finish(self, *, may_skip: bool, may_lose: bool = False) -> bool:
         """Put the mean in the gradients' place.
 
         Args:
             may_skip: whether a void round means to skip the step (gradient scaling) rather than an error.
+            may_lose: whether this replica looks for the others, where it has lost them, rather than end.
 
         Returns:
-            False if the round is void, on all replicas alike, and the step is to be skipped.
+            False if the step is to be skipped: the round is void, on all replicas alike, or the others are lost.
 
         Raises:
             NonFiniteError: if the round is void and ``may_skip`` is false; it says which replica's gradients failed.
+            TransportError: if the others are lost and ``may_lose`` is false.
         """
         try:
             average = self._wait()
@@ -81,6 +83,10 @@ class GradientAverager:
             raise NonFiniteError(
                 f"{error} Data-parallel training can't go on without it. Nothing was applied; checkpoints stand."
             ) from error
+        except TransportError:
+            if not may_lose:
+                raise
+            return False
         finally:
             self._pending = self._contribution = None
         self._fill_absent()

@@ -34,7 +34,7 @@ class InnerStep:
 
     learning_rate: float  # of this step
     gradient_norm: float  # global norm before clipping; infinite or NaN when the step was skipped
-    skipped: bool  # whether the gradient scaler skipped it (float16 only)
+    skipped: bool  # whether it was: by the gradient scaler (float16 only), or as the others were lost
 
 
 def inner_learning_rate(settings: InnerSettings, steps: int) -> ValueSchedule:
@@ -143,7 +143,7 @@ class InnerLoop:
 
         Args:
             step: inner steps finished before this one.
-            skip: skip the step because another replica had to, and lower the loss scale as it does.
+            skip: skip the step because another replica had to, or the others are lost; lower a loss scale as it did.
 
         Raises:
             NonFiniteError: if the gradients are not finite and no scaler is there to skip the step.
@@ -186,7 +186,7 @@ class InnerLoop:
                 # it would skip while the others move
                 self.optimizer.step()
             self.scaler.update()
-        else:
+        elif self.scaler.is_enabled():
             self._lower_scale()
         self.optimizer.zero_grad(set_to_none=True)
         return InnerStep(self.learning_rate(step), norm, skipped=skip or not finite)

@@ -133,7 +133,8 @@ def come_back(
 ) -> None:
     """After this replica lost the others: take over what they have, and keep the work that is not shared yet.
 
-    If all have lost each other, one of them founds another view instead, and goes on when enough are back.
+    If all have lost each other, one of them founds another view instead, and goes on when enough are back. In the
+    shared start there is nothing to take over yet: who finds the others waits for its end, and who founds goes on.
 
     Args:
         looking: entered while looking; whatever it raises leaves everything as it is.
@@ -142,22 +143,30 @@ def come_back(
         TransportError: if they aren't found, or refuse; it may be called again.
     """
     (replica,) = session.replicas
-    if replica.diloco is not None:
-        # what is in flight ends with the failure, and stays in the local parameters
-        replica.diloco.drain(take_over=False)
+    diloco = replica.diloco
+    if diloco is not None:
+        diloco.drain(take_over=False)  # what is in flight ends with the failure, and stays in the local parameters
     with looking():
         fleet.rejoin(patience_s)
     replica.gradients.transport = fleet.endpoint(replica.number)
-    if replica.diloco is not None:
-        replica.diloco.change_transport(fleet.endpoint(replica.number))
+    if diloco is not None:
+        diloco.change_transport(fleet.endpoint(replica.number))
     session.open_to_joiners()
     timeout_s = session.settings.transport.rendezvous_timeout_s
     if not fleet.joining:
-        with looking():
-            fleet.gather(timeout_s)
+        if diloco is not None:
+            with looking():
+                fleet.gather(timeout_s)
         return
-    if replica.diloco is not None:
-        replica.diloco.take_over(fleet.view.members, keep_work=True)
+    if diloco is not None:
+        diloco.take_over(fleet.view.members, keep_work=True)
+    else:
+        try:
+            with looking():
+                _take_over(session, replica, fleet)
+        except BaseException:  # it is where it was, in the shared start
+            replica.diloco = None
+            raise
     _become_member(session, replica, fleet, timeout_s)
 
 

@@ -249,7 +249,8 @@ class Session:
             self._loss = float(torch.stack(losses).mean())
         else:
             computed_s = time.perf_counter()
-            keep = all([r.gradients.finish(may_skip=r.inner.scaler.is_enabled()) for r in averaging])
+            may_lose = self.fleet.comes_back and self.settings.algorithm != "data-parallel"
+            keep = all([r.gradients.finish(may_skip=r.inner.scaler.is_enabled(), may_lose=may_lose) for r in averaging])
             averaging_s += time.perf_counter() - computed_s
             # All replicas' work is handed to the device before any of it is waited for: once, whatever their number.
             norms = [inner.begin(step, skip=not keep) for inner in inners]

@@ -21,6 +21,7 @@ class Fleet(abc.ABC):
 
     in_one_process: bool = False  # whether these are all replicas of the run
     elastic: bool = False  # whether replicas come and go
+    comes_back: bool = False  # whether this process looks for the others when it has lost them
     group: ReplicaGroup = ReplicaGroup()  # the ranks of the local replica
 
     @property

@@ -39,7 +39,6 @@ class PeerFleet(Fleet):
         led: whether position 0 talks for all of them.
     """
 
-    comes_back: bool  # whether this process looks for the others when it has lost them
     connected: Connected  # the way to the others, where this rank has one, as the next
     transport: PeerTransport
     _endpoint: Transport
