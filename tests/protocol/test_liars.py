@@ -263,6 +263,17 @@ def test_who_has_waited_less_than_half_of_a_rounds_time_puts_nobody_out() -> Non
     assert all(each.view.members == (0, 1, 2) for each in honest(network))
 
 
+def check_put_out(network: Network, liar: int, words: str = "") -> None:
+    """The others go on without it after three rounds that it has spoilt, for the reason that begins with ``words``."""
+    explore(network, [])
+    check_honest(network, liar)
+    for each in honest(network, liar):
+        assert liar not in each.view.members
+        assert sum(not committed for committed in each.outcomes.values()) == Conduct.MOST
+        why = each.machine.views.contributions.reason
+        assert why.startswith(f"replica {liar} has spoilt 3 rounds or more lately: {words}")
+
+
 @pytest.mark.parametrize(("replicas", "liar"), [(2, 1), (3, 0), (3, 2), (4, 1), (5, 4)])
 @pytest.mark.parametrize("fault", [{"weight": "nan"}, {"weight": "0.0"}, {"numel": 3}, {"buffers": 4}], ids=str)
 def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, fault: Message) -> None:
@@ -270,13 +281,7 @@ def test_who_spoils_three_rounds_provably_is_put_out(replicas: int, liar: int, f
     rank(network, liar).lie = lambda receiver, message: [
         {**message, **fault} if message["kind"] == "header" else message
     ]
-    explore(network, [])
-    check_honest(network, liar)
-    for each in honest(network, liar):
-        assert liar not in each.view.members
-        assert sum(not committed for committed in each.outcomes.values()) == Conduct.MOST
-        why = each.machine.views.contributions.reason
-        assert why.startswith(f"replica {liar} has spoilt 3 rounds or more lately: ")
+    check_put_out(network, liar)
 
 
 def test_who_has_spoilt_rounds_stays_out_for_a_time_that_grows_and_may_come_back() -> None:
@@ -310,13 +315,7 @@ def test_whose_values_make_three_means_infinite_is_put_out(replicas: int, liar: 
     network = simulated(replicas)
     for each in honest(network, liar):
         each.finds_unusable = liar
-    explore(network, [])
-    check_honest(network, liar)
-    for each in honest(network, liar):
-        assert liar not in each.view.members
-        assert sum(not committed for committed in each.outcomes.values()) == Conduct.MOST
-        why = each.machine.views.contributions.reason
-        assert why.startswith(f"replica {liar} has spoilt 3 rounds or more lately: the mean is not finite, to which")
+    check_put_out(network, liar, "the mean is not finite, to which")
 
 
 @pytest.mark.parametrize(("replicas", "finders"), [(3, 1), (4, 1), (5, 2)])

@@ -29,7 +29,7 @@ _IN_A_SWARM = {
 def refuse_if(wrong: bool, message: str) -> None:
     """Raise `ConfigurationError` with ``message`` if ``wrong``."""
     if wrong:
-        raise ConfigurationError(f"{message}")
+        raise ConfigurationError(message)
 
 
 def check_name(
