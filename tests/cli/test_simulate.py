@@ -252,10 +252,10 @@ SMALL_PLAN = "plan --parameters 25.2M --layers 8 --replicas 3 --bandwidth 300Mbi
 
 
 def test_a_plan_is_made_for_a_congestion_control_a_loss_and_a_wire(capsys: pytest.CaptureFixture[str]) -> None:
-    ways = ("--congestion-control bbr", "", "--loss 0.5%", "--loss 0.5% --transport hivemind")
+    ways = ("--congestion-control bbr", "", "--loss 0.5%")
     reached = [read(f"{SMALL_PLAN} {way} --target-utilization 40%", capsys)["choice"] for way in ways]
     steps = [choice["inner_steps"] / (1 + choice["overlap_steps"]) for choice in reached]
-    assert steps[0] <= steps[1] <= steps[2] < steps[3], "the less a link carries, the less often it is used"
+    assert steps[0] <= steps[1] < steps[2], "the less a link carries, the less often it is used"
     words = said(f"{SMALL_PLAN} --loss 0.5%", capsys)
     assert "0.5% of the packets lost, cubic, over torch" in words
     assert "if every round took as long as one in ten does" in words

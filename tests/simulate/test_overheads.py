@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.simulator import real
-from diloco.simulate.overheads import FITTED, accuracy
+from diloco.simulate.overheads import FITTED, Conditions, accuracy
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "simulator" / "results.json"
 
@@ -19,6 +19,11 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "simulator" / "results.json
 def results() -> dict[str, Any]:
     read: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return read
+
+
+def test_payloads_of_a_swarm_travel_over_as_many_connections_as_over_torch() -> None:
+    torch, swarm = (Conditions(wire=wire, loss=0.005).overheads(2) for wire in FITTED)
+    assert torch.tcp == swarm.tcp
 
 
 def test_the_stated_error_is_the_benchmarks(results: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class Overheads:
 
 IDEAL = Overheads()
 
-Wire = Literal["torch", "hivemind"]  # what carries payloads: `diloco train --transport`
+Wire = Literal["torch", "hivemind"]  # `diloco train --transport`; a swarm's payloads travel over direct streams
 
 SEND_S_PER_VALUE, MERGE_S_PER_VALUE = 1.07e-8, 0.95e-8
 """Of the training loop of a replica that trains on a CPU, in one thread, fp4. Not measured on a GPU."""
@@ -102,7 +102,7 @@ class Conditions:
     wire: Wire = "torch"  # what carries payloads
     congestion_control: CongestionControl = "cubic"  # of the senders' TCP
     loss: float = 0.0  # share of packets that get lost
-    streams: int | None = None  # connections to each other replica; None: the wire's own choice
+    streams: int | None = None  # connections to each other replica; None: a run's default. 1 where libp2p carries them.
     average_s_per_value: float = AVERAGE_S_PER_VALUE  # time of a round beside the training loop
     send_s_per_value: float = SEND_S_PER_VALUE  # time that the training loop stands still for a send
     merge_s_per_value: float = MERGE_S_PER_VALUE  # and for a merge
@@ -115,7 +115,6 @@ class Conditions:
             careful: what one round in ten exceeds, rather than every other one.
         """
         fitted = FITTED[self.wire]
-        own = streams_to_each(others, self.congestion_control) if self.wire == "torch" else 1
         slower = CAREFUL_WORK if careful else 1.0
         goodput, round_trips, queue_trips = fitted.careful if careful else fitted.typical
         return Overheads(
@@ -125,7 +124,7 @@ class Conditions:
             tcp=Tcp(
                 congestion_control=self.congestion_control,
                 loss=self.loss,
-                connections=max(1, others) * (self.streams or own),
+                connections=max(1, others) * (self.streams or streams_to_each(others, self.congestion_control)),
             ),
             average_s_per_value=slower * self.average_s_per_value,
             send_s_per_value=slower * self.send_s_per_value,
