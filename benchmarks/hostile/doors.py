@@ -47,7 +47,7 @@ class Pair:
         self.attacked = ConnectionManager(0, timing, TcpStreams(secret=secret), self._note)
         self.other = ConnectionManager(1, timing, TcpStreams(secret=secret), self._note)
         for each in (self.attacked, self.other):
-            each.admits = lambda rank, address: rank < 64
+            each.most_ranks = 64
             each.listen("127.0.0.1", range(1), "127.0.0.1")
             each.post(each.trust, range(2))
         serve_probes(self.attacked)

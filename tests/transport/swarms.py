@@ -13,6 +13,7 @@ import pytest
 from diloco.transport.hivemind.connect import connect_swarm
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace, SwarmPlace
+from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.hivemind.visitor import PeerReport, visiting
 from diloco.transport.peers.connected import Connected, Wire, join
 from diloco.transport.peers.transport import PeerTransport
@@ -75,6 +76,8 @@ class Swarms:
             listen: multiaddresses to listen at.
             direct: as `NodePlace.direct`.
         """
+        status = PeerStatus()
+        status.seen["words"] = f"of peer {number}"
         place = SwarmPlace(
             identity=self._keys / f"{number}.key",
             admission=Admission(run, secret, allowed),
@@ -88,7 +91,7 @@ class Swarms:
             swarm=swarm,
             held_swarm=held_swarm,
             join_window_s=join_window_s,
-            status=lambda since: {"words": f"of peer {number}"},
+            status=status,
         )
         connected = connect_swarm(place, Wire(**(QUICK | wire)), held_step=held_step)
         self._open.append(connected.transport)

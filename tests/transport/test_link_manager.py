@@ -80,7 +80,8 @@ class End:
         self.connections = ConnectionManager(rank, Timing(), self.streams)
         self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
         self.entries: dict[int, Entry] = {}
-        self.links = LinkManager(self.connections, self.entries, patience_s)
+        self.connections.entries = self.entries
+        self.links = LinkManager(self.connections, patience_s)
 
     def open(self, peer: int, streams: int = 1, timeout_s: float = LIMIT_S) -> ReliableLink:
         low, high = sorted((self.connections.rank, peer))

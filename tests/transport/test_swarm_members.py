@@ -95,7 +95,8 @@ def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answ
         return await opened(streams, address)
 
     monkeypatch.setattr(PeerStreams, "open", unreachable)
-    second.transport.on_introduction = lambda entry: None  # it does not call back either
+    theirs = second.transport.connections.streams
+    monkeypatch.setattr(theirs, "calls_back_at", lambda entry: None)  # it does not call back either
     third = swarms.peer(2, [first], silence_s=1.0)
     assert (third.joining, len(failed)) == (True, 2)
     monkeypatch.undo()

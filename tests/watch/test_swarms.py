@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco.events import to_record
-from diloco.train.fleet.recent_events import RecentEvents
+from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.hivemind.visitor import PeerReport
 from diloco.watch.followed import FollowedSwarm
 from tests.monitor.made_events import sent, started, step
@@ -26,7 +26,7 @@ def report(number: int, status: Mapping[str, Any], **given: Any) -> PeerReport:
 
 
 def test_events_are_taken_once_and_asked_for_from_there_on() -> None:
-    swarm, recent = FollowedSwarm("mine", ["/ip4/1"]), RecentEvents()
+    swarm, recent = FollowedSwarm("mine", ["/ip4/1"]), PeerStatus()
     for number in range(1, 4):
         recent.add(step(number))
         status = {"state": "training", **recent.since(swarm.since.get("Qm7", 0))}
@@ -81,7 +81,7 @@ def test_a_stranger_raises_nothing(status: Mapping[str, Any]) -> None:
 
 
 def test_what_a_peer_tells_holds_nothing_of_its_machine() -> None:
-    recent = RecentEvents()
+    recent = PeerStatus()
     recent.add(started(facts={"run folder": "/home/me"}, resumed_from="/home/me"))
     recent.add(step(1))
     told = recent.since(0)

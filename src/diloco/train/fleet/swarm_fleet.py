@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
-
-import xxhash
 
 from diloco.data.assignment import Assignment
 from diloco.data.shares import Shares
 from diloco.errors import RendezvousError
-from diloco.events import Event, StateFetched, json_ready
+from diloco.events import Event, StateFetched
 from diloco.membership.quorum import consequences
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
-from diloco.protocol.faults import faults_message
 from diloco.protocol.fields import Fields
 from diloco.train.fleet.peer_fleet import PeerFleet
-from diloco.train.fleet.recent_events import RecentEvents
 from diloco.train.resuming import Held
 from diloco.train.threads import PeerThreads
 from diloco.transport.hivemind.connect import connect_swarm
@@ -64,9 +59,7 @@ class SwarmFleet(PeerFleet):
         threads: PeerThreads,
     ) -> None:
         number = held.replica if place.replica is None else place.replica
-        self._place = dataclasses.replace(
-            place, replica=number, held_swarm=held.swarm, status=self._status, closed=_STARTING
-        )
+        self._place = dataclasses.replace(place, replica=number, held_swarm=held.swarm, closed=_STARTING)
         self._wire = wire
         self._held = held
         self._start_replicas = start_replicas
@@ -74,12 +67,9 @@ class SwarmFleet(PeerFleet):
         self._batch_size = batch_size
         self._assignments: tuple[Assignment, ...] = ()
         self._taken: tuple[Assignment, ...] = ()
-        self._seen: dict[str, Any] = {}
-        self._recent = RecentEvents()
         self.threads = threads
         # what others type to take part, up to the addresses
         self.others_type = f"diloco train --transport hivemind --run {place.admission.run} --join"
-        self._started_s = time.monotonic()
         self._leaving: threading.Timer | None = None
         self.begun = False
         self.shares = Shares.of((0,))
@@ -88,6 +78,7 @@ class SwarmFleet(PeerFleet):
     def _connect(self, connected: Connected) -> None:
         super()._connect(connected)
         self._listened = self.addresses()
+        self.note(state="joining")
         if not self.joining:
             self.shares = Shares.of(self.local)
             self._assignments = self.shares.of_member(self.transport.replica)
@@ -155,10 +146,10 @@ class SwarmFleet(PeerFleet):
         return " ".join(filter(None, (self.threads.follow(), super().take_words())))
 
     def note(self, **seen: Any) -> None:
-        self._seen.update(seen)
+        self._place.status.seen.update(seen)
 
     def tell(self, event: Event) -> None:
-        self._recent.add(event)
+        self._place.status.add(event)
         if isinstance(event, StateFetched):
             self.note(state_received_bytes=event.received_bytes, state_expected_bytes=event.expected_bytes)
 
@@ -234,28 +225,6 @@ class SwarmFleet(PeerFleet):
             ),
         }
 
-    def _status(self, since: int | None) -> Mapping[str, Any]:
-        view, moved = self.transport.view, self.transport.last_transfer
-        digests = sorted(self.transport.digests.items())
-        said = {
-            "replica": self.transport.replica,
-            "swarm": self.connected.swarm,
-            "state": "joining" if self.joining else ("training" if self.begun else "waiting for replicas"),
-            "step": self.transport.step,
-            "view": view.id,
-            "members": list(view.members),
-            "sent_bytes": self.transport.sent_bytes,
-            "received_bytes": self.transport.received_bytes,
-            "uptime_s": round(time.monotonic() - self._started_s, 1),
-            "digest": xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
-            "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
-            "codec": self._wire.facts.get("codec", ""),
-            "faults": faults_message(self.transport.faults(), me=self.transport.replica),
-            **self._seen,
-            **({} if since is None else self._recent.since(since)),
-        }
-        return cast(Mapping[str, Any], json_ready(said))  # a loss may be NaN
-
     # The shares of the data.
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,3 +262,5 @@ class SwarmFleet(PeerFleet):
 
     def _note_members(self, members: int) -> None:
         self.begun = self.begun or members >= self._start_replicas
+        if not self.joining:
+            self.note(state="training" if self.begun else "waiting for replicas")

@@ -18,7 +18,6 @@ from diloco.transport.hivemind.place import SwarmPlace
 from diloco.transport.hivemind.search import Announcer, Search
 from diloco.transport.hivemind.swarm import MemberDialer, SwarmService
 from diloco.transport.peers.connected import Connected, Table, Wire
-from diloco.transport.peers.link_manager import LinkManager
 from diloco.transport.peers.transport import PeerTransport
 from diloco.waiting import waiting_for
 
@@ -102,13 +101,10 @@ def _connect(
     connections, number, registry = transport.connections, transport.replica, Registry(0)
     announcer = Announcer(place, streams, registry, number, wire.facts, held_step)
     connections.call(announcer.refresh())
-    connections.admits = lambda rank, address: (
-        (known := registry.entries.get(rank)) is None or known.address == str(address)
-    )
+    connections.entries = registry.entries
     dialer = MemberDialer(connections, streams, registry, wire.silence_s)
-    transport.on_introduction = dialer.call_back
-    links = LinkManager(connections, registry.entries, wire.silence_s, paces=wire.pace and wire.link is None)
-    open_link = PayloadRoutes(connections, streams, registry.entries, transport.mailbox, links).open_link
+    paces = wire.pace and wire.link is None
+    routes = PayloadRoutes(connections, streams, transport.mailbox, wire.silence_s, paces=paces)
     me = Looker(number, held_step, place.last)
     search = Search(place, wire, streams, dialer, announcer, me, transport.policies.quorum)
     with waiting_for(search.whom, search.patience_s):
@@ -117,7 +113,7 @@ def _connect(
     founded_step = found.founded_step if found else max(0, held_step)
     if found is None:
         transport.step = founded_step if place.last else 0  # which those who join are told
-    transport.begin(view, registry, open_link, member=found is None, closed=place.closed)
+    transport.begin(view, registry, routes.open_link, member=found is None, closed=place.closed)
     if found is None:
         connections.call(announcer.announce())  # before anybody looks
     SwarmService(transport, streams, registry, announcer.swarm, founded_step, place.status)

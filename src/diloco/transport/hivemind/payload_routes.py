@@ -10,13 +10,12 @@ from typing import Any
 
 from diloco.errors import TransportError
 from diloco.protocol.fields import json_object
-from diloco.protocol.registry import Entry
 from diloco.transport.hivemind.direct_streams import hosts_in
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.link_manager import LinkManager
-from diloco.transport.peers.opened_link import Route
+from diloco.transport.peers.opened_link import OpenedLink, Route
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import Stream
 from diloco.transport.peers.threads import Mailbox
@@ -27,36 +26,35 @@ __all__ = ["PayloadRoutes"]
 _FORGET_S = 600.0  # a peer that could not be reached directly is not tried again for so long
 
 
-class PayloadRoutes:
+class PayloadRoutes(LinkManager):
     """Opens links, each over a way on which both of its ends agree.
 
     Each tells the other how it can be reached. The end of the lower rank tries first, then the other; where neither
     reaches the other, libp2p does.
 
     Args:
-        entries: rank -> its entry; kept up to date by the caller.
         mailbox: where the other peers' words come in.
+        patience_s, paces: as of `LinkManager`.
     """
 
     def __init__(
         self,
         connections: ConnectionManager,
         streams: PeerStreams,
-        entries: Mapping[int, Entry],
         mailbox: Mailbox,
-        links: LinkManager,
+        patience_s: float,
+        *,
+        paces: bool = True,
     ) -> None:
-        self._connections = connections
+        super().__init__(connections, patience_s, paces=paces)
         self._streams = streams
-        self._entries = entries
         self._mailbox = mailbox
-        self._links = links
         self._unreachable: dict[str, tuple[float, str]] = {}  # peer -> until when it is not tried again, and why
 
     def open_link(self, request: LinkRequest) -> ReliableLink:
         """As `OpenLink` says."""
-        mode, me = self._streams.place.direct, self._entries[self._connections.rank]
-        peer = str(self._links.address_of(request.rank))  # its entry may still be on its way
+        mode, me = self._streams.place.direct, self._connections.entries[self._connections.rank]
+        peer = str(self.address_of(request.rank))  # its entry may still be on its way
         offer = {} if mode == "never" else self._streams.direct.offer(peer, hosts_in(me.places))
         self._tell(request, "direct", {"wanted": mode != "never", "offer": offer})
         theirs = self._told(request, "direct")
@@ -70,16 +68,16 @@ class PayloadRoutes:
                     way, why = self._try(peer, theirs.get("offer"))
                     self._tell(request, turn, {"reached": way is not None})
                     if way is not None:
-                        return self._links.open_link(request, way)
+                        return self.open_over(way, request)
                 elif self._told(request, turn).get("reached") is True:
-                    return self._links.open_link(request, Route("direct streams", dials=False))
+                    return self.open_over(Route("direct streams", dials=False), request)
         if mode == "only":
             raise TransportError(
                 f"replica {request.rank} ({peer}) has no direct way to this one: {why}. swarm.direct='only' allows no "
                 "other. Let one of the two be reached at its swarm.direct_port, or use swarm.direct='auto'"
             )
         streams = request.streams if request.chosen else 1
-        return self._links.open_link(replace(request, streams=streams), Route(f"libp2p ({why})", single=True))
+        return self.open_over(Route(f"libp2p ({why})", single=True), replace(request, streams=streams))
 
     def _try(self, peer: str, offer: object) -> tuple[Route | None, str]:
         """A way to a peer that has made an offer, or why there is none."""
@@ -87,20 +85,22 @@ class PayloadRoutes:
         if time.monotonic() < until_s:
             return None, why
 
-        async def opening() -> Stream:
-            return self._connections.keep(await self._streams.direct.open(offer))
-
         try:
-            first = [self._connections.call(opening())]
+            first = self._connections.call(self._open_directly(offer))
         except OSError as error:
             if self._streams.place.direct != "only":  # there is no other way: it is tried at every view
                 self._unreachable[peer] = time.monotonic() + _FORGET_S, str(error)
             return None, str(error)
+        return Route("direct streams", dials=True, offer=offer, first=[first]), ""
 
-        async def opened() -> Stream:
-            return first.pop() if first else await opening()
+    async def open_connection(self, opened: OpenedLink) -> Stream:
+        route = opened.route
+        if route.first:
+            return route.first.pop()
+        return await (super().open_connection(opened) if route.offer is None else self._open_directly(route.offer))
 
-        return Route("direct streams", dials=True, open=opened), ""
+    async def _open_directly(self, offer: object) -> Stream:
+        return self._connections.keep(await self._streams.direct.open(offer))
 
     def _tell(self, request: LinkRequest, what: str, words: Mapping[str, Any]) -> None:
         connections, message = self._connections, {"kind": "store", "key": f"{request.key}/{what}"}

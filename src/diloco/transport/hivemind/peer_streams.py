@@ -108,6 +108,10 @@ class PeerStreams:
     def payload_address(self, entry: Entry) -> PeerAddress:
         return PeerAddress(entry.address)
 
+    def calls_back_at(self, entry: Entry) -> PeerAddress:
+        self.know(entry.address, entry.places)
+        return PeerAddress(entry.address)
+
     def identity(self, writer: asyncio.StreamWriter) -> str:
         """As libp2p has proved it."""
         return self._others.get(writer, "nobody")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from diloco.membership.view import View
+from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.secret import is_proof, proof
 
 __all__ = ["Admission", "NodePlace", "SwarmPlace", "same_port"]
@@ -79,9 +79,7 @@ class SwarmPlace:
     held_swarm: str = ""  # the swarm in which it reached the newest step that it could resume from; "": unknown
     # a peer that finds no member waits this long for others that look, too, before one founds a swarm
     join_window_s: float = 3.0
-    # gives what people that look are told of this peer, as JSON; with events from the number that it is called with on,
-    # or without any for None
-    status: Callable[[int | None], Mapping[str, Any]] = lambda since: {}
+    status: PeerStatus = field(default_factory=PeerStatus)  # what people that look are told of this peer
     closed: str = ""  # why nobody can join at first; "": all can
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry, difference
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
+from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import MAX_JSON_BYTES, STRANGERS_BYTES, pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
@@ -81,7 +82,6 @@ class MemberDialer:
         self._registry = registry
         self._rank = connections.rank
         self._silence_s = silence_s
-        self._calls: set[asyncio.Future[None]] = set()
 
     async def ask(self, peer_id: str) -> SwarmTable:
         """The table of the first member of the swarm that ``peer_id`` is in.
@@ -121,7 +121,8 @@ class MemberDialer:
         async def one(rank: int) -> None:
             entry = table.entries[rank]
             try:
-                await self._connect(entry)
+                address = self._streams.calls_back_at(entry)
+                await within(self._silence_s, self._connections.connect(rank, address))
             except (OSError, EOFError, TransportError, TimeoutError) as error:
                 if rank in table.members and not await self._called_back(table, rank):
                     raise OSError(
@@ -134,21 +135,6 @@ class MemberDialer:
         for result in await asyncio.gather(*(one(rank) for rank in wanted), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-
-    def call_back(self, entry: Entry) -> None:
-        """Open a connection to a peer that can't open it itself."""
-
-        async def call() -> None:
-            with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
-                await self._connect(entry)
-
-        if entry.rank not in self._connections.connected:
-            self._calls.add(task := asyncio.ensure_future(call()))
-            task.add_done_callback(self._calls.discard)
-
-    async def _connect(self, entry: Entry) -> None:
-        self._streams.know(entry.address, entry.places)
-        await within(self._silence_s, self._connections.connect(entry.rank, PeerAddress(entry.address)))
 
     async def _called_back(self, table: SwarmTable, rank: int) -> bool:
         """Ask the other members to let this one open the connection; whether it did."""
@@ -187,7 +173,7 @@ class SwarmService:
         registry: Registry,
         swarm: str,
         founded_step: int,
-        status: Callable[[int | None], Mapping[str, Any]],
+        status: PeerStatus,
     ) -> None:
         self._transport = transport
         self._connections = transport.connections
@@ -250,7 +236,9 @@ class SwarmService:
         """Of this peer, or of another member, which the asker can't reach and this peer can."""
         other, since, others = message.get("of"), message.get("since"), {*self._members} - {self._transport.replica}
         if other is None:
-            answer = {"kind": "status", **self._status(since if isinstance(since, int) else None)}
+            codec = self._registry.entries[self._transport.replica].facts.get("codec", "")
+            events_since = since if isinstance(since, int) else None
+            answer: Mapping[str, Any] = self._status.message(self._transport, self._swarm, codec, events_since)
         elif any(rank in others and entry.address == other for rank, entry in self._registry.entries.items()):
             answer = await ask_peer(self._streams, str(other), {"kind": "status", "since": since})
         else:

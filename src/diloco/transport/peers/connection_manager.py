@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from diloco.errors import TransportError
 from diloco.protocol.events import ConnectionEnded, ConnectionMade, Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.protocol.fields import Fields
+from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.peers.control_connection import ControlConnection, say_who
 from diloco.transport.peers.control_thread import ControlThread
@@ -65,8 +67,9 @@ class ConnectionManager(ControlThread):
         self.address = Address("", 0)  # where this process listens
         self.services: dict[str, Service] = {"who": say_who}  # by the kind of the first message
         self.arrived = asyncio.Event()  # set when a connection is made, and when its first message comes
-        # whether a rank may connect from an address
-        self.admits: Callable[[int, Address], bool] = lambda rank, address: True
+        self.most_ranks = sys.maxsize  # only lower ones may connect
+        # rank -> its entry, of those that are known; where the network proves who somebody is, he keeps his rank
+        self.entries: Mapping[int, Entry] = {}
         self._tell = tell
         self._standing: dict[int, ControlConnection] = {}
         self._members: frozenset[int] = frozenset()
@@ -199,7 +202,10 @@ class ConnectionManager(ControlThread):
         """Somebody says which rank it is."""
         rank, address = hello.rank("rank"), self.streams.address(hello.printable("address", 300))
         identity = self.streams.identity(writer)
-        if identity not in ("", str(address)) or rank == self.rank or not self.admits(rank, address):
+        known = self.entries.get(rank) if identity else None
+        if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks:
+            return
+        if known is not None and known.address != identity:
             return
         before = self._standing.get(rank)
         if before is not None and not identity and await self._answers(before):

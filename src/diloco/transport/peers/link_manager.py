@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
-from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.path import Pace, together
 from diloco.transport.peers.connection_manager import ConnectionManager
@@ -18,7 +16,7 @@ from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.opened_link import OpenedLink, Route
 from diloco.transport.peers.payload_connection import PayloadConnection
 from diloco.transport.peers.reliable_link import ReliableLink
-from diloco.transport.peers.streams import pack, read_frame, within
+from diloco.transport.peers.streams import Stream, pack, read_frame, within
 from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters, congestion_control, connections_worth_having
 
 __all__ = ["MOST_CONNECTIONS", "LinkManager"]
@@ -37,39 +35,43 @@ class LinkManager:
     """All payload links of one rank.
 
     Args:
-        entries: rank -> its entry; kept up to date by the caller.
         patience_s: how long a link may be without any connection before it ends.
         paces: whether payloads leave at no more than the rate that the way out has shown, where TCP keeps its rate:
             elsewhere the first loss holds it back, and late answers of a busy machine would be taken for a queue.
     """
 
-    def __init__(
-        self, connections: ConnectionManager, entries: Mapping[int, Entry], patience_s: float, *, paces: bool = True
-    ) -> None:
+    def __init__(self, connections: ConnectionManager, patience_s: float, *, paces: bool = True) -> None:
         self.pace = Pace()  # of all links together
         self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
         self._paces = paces and not self._slows_down
         self._told_bits_per_s = 0.0
         self._observing: asyncio.Task[None] | None = None
         self._connections = connections
-        self._entries = entries
         self._patience_s = patience_s
         self._links: dict[str, OpenedLink] = {}
         self._changed = asyncio.Condition()
         connections.services["link"] = self._serve
 
-    def open_link(self, request: LinkRequest, route: Route = _PLAIN) -> ReliableLink:
+    def open_link(self, request: LinkRequest) -> ReliableLink:
+        """As `OpenLink` says."""
+        return self.open_over(_PLAIN, request)
+
+    def open_over(self, route: Route, request: LinkRequest) -> ReliableLink:
         """As `OpenLink` says, over what both ends have agreed on."""
         return self._connections.call(self._open(request, route))
 
     def address_of(self, rank: int) -> Address:
         """Of a rank that is connected, or has been known; `OSError` for any other."""
-        connected, entry = self._connections.get(rank), self._entries.get(rank)
+        connected, entry = self._connections.get(rank), self._connections.entries.get(rank)
         if connected is not None and (entry is None or str(connected.address) != entry.address):
             return connected.address
         if entry is None:
             raise OSError(f"nobody knows where rank {rank} is")
         return self._connections.streams.payload_address(entry)
+
+    async def open_connection(self, opened: OpenedLink) -> Stream:
+        """One more connection of a link."""
+        return await self._connections.open(self.address_of(opened.request.rank))
 
     async def _open(self, request: LinkRequest, route: Route) -> ReliableLink:
         opened = OpenedLink(request, route, link := ReliableLink(self._connections.loop, self.pace, route.name))
@@ -156,10 +158,7 @@ class LinkManager:
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(request.timeout_s):
-                if opened.route.open is not None:
-                    reader, writer = await opened.route.open()
-                else:
-                    reader, writer = await self._connections.open(self.address_of(request.rank))
+                reader, writer = await self.open_connection(opened)
                 me = {"rank": self._connections.rank, "connection": index}
                 writer.write(pack({"kind": "link", "key": request.key, **me}))
                 answer, _ = await read_frame(reader)

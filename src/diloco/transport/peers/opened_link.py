@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from diloco.transport.path import PathEstimate, PathSample
@@ -24,7 +23,8 @@ class Route:
     name: str  # in words
     single: bool = False  # whether more than one connection is of no use
     dials: bool | None = None  # whether this end opens them; None: the end of the lower rank does
-    open: Callable[[], Awaitable[Stream]] | None = None  # opens one; None: as control connections are opened
+    offer: object = None  # of direct streams, by the other end
+    first: list[Stream] = field(default_factory=list)  # a connection that stands already
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +20,9 @@ from diloco.protocol.failure_detector import Timing
 from diloco.protocol.fields import Fields
 from diloco.protocol.headers import header_of
 from diloco.protocol.machine import Machine
-from diloco.protocol.registry import Entry, Registry
+from diloco.protocol.registry import Registry
 from diloco.protocol.rules import Policies, Rules
+from diloco.transport.address import Address
 from diloco.transport.base import Average
 from diloco.transport.links import Link
 from diloco.transport.peers.connection_manager import ConnectionManager
@@ -28,7 +30,7 @@ from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.payload_links import Links, PayloadLinks, SendQueue
 from diloco.transport.peers.pending import Contributed
-from diloco.transport.peers.streams import Streams
+from diloco.transport.peers.streams import Streams, within
 from diloco.transport.peers.threads import Mailbox, Threads
 from diloco.transport.shaping import Pacer
 
@@ -58,8 +60,6 @@ class ProtocolRunner:
         self.reason = ""  # why it is not the one before
         # called in the control thread with each next view; what it returns is sent to ranks that join with it
         self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
-        # called with the entry of a rank that needs this one to open the connection
-        self.on_introduction: Callable[[Entry], None] = lambda entry: None
         self.mailbox = Mailbox()  # receives the addresses of payload links
         self._machine = Machine(rules, policies)
         self._changed = threading.Condition()  # whose lock guards the machine; notified after each event
@@ -67,6 +67,7 @@ class ProtocolRunner:
         self._closed = False
         self._threads = Threads()
         self._queue = SendQueue(Pacer(link) if link else None)
+        self._calls: set[asyncio.Task[None]] = set()
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self._linked: Future[Links] = Future()
@@ -164,7 +165,15 @@ class ProtocolRunner:
             case actions.Register(entry):
                 self.registry.note(entry, keep={*self.rules.ranks(self.view.members), *self.connections.connected})
             case actions.Introduce(entry):
-                self.on_introduction(entry)
+                address = self.connections.streams.calls_back_at(entry)
+                if address is not None and entry.rank not in self.connections.connected:
+                    self._calls.add(task := asyncio.ensure_future(self._call_back(entry.rank, address)))
+                    task.add_done_callback(self._calls.discard)
+
+    async def _call_back(self, rank: int, address: Address) -> None:
+        """Open a connection to a rank that can't open it itself."""
+        with contextlib.suppress(OSError, EOFError, TransportError, TimeoutError):
+            await within(self.timing.silence_s, self.connections.connect(rank, address))
 
     def _fire(self, timer: actions.Timer) -> None:
         self._timers.pop(timer, None)

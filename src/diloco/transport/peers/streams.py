@@ -79,6 +79,9 @@ class Streams(Protocol):
     def payload_address(self, entry: Entry) -> Address:
         """Where a rank takes payload connections."""
 
+    def calls_back_at(self, entry: Entry) -> Address | None:
+        """Where to connect to a rank that asks for it, as it can't do so itself; None: here nobody is called back."""
+
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """Make a connection one for small messages: at once, and noticed when its way is dead for long."""
 

@@ -141,6 +141,9 @@ class TcpStreams:
     def payload_address(self, entry: Entry) -> Address:
         return parse_address(entry.places[0] if entry.places else entry.address)
 
+    def calls_back_at(self, entry: Entry) -> None:
+        """Whoever wants to talk connects."""
+
     def tune(self, writer: asyncio.StreamWriter, silence_s: float) -> None:
         """Small packets at once, and a dead way noticed by the kernel too."""
         connection = writer.get_extra_info("socket")

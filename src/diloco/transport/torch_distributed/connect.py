@@ -124,7 +124,7 @@ def _open(place: Place, wire: TcpWire, listening: socket.socket | None = None) -
 
 def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: int) -> Connected:
     connections, size = transport.connections, place.ranks_per_replica
-    connections.admits = lambda rank, address: rank < place.num_replicas * size
+    connections.most_ranks = place.num_replicas * size
     host = wire.host or _my_host(place)
     ports = parse_ports(wire.ports, key="transport.ports")
     hosting = place.torchrun is not None and place.rank == 0
@@ -171,8 +171,9 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
 
 
 def _open_link(transport: PeerTransport, registry: Registry, wire: TcpWire) -> OpenLink:
-    paces = wire.pace and wire.link is None
-    return LinkManager(transport.connections, registry.entries, wire.silence_s, paces=paces).open_link
+    connections, paces = transport.connections, wire.pace and wire.link is None
+    connections.entries = registry.entries
+    return LinkManager(connections, wire.silence_s, paces=paces).open_link
 
 
 def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:

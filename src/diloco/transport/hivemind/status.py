@@ -1,15 +1,20 @@
-"""The newest events of a replica, for people who watch a swarm without taking part in it."""
+"""What a peer tells people who look without taking part in its swarm: where it is, and its newest events."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
-from diloco.events import Event, to_record
+import xxhash
 
-__all__ = ["RecentEvents"]
+from diloco.events import Event, json_ready, to_record
+from diloco.protocol.faults import faults_message
+from diloco.transport.peers.transport import PeerTransport
+
+__all__ = ["PeerStatus"]
 
 KEPT = {
     "RunStarted": 1,
@@ -32,19 +37,21 @@ _MOST_TOLD = 600
 _LONGEST_TEXT = 2_000
 
 
-class RecentEvents:
-    """Events are added by the training thread, and asked for by others.
+class PeerStatus:
+    """Facts and events are added by the training thread, and asked for by others.
 
     >>> from diloco.events import Note, RoundVoid
-    >>> recent = RecentEvents()
+    >>> status = PeerStatus()
     >>> for outer_step in (4, 5):
-    ...     recent.add(RoundVoid(step=7, replica=1, fragment=0, outer_step=outer_step, reason="late"))
-    >>> told = recent.since(1)
+    ...     status.add(RoundVoid(step=7, replica=1, fragment=0, outer_step=outer_step, reason="late"))
+    >>> told = status.since(1)
     >>> told["next_event"], [record["outer_step"] for record in told["events"]]
     (2, [5])
     """
 
     def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"state": "joining"}  # what else is told, by name
+        self._started_s = time.monotonic()
         self._kept: dict[str, deque[tuple[int, dict[str, Any]]]] = {
             kind: deque(maxlen=most) for kind, most in KEPT.items()
         }
@@ -61,6 +68,28 @@ class RecentEvents:
         with self._lock:
             kept.append((self._next, {**short, "time_s": round(time.time(), 3)}))
             self._next += 1
+
+    def message(self, transport: PeerTransport, swarm: str, codec: str, since: int | None) -> Mapping[str, Any]:
+        """As JSON, with events from number ``since`` on; None: without any."""
+        view, moved, digests = transport.view, transport.last_transfer, sorted(transport.digests.items())
+        said = {
+            "kind": "status",
+            "replica": transport.replica,
+            "swarm": swarm,
+            "step": transport.step,
+            "view": view.id,
+            "members": list(view.members),
+            "sent_bytes": transport.sent_bytes,
+            "received_bytes": transport.received_bytes,
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
+            "digest": xxhash.xxh3_64_hexdigest(str(digests).encode()) if digests else "-",
+            "link_bits_per_s": 8 * moved[0] / max(1e-9, moved[1]) if moved else None,
+            "codec": codec,
+            "faults": faults_message(transport.faults(), me=transport.replica),
+            **self.seen,
+            **({} if since is None else self.since(since)),
+        }
+        return cast(Mapping[str, Any], json_ready(said))  # a loss may be NaN
 
     def since(self, number: int) -> dict[str, Any]:
         """As JSON: ``events`` from ``number`` on, oldest first, and ``next_event``, to ask from the next time."""
