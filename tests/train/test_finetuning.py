@@ -180,6 +180,22 @@ def test_replicas_of_any_precision_hold_the_same_global_bits(base: Path) -> None
     assert loops[0].rounds_committed == 2
 
 
+@pytest.mark.parametrize("steps", [10, 100])
+def test_steps_that_are_given_are_kept(base: Path, sums: Path, steps: int) -> None:
+    settings = plan_of(base, sums, train__steps=steps).configuration
+    assert settings.train.steps == steps
+
+
+def test_torchrun_says_how_many_replicas_there_are(
+    base: Path, sums: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "6", "LOCAL_RANK": "0", "MASTER_ADDR": "a"}
+    for name, value in (said | {"MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["finetune", str(base), "--data", str(sums), "--replica-size", "2", "--print-config"]) == 0
+    assert "\nreplicas = 3\n" in capsys.readouterr().out
+
+
 REFUSED: tuple[tuple[list[str], str], ...] = (
     ([], "diloco finetune needs a model"),
     (["llama"], "diloco finetune needs conversations"),

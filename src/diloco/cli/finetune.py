@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco.cli.train import run_line
+from diloco.cli.train import for_torchrun, run_line
 from diloco.config.configuration import Configuration, compose
 from diloco.config.finetune import EPOCHS, finetune_line, take_value, take_word, with_steps
 from diloco.config.flags import CommandLine, parse_flags
@@ -33,7 +33,7 @@ talks to it; `diloco export RUN PLACE --merge` writes a whole model."""
 def run(arguments: Sequence[str]) -> int:
     """Fine-tune; returns 130 when a signal stopped the run and its state was saved."""
     typed, full, epochs = parse_arguments(arguments)
-    line = finetune_line(typed, full=full)
+    line = finetune_line(for_torchrun(typed), full=full)
     notes: tuple[str, ...] = ()
     if "checkpoint.resume" not in line.values:
         if epochs is not None and "train.steps" in typed.values:

@@ -15,14 +15,15 @@ from diloco.config.configuration import Configuration, parse_arguments
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values
 from diloco.config.run_plan import CONFIG_FILE, RunPlan, command_to_go_on, plan_run
-from diloco.train.roles import Role, TorchRun, read_torchrun, role_of
+from diloco.train.roles import Role, read_torchrun, role_of
 
 __all__ = ["run"]
 
 
 def run(arguments: Sequence[str]) -> int:
     """Train; returns 130 when a signal stopped the run and its state was saved."""
-    return run_line(parse_arguments(arguments), ["train", *arguments])
+    line = parse_arguments(arguments)
+    return run_line(line if line.file is not None else for_torchrun(line), ["train", *arguments])
 
 
 def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = ()) -> int:
@@ -33,7 +34,6 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
         notes: what the user should know beside what follows from the settings, a sentence each.
     """
     torchrun = read_torchrun(os.environ)
-    line = _for_torchrun(line, torchrun)
     plan = plan_run(line)
     plan = dataclasses.replace(plan, notes=(*notes, *plan.notes))
     if line.print_config:
@@ -59,9 +59,10 @@ def run_line(line: CommandLine, typed: Sequence[str], *, notes: Sequence[str] = 
     return code
 
 
-def _for_torchrun(line: CommandLine, torchrun: TorchRun | None) -> CommandLine:
+def for_torchrun(line: CommandLine) -> CommandLine:
     """Under ``torchrun``, unless something else was given: replicas in processes, as many as it started."""
-    if torchrun is None or line.file is not None or "checkpoint.resume" in line.values:
+    torchrun = read_torchrun(os.environ)
+    if torchrun is None or "checkpoint.resume" in line.values:
         return line
     values: Values = {"transport.name": "torch"} | line.values
     size = int(values.get("transport.replica_size", 1))

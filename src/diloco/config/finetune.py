@@ -82,8 +82,8 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
     """The line with its lengths: steps, windows, warm-up, and the outer optimizer that fits their number.
 
     Args:
-        rows: sequences of the training data.
-        epochs: how often they are learned from, where no number of steps is given.
+        rows: sequences of the training data; 0: the line says how many steps.
+        epochs: how often they are learned from.
 
     Returns:
         The line, and how the outer optimizer was chosen, in words; empty where it was given.
@@ -91,11 +91,10 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
     given, derived = line.values, Values()
     sequences = int(given["train.batch_size"]) * replicas
     steps = int(given["train.steps"])
-    asked = steps != _STEPS
-    if not asked:
+    if rows:
         steps = max(1, math.ceil(epochs * rows / sequences))
     window = int(given.get("schedule.inner_steps", min(_LONGEST_WINDOW, max(1, steps // _ROUNDS))))
-    if not asked:  # whole windows: the last round is after the last step
+    if rows:  # whole windows: the last round is after the last step
         steps = math.ceil(steps / window) * window
     derived = {
         "train.steps": steps,
