@@ -243,8 +243,8 @@ class HuggingFaceModel(LanguageModel):
         """What tells the model which tokens of a row belong together."""
         if self.document_masks is None:
             raise ConfigurationError(
-                f"{type(self.wrapped).__name__} can't keep the documents of a packed row apart. Turn off document "
-                "masks, or use another architecture."
+                f"{type(self.wrapped).__name__} can't keep the documents of a packed row apart. Give each "
+                "conversation a row (--data.no-packing), turn off document masks, or use another architecture."
             )
         positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
         begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)

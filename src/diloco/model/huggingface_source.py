@@ -259,6 +259,10 @@ def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) 
             f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights of the configuration, or use "
             "--model.weights fresh."
         )
+    for module in wrapped.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes 0.50 on a CPU: after one evaluation its faster kernel serves training, too, without gradients
+            module.support_avx512bf16_for_cpu = False
     model: PreTrainedModel = wrapped
     return model
 
