@@ -44,8 +44,7 @@ MOST_OPEN, MOST_OPEN_OF_ONE = 512, 256
 """Connections that are no control connections: they ask for something, or have said nothing yet."""
 _MOST_STRANGERS, _MOST_STRANGERS_OF_ONE = 256, 4
 """Control connections of ranks that are no members, where the network proves whose they are."""
-MOST_UNSENT_BYTES = 4 << 20  # that wait for a rank to read them; of strangers, less. Who does not read is not there.
-MOST_UNSENT_TO_STRANGERS_BYTES = 1 << 18
+MOST_UNSENT_BYTES, MOST_UNSENT_TO_STRANGERS_BYTES = 4 << 20, 1 << 18  # for a rank; who does not read is not there
 _FLUSH_S = 1.0
 
 
@@ -68,8 +67,7 @@ class ConnectionManager(ControlThread):
         self.services: dict[str, Service] = {"who": say_who}  # by the kind of the first message
         self.arrived = asyncio.Event()  # set when a connection is made, and when its first message comes
         self.most_ranks = sys.maxsize  # only lower ones may connect
-        # rank -> its entry, of those that are known; where the network proves who somebody is, he keeps his rank
-        self.entries: Mapping[int, Entry] = {}
+        self.entries: Mapping[int, Entry] = {}  # of known ranks, which nobody else takes who is proved to be another
         self._tell = tell
         self._standing: dict[int, ControlConnection] = {}
         self._members: frozenset[int] = frozenset()
@@ -145,7 +143,7 @@ class ConnectionManager(ControlThread):
             if isinstance(error, ValueError):
                 raise TransportError(f"{address} answered with what is no message: {error}") from error
             raise
-        self._register(rank, address, reader, writer, opened=True)
+        self._register(rank, address, (reader, writer), opened=True)
         self.send(rank, _BEAT)  # tells the other end that the connection stands here too
 
     def hang_up(self, rank: int) -> None:
@@ -202,13 +200,12 @@ class ConnectionManager(ControlThread):
         """Somebody says which rank it is."""
         rank, address = hello.rank("rank"), self.streams.address(hello.printable("address", 300))
         identity = self.streams.identity(writer)
-        known = self.entries.get(rank) if identity else None
-        if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks:
-            return
-        if known is not None and known.address != identity:
+        known = self.entries.get(rank)
+        taken = identity and known is not None and known.address != identity
+        if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks or taken:
             return
         before = self._standing.get(rank)
-        if before is not None and not identity and await self._answers(before):
+        if before is not None and not identity and await before.answers(self.timing.heartbeat_s):
             reason = f"rank {rank} is connected from {before.address}, and answers"
             writer.write(pack({"kind": "refused", "reason": reason}))
             return
@@ -220,19 +217,7 @@ class ConnectionManager(ControlThread):
                 self._drop(self._standing[out], "there are too many that are no members")
         self.streams.tune(writer, self.timing.silence_s)
         writer.write(pack({"kind": "hello", "rank": self.rank}))
-        self._register(rank, address, reader, writer, opened=False)
-
-    async def _answers(self, connection: ControlConnection) -> bool:
-        """Whether anything comes over a connection within two heartbeats: nobody else takes the place of that process.
-
-        Where the network does not prove who somebody is, anybody could say that he is a rank.
-        """
-        words, until_s = connection.words, connection.heard_s + 2 * self.timing.heartbeat_s
-        while self._standing.get(connection.rank) is connection and self.loop.time() < until_s:
-            if connection.words > words:
-                return True
-            await asyncio.sleep(self.timing.heartbeat_s / 8)
-        return False
+        self._register(rank, address, (reader, writer), opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
         """End a connection that stands, and report it as lost."""
@@ -242,9 +227,8 @@ class ConnectionManager(ControlThread):
             self._tell(ConnectionEnded(connection.rank))
             self._tell(Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}")))
 
-    def _register(
-        self, rank: int, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, opened: bool
-    ) -> None:
+    def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool) -> None:
+        reader, writer = stream
         if before := self._standing.get(rank):
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)

@@ -88,6 +88,18 @@ class ControlConnection:
         except ValueError as error:  # in what it said
             return Ending(f"it sent what is no message: {error}")
 
+    async def answers(self, heartbeat_s: float) -> bool:
+        """Whether anything comes within two heartbeats: nobody else takes the place of that process.
+
+        Where the network does not prove who somebody is, anybody could say that he is a rank.
+        """
+        clock, words, until_s = asyncio.get_running_loop(), self.words, self.heard_s + 2 * heartbeat_s
+        while not self.writer.is_closing() and clock.time() < until_s:
+            if self.words > words:
+                return True
+            await asyncio.sleep(heartbeat_s / 8)
+        return False
+
     async def why_lost(self, ending: Ending, open_stream: OpenStream, longest_s: float, *, stood_still: bool) -> Loss:
         """What became of the process behind this connection, which has ended: a refusing port says that it is gone.
 

@@ -86,16 +86,21 @@ class Inbox:
         return works + [each.receive.work for held in self._early.values() for each in held if each.receive]
 
     def has_room(self, head: Head) -> bool:
-        """As `Messages.has_room`."""
+        """Whether a part may come now, or has to wait until messages were taken.
+
+        Raises:
+            TransportError: if no such part can come.
+        """
         message = self._incoming.get(head.number)
         if message is None:
-            return self._has_come(head.number) or self._begins(head)
+            has_come = head.number <= self._received_through or head.number in self._received
+            return has_come or self._begins(head)
         if (message.tag, len(message.data)) != (head.tag, head.total):
             raise TransportError(f"message {head.number} of {len(message.data)} bytes went on as one of {head.total}")
         return True
 
     def arrived(self, head: Head, data: memoryview) -> None:
-        """As `Messages.arrived`."""
+        """A part has come whole; it may have come before, over a connection that broke."""
         message = self._incoming.get(head.number)
         if message is None or head.start in message.starts:
             return
@@ -111,9 +116,6 @@ class Inbox:
             self._received.remove(self._received_through)
         if message.receive is not None:
             self._hand_over(message, message.receive)
-
-    def _has_come(self, number: int) -> bool:
-        return number <= self._received_through or number in self._received
 
     def _begins(self, head: Head) -> bool:
         """Make room for a message of which the first part comes; False: there is none now."""

@@ -19,14 +19,17 @@ import math
 import socket
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import xxhash
 
 from diloco.errors import TransportError
 from diloco.transport.tcp import NEAR_S, Counters
 
-__all__ = ["MAX_MESSAGE_BYTES", "MOST_PART_BYTES", "Head", "Messages", "Part", "PayloadConnection"]
+if TYPE_CHECKING:
+    from diloco.transport.peers.reliable_link import ReliableLink
+
+__all__ = ["MAX_MESSAGE_BYTES", "MOST_PART_BYTES", "Head", "Part", "PayloadConnection"]
 
 MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
 """What is larger is refused."""
@@ -67,40 +70,11 @@ class Part:
     acknowledged: bool = False
 
 
-class Messages(Protocol):
-    """What connections carry. All in the loop's thread."""
-
-    wanted: int
-    """Connections that the other side wants the link to have."""
-
-    def take(self) -> Part | None:
-        """The next part to send, for a connection that is free."""
-
-    def acknowledge(self, part: Part) -> None:
-        """The other side has a part."""
-
-    def has_room(self, head: Head) -> bool:
-        """Whether a part may come now, or has to wait until messages were taken.
-
-        Raises:
-            TransportError: if no such part can come.
-        """
-
-    def arrived(self, head: Head, data: memoryview) -> None:
-        """A part has come whole; it may have come before, over a connection that broke."""
-
-    def drop(self, connection: PayloadConnection, unfinished: list[Part], why: str) -> None:
-        """A connection has ended; what it had is sent again."""
-
-    def wake(self) -> None:
-        """Give every connection that is free something to do, one part to each in turn."""
-
-
 class PayloadConnection(asyncio.BufferedProtocol):
     """Takes over a connection whose ends know each other.
 
     Args:
-        messages: whose parts it carries.
+        link: whose parts it carries.
         transport: of the connection.
         silence_s: a connection on which TCP acknowledges nothing for so long ends.
 
@@ -108,10 +82,10 @@ class PayloadConnection(asyncio.BufferedProtocol):
         ended: gets the reason when the connection has ended.
     """
 
-    def __init__(self, messages: Messages, transport: asyncio.Transport, silence_s: float) -> None:
+    def __init__(self, link: ReliableLink, transport: asyncio.Transport, silence_s: float) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.transport = transport
-        self._messages = messages
+        self._link = link
         self._parts: dict[tuple[int, int], Part] = {}  # by message and start: written, and not acknowledged
         self._full = False
         self._head_bytes = bytearray(_HEAD.size)
@@ -135,7 +109,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         """Close the connection; what it has not delivered goes to others."""
         if not self.ended.done():
             self.ended.set_result(why)
-            self._messages.drop(self, list(self._parts.values()), why)
+            self._link.drop(self, list(self._parts.values()), why)
         self._filled, self._already = 0, b""  # in case more is read before it is closed
         if self._full:
             self.transport.abort()
@@ -144,7 +118,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     def write_next(self) -> bool:
         """Write a part of the link's, if this connection has room; whether it did."""
-        if self._full or self.transport.is_closing() or (part := self._messages.take()) is None:
+        if self._full or self.transport.is_closing() or (part := self._link.take()) is None:
             return False
         head = part.head._replace(checksum=xxhash.xxh3_64_intdigest(part.data))
         self._parts[head.number, head.start] = part
@@ -158,7 +132,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     def go_on_reading(self) -> None:
         """There may be room by now for the part that waits."""
-        if self._waits and self._head is not None and self._messages.has_room(self._head):
+        if self._waits and self._head is not None and self._link.inbox.has_room(self._head):
             self._waits = False
             self._read_on()
 
@@ -210,7 +184,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._full = False
-        self._messages.wake()
+        self._link.wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._into[self._filled :]
@@ -233,23 +207,20 @@ class PayloadConnection(asyncio.BufferedProtocol):
                 raise TransportError(
                     f"part {head.start} of message {head.number}, which was not sent, was acknowledged"
                 )
-            self._messages.acknowledge(part)
+            self._link.acknowledge(part)
         elif head.kind == b"S":
-            self._messages.wanted = head.number
-        elif head.of_a_part:
-            self._begin_part(head)
-            return
-        else:
+            self._link.wanted = head.number
+        elif not head.of_a_part:
             raise TransportError(f"a part {head.kind!r} of {head.size} bytes at {head.start} of {head.total} came")
         self._filled = 0
-
-    def _begin_part(self, head: Head) -> None:
-        if not self._messages.has_room(head):
+        if head.kind != b"D":
+            return
+        if not self._link.inbox.has_room(head):
             self._waits = True
             self.transport.pause_reading()
         if len(self._body_bytes) < head.size:
             self._body_bytes = bytearray(MOST_PART_BYTES)
-        self._head, self._filled = head, 0
+        self._head = head
         self._into = memoryview(self._body_bytes)[: head.size]
         if head.size == 0:
             self._take_part(head, self._into)
@@ -257,7 +228,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
     def _take_part(self, head: Head, data: memoryview) -> None:
         if xxhash.xxh3_64_intdigest(data) != head.checksum:
             raise TransportError(f"message {head.number} was damaged on its way")
-        self._messages.arrived(head, data)
+        self._link.inbox.arrived(head, data)
         self._head, self._filled = None, 0
         self._into = memoryview(self._head_bytes)
         if not self.transport.is_closing():

@@ -36,7 +36,7 @@ class PayloadExchange:
 
     Args:
         started: the contribution, its view, and how payloads travel.
-        piece_bytes: about how large a piece is at most.
+        queue, piece_bytes: as of `RoundMessages`.
     """
 
     _messages: RoundMessages
@@ -45,7 +45,7 @@ class PayloadExchange:
     def __init__(
         self,
         started: StartExchange,
-        queue: SendQueue,
+        queue: SendQueue | None,
         piece_bytes: int,
     ) -> None:
         self.contribution, self.plan = started.contribution, started.plan
@@ -95,13 +95,13 @@ class PayloadExchange:
         for member in links:
             self._incoming[member] = [
                 self._receive(member, codec.payload_bytes(b - a), piece)
-                for piece, (a, b) in enumerate(messages.pieces(*self._mine(), codec))
+                for piece, (a, b) in enumerate(messages.pieces(*self._summed_by(self.me), codec))
             ]
             if self.contribution.extra_bytes:
                 self._extras[member] = self._receive(member, self.contribution.extra_bytes, _EXTRAS)
         self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
         extras = _extras_of(self.contribution)
-        wanted = {member: self._wanted_by(index) for index, member in enumerate(self.members) if member in links}
+        wanted = {member: self._summed_by(index) for index, member in enumerate(self.members) if member in links}
         plans = {member: list(enumerate(messages.pieces(*bounds, codec))) for member, bounds in wanted.items()}
         # Peers take turns, piece by piece, so that all of them can begin to sum; each piece is cut once.
         for row in itertools.zip_longest(*plans.values()):
@@ -161,7 +161,7 @@ class PayloadExchange:
         at_hand = self.contribution.telemetry and self.plan.pattern == "all-gather"
         watched = sampled_stretches(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
-        for piece, (a, b) in enumerate(self._messages.pieces(*self._mine(), codec)):
+        for piece, (a, b) in enumerate(self._messages.pieces(*self._summed_by(self.me), codec)):
             addends = {}
             for member in self.members:
                 payload = self._piece(member, piece, a, b)
@@ -198,17 +198,14 @@ class PayloadExchange:
     def _decoded(self, member: int) -> Tensor:
         """The values of a whole contribution, once it is here and checked; its payload is kept."""
         codec, values = self.contribution.codec, torch.empty_like(self.values)
-        for piece, (a, b) in enumerate(self._messages.pieces(*self._mine(), codec)):
+        for piece, (a, b) in enumerate(self._messages.pieces(*self._summed_by(self.me), codec)):
             payload = self._piece(member, piece, a, b, keep=True)
             self._check(member, payload, b - a)
             codec.decode(payload, b - a, out=values[a:b])
         return values
 
-    def _mine(self) -> tuple[int, int]:
-        """The values that I sum."""
-        return (0, self.contribution.numel) if self.plan.pattern == "all-gather" else self.plan.shards[self.me]
-
-    def _wanted_by(self, index: int) -> tuple[int, int]:
+    def _summed_by(self, index: int) -> tuple[int, int]:
+        """The values that a member sums."""
         return (0, self.contribution.numel) if self.plan.pattern == "all-gather" else self.plan.shards[index]
 
     def _piece(self, member: int, piece: int, start: int, stop: int, *, keep: bool = False) -> Tensor:

@@ -111,33 +111,25 @@ _Waiting = tuple[float, int, Callable[[], Work], "Future[Work]"]
 
 
 class SendQueue:
-    """Hands messages to the links: at once, or, where they are paced, in the order in which they were given.
+    """Hands messages to the links in the order in which they were given, when an emulated link has time for them."""
 
-    Args:
-        pacer: emulates a slow link, for which a thread waits; None: nothing waits.
-    """
-
-    def __init__(self, pacer: Pacer | None = None) -> None:
+    def __init__(self, pacer: Pacer) -> None:
         self._pacer = pacer
         self._queue: list[_Waiting] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="diloco-send", daemon=True)
-        if pacer is not None:
-            self._thread.start()
+        self._thread.start()
 
     def send(self, link: DataLink, values: Tensor, tag: int) -> Work:
         """As `DataLink.send`, when the link has had time for what was sent before; errors are raised by who waits."""
         send, sent = partial(link.send, values, tag), _Sent()
-        if self._pacer is None:
-            _hand_over(send, sent.future)
-        else:
-            with self._changed:
-                due_s = self._pacer.arrival_s(time.monotonic(), values.nbytes)
-                waiting: _Waiting = (due_s, next(self._numbers), send, sent.future)
-                heapq.heappush(self._queue, waiting)
-                self._changed.notify()
+        with self._changed:
+            due_s = self._pacer.arrival_s(time.monotonic(), values.nbytes)
+            waiting: _Waiting = (due_s, next(self._numbers), send, sent.future)
+            heapq.heappush(self._queue, waiting)
+            self._changed.notify()
         return sent
 
     def close(self, timeout_s: float) -> None:
@@ -145,8 +137,7 @@ class SendQueue:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._pacer is not None:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
         for _, _, _, future in self._queue:
             future.set_exception(TransportError("the transport was closed"))
 
@@ -158,7 +149,10 @@ class SendQueue:
                 if self._closed:
                     return
                 _, _, send, future = heapq.heappop(self._queue)
-            _hand_over(send, future)
+            try:
+                future.set_result(send())
+            except (RuntimeError, TransportError) as error:  # the link has ended
+                future.set_exception(error)
             del send, future  # or they would be kept until the next message
 
     def _wait_s(self) -> float | None:
@@ -173,13 +167,6 @@ class _Sent:
 
     def wait(self) -> None:
         self.future.result().wait()
-
-
-def _hand_over(send: Callable[[], Work], future: Future[Work]) -> None:
-    try:
-        future.set_result(send())
-    except (RuntimeError, TransportError) as error:  # the link has ended
-        future.set_exception(error)
 
 
 class HostCopies:

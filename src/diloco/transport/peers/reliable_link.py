@@ -75,7 +75,7 @@ class ReliableLink:
         self._again: deque[Part] = deque()  # of connections that broke
         self._on_their_way: dict[int, _Outgoing] = {}
         self._tags: dict[int, deque[_Outgoing]] = {}  # tag on its way -> messages that wait for that
-        self._inbox = Inbox()
+        self.inbox = Inbox()
         self._waking: asyncio.TimerHandle | None = None
         self._error: TransportError | None = None
 
@@ -120,7 +120,7 @@ class ReliableLink:
         self._error = error = TransportError(f"a payload connection ended: {why}")
         works = [each.work for each in self._on_their_way.values()]
         works += [each.work for held in self._tags.values() for each in held]
-        for work in works + self._inbox.waiting():
+        for work in works + self.inbox.waiting():
             work.finish(error)
         for connection in list(self.connections.values()):
             connection.end()
@@ -137,6 +137,7 @@ class ReliableLink:
         self.wake()
 
     def drop(self, connection: PayloadConnection, unfinished: list[Part], why: str) -> None:
+        """A connection has ended; what it had is sent again."""
         for number, each in list(self.connections.items()):
             if each is connection:
                 del self.connections[number]
@@ -148,11 +149,13 @@ class ReliableLink:
         self.wake()
 
     def wake(self) -> None:
+        """Give every connection that is free something to do, one part to each in turn."""
         free = list(self.connections.values())
         while free and (self._fresh or self._again):
             free = [each for each in free if each.write_next()]
 
     def take(self) -> Part | None:
+        """The next part to send, for a connection that is free."""
         if not (self._fresh or self._again) or self._held_back():
             return None
         if self._again:
@@ -173,6 +176,7 @@ class ReliableLink:
         return part
 
     def acknowledge(self, part: Part) -> None:
+        """The other side has a part."""
         if part.acknowledged:
             return
         part.acknowledged, message = True, self._on_their_way[part.head.number]
@@ -186,12 +190,6 @@ class ReliableLink:
                 self.wake()
             else:
                 del self._tags[message.tag]
-
-    def has_room(self, head: Head) -> bool:
-        return self._inbox.has_room(head)
-
-    def arrived(self, head: Head, data: memoryview) -> None:
-        self._inbox.arrived(head, data)
 
     def _held_back(self) -> bool:
         """Whether nothing may leave now; then the connections are woken when something may."""
@@ -230,7 +228,7 @@ class ReliableLink:
         if self._error is not None:
             receive.work.finish(self._error)
             return
-        self._inbox.expect(tag, receive)
+        self.inbox.expect(tag, receive)
         for connection in list(self.connections.values()):
             connection.go_on_reading()
 

@@ -25,10 +25,13 @@ class RoundMessages:
 
     Args:
         links: replica -> the way to it.
+        queue: through which messages go where links are paced.
         piece_bytes: about how large a piece is at most.
     """
 
-    def __init__(self, round_id: RoundId, links: Mapping[int, DataLink], queue: SendQueue, piece_bytes: int) -> None:
+    def __init__(
+        self, round_id: RoundId, links: Mapping[int, DataLink], queue: SendQueue | None, piece_bytes: int
+    ) -> None:
         self.links = links
         self._round_id = round_id
         self._queue = queue
@@ -47,9 +50,13 @@ class RoundMessages:
 
         Args:
             second: whether it belongs to the second half of a reduce-scatter.
+
+        Raises:
+            TransportError: if the link has ended.
         """
         tag = message_tag(self._round_id, piece, second)
-        self._sends.append(self._queue.send(self.links[member], payload, tag))
+        link = self.links[member]
+        self._sends.append(self._queue.send(link, payload, tag) if self._queue else link.send(payload, tag))
 
     def receive(self, member: int, room: Tensor, piece: int, *, second: bool = False) -> Work:
         """Start receiving into ``room`` what ``member`` sends as this piece.

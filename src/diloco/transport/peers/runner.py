@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution, RoundId
-from diloco.errors import TransportError
+from diloco.errors import ConfigurationError, RendezvousError, TransportError
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
@@ -20,7 +20,8 @@ from diloco.protocol.failure_detector import Timing
 from diloco.protocol.fields import Fields
 from diloco.protocol.headers import header_of
 from diloco.protocol.machine import Machine
-from diloco.protocol.registry import Registry
+from diloco.protocol.messages import facts_message
+from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
 from diloco.transport.base import Average
@@ -33,6 +34,7 @@ from diloco.transport.peers.pending import Contributed
 from diloco.transport.peers.streams import Streams, within
 from diloco.transport.peers.threads import Mailbox, Threads
 from diloco.transport.shaping import Pacer
+from diloco.waiting import waiting_for
 
 __all__ = ["ProtocolRunner"]
 
@@ -66,7 +68,7 @@ class ProtocolRunner:
         self._contributed = Contributed(rules.replica)
         self._closed = False
         self._threads = Threads()
-        self._queue = SendQueue(Pacer(link) if link else None)
+        self._queue = SendQueue(Pacer(link)) if link else None
         self._calls: set[asyncio.Task[None]] = set()
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
@@ -103,6 +105,58 @@ class ProtocolRunner:
             self._changed.wait_for(lambda: self._closed or predicate(), min(timeout_s, threading.TIMEOUT_MAX))
             if self._closed:
                 raise TransportError(f"replica {self.rules.replica} has closed its transport; it waits for nobody.")
+
+    # For the training thread: what ranks agree on beside their rounds.
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """As `Transport.agree`."""
+        entry = Entry(self.rules.rank, str(self.connections.address), dict(facts))
+        timeout_s = self.rules.round_timeout_s
+        agreement, present = self._machine.agreement, self._machine.present
+
+        def unready() -> list[int]:
+            return sorted({self.rules.replica_of(rank) for rank in agreement.awaited(present())})
+
+        self._post(events.Say(facts_message(entry)))
+        with waiting_for(lambda: f"{_named(unready())} to make its DiLoCo", timeout_s), self._changed:
+            self._wait_for(
+                lambda: agreement.mine == entry and (agreement.refusal(present()) or not unready()), timeout_s
+            )
+            refusal, missing = agreement.refusal(present()), unready()
+        if refusal:
+            raise ConfigurationError(f"{refusal}. All replicas need the same arguments of DiLoCo.")
+        if missing:
+            raise RendezvousError(
+                f"replica {self.rules.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
+                f"{'are' if len(missing) > 1 else 'is'} connected and not ready to train: no DiLoCo was made there.",
+                replicas=missing,
+            )
+
+    def ask_to_stop(self) -> None:
+        """Let `stop_step` of every rank agree on a step soon."""
+        self._post(events.Say({"kind": "meet", "name": "stop"}))
+        self._wait_for(lambda: self._machine.barriers.stopping, self.timing.silence_s)
+
+    def stop_step(self) -> int | None:
+        """The inner step after which all ranks stop; None if no rank has asked to stop."""
+        if not self._machine.barriers.stopping:
+            return None
+        return max(self._met("stop").values()) + 1
+
+    def meet(self, name: str, value: int) -> dict[int, int]:
+        """Tell ``value`` at the barrier ``name``, and wait until all connected ranks have; each name is used once."""
+        self._post(events.Say({"kind": "meet", "name": name, "value": value}))
+        return self._met(name)
+
+    def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
+        """The values told at a barrier, once all connected ranks have told theirs or ``unless`` holds."""
+        barriers, present = self._machine.barriers, self._machine.present
+        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s())
+        return barriers.said(name)
+
+    def _guard_s(self) -> float:
+        """Longer than any round takes, unless something unforeseen is wrong."""
+        return 3 * self.rules.round_timeout_s + 3 * self.timing.silence_s
 
     # In the control thread.
 
@@ -208,3 +262,7 @@ class ProtocolRunner:
             held=commit.held,
             late_s=commit.late_s,
         )
+
+
+def _named(replicas: Sequence[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"

@@ -23,9 +23,9 @@ from diloco.transport.address import Address
 from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
 from diloco.transport.peers.data_link import OpenLink
-from diloco.transport.peers.meetings import Meetings
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state_transfer import StateTransfer
 from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.threads import in_thread
@@ -36,7 +36,7 @@ _LEAVING_S = 3.0
 _ENDING_S = 2.0  # of what waits for links that have ended; one still being made may take longer, and does no harm
 
 
-class PeerTransport(Meetings, Transport):
+class PeerTransport(ProtocolRunner, Transport):
     """Replicas in processes of their own.
 
     Contributions are sent in the background as soon as they are handed in, and `Pending.wait` waits for the rest. All
@@ -247,7 +247,8 @@ class PeerTransport(Meetings, Transport):
         self._contributed.close(left)  # what the machine has not heard of
         self.mailbox.close("the transport was closed")
         self.connections.close()
-        self._queue.close(_ENDING_S)
+        if self._queue is not None:
+            self._queue.close(_ENDING_S)
         self._threads.join(_ENDING_S)
         self._copies.close()
 
