@@ -97,6 +97,7 @@ def test_who_joins_waits_while_the_others_have_nothing_yet_and_not_when_they_are
     monkeypatch.setattr(joining, "_AGAIN_S", 0.0)
     session, fleet = mock.MagicMock(replicas=[mock.MagicMock()]), mock.MagicMock(sees_others=True)
     session.settings.algorithm, session.settings.transport.give_up_after_s = "streaming", None
+    session.settings.train.data_parallel_steps = session.replicas[0].diloco.shared.begun_after = 0
     session.totals.steps, fleet.join.return_value = 0, 40
     nothing = TransportError("replica 0 has published nothing.")
     session.begin_diloco.return_value.take_over.side_effect = [nothing, nothing, None]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diloco.data.chat import build_chat_corpus
-from diloco.events import Event
+from diloco.events import Event, Note, ViewChanged
 from diloco.model.build import with_vocabulary
 from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.train.joining import follow_views, join_run
@@ -40,7 +40,7 @@ class Peer:
         self.fleet = TorchFleet(connect(place, wire), place, wire)
         self._make = make
         self._changed = threading.Condition()
-        self._events: list[Event] = []
+        self.events: list[Event] = []
         self._asked, self._killed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._train)
         self.digest = ""
@@ -72,18 +72,18 @@ class Peer:
 
     def _note(self, event: Event) -> None:
         with self._changed:
-            self._events.append(event)
+            self.events.append(event)
             self._changed.notify_all()
 
     def wait_for_round_of(self, *replicas: int) -> None:
         """One that comes from now on."""
-        before = len(self._events)
+        before = len(self.events)
 
         def come() -> bool:
-            return any(getattr(event, "contributors", ()) == replicas for event in self._events[before:])
+            return any(getattr(event, "contributors", ()) == replicas for event in self.events[before:])
 
         with self._changed:
-            assert self._changed.wait_for(come, LIMIT_S), f"no round of {replicas}: {self._events[-9:]}"
+            assert self._changed.wait_for(come, LIMIT_S), f"no round of {replicas}: {self.events[-9:]}"
 
     def kill(self) -> None:
         """Its connections end between two steps, and it has told nobody."""
@@ -164,3 +164,19 @@ def test_who_loses_the_others_in_the_shared_start_joins_them_after_it(begin: Cal
     for each in peers.all:
         each.end()
     assert first.digest == second.digest == third.digest != ""
+
+
+def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(begin: Callable[..., Peers]) -> None:
+    """The founder trains only once others have joined: else they could found another view meanwhile."""
+    peers = begin(data_parallel_steps=100_000)
+    first, second, third = peers.all
+    for each in peers.all:
+        connections = each.fleet.transport.connections
+        connections.post(connections.give_up, {0, 1, 2} - {each.fleet.transport.replica})
+    first.wait_for_round_of(0, 1, 2)
+    for each in peers.all:
+        each.end()
+    assert first.digest == second.digest == third.digest != ""
+    events = [event for each in peers.all for event in each.events]
+    looked = max(event.step for event in events if isinstance(event, Note) and "looks for the others" in event.text)
+    assert min(event.step for event in events if isinstance(event, ViewChanged)) <= looked + 1

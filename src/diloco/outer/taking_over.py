@@ -33,6 +33,7 @@ class SharedState:
         self.finished_rounds = [0] * len(outer_loop.fragments)
         # how the replicas share the data out, if a joiner can't know (see `Batches.order`); else ""
         self.data_order = ""
+        self.begun_after = 0  # inner steps of the run before its outer loop began
         self._changes = [0] * len(outer_loop.fragments)
         self._lock = threading.Lock()
 
@@ -56,6 +57,7 @@ class SharedState:
                 "outer_step": state["outer_step"],
                 "slots": {name: values.clone() for name, values in state["slots"].items()},
                 "finished_rounds": self.finished_rounds[fragment],
+                "begun_after": self.begun_after,
                 **({"data_order": self.data_order} if self.data_order else {}),
             }
 
@@ -119,10 +121,12 @@ class TakingOver:
                     yield progress.now()
                 state = fetching.result()
                 carrying = self._loop.carrying_over(index) if keep_work else nullcontext()
-                finished = _finished_rounds(index, state)  # may raise, while nothing has changed
+                finished = _whole(index, state, "finished_rounds")  # may raise, while nothing has changed
+                begun_after = _whole(index, state, "begun_after")
                 with self._shared.changing(index), carrying:
                     self._load(index, state)
                     self._shared.finished_rounds[index] = finished
+                    self._shared.begun_after = begun_after
                     self._shared.data_order = str(state.get("data_order", ""))
                     if not keep_work:
                         self._loop.merge(index, AlphaMerge(), None)
@@ -201,7 +205,7 @@ class TakingOver:
         return tuple(failures)
 
     def _take(self, index: int, state: Mapping[str, Any], missed: Sequence[Average]) -> None:
-        finished = _finished_rounds(index, state)
+        finished = _whole(index, state, "finished_rounds")
         later = [average for average in missed if average.round.outer_step >= finished]
         if later and self._digest(index, state) != later[0].held:
             self._lies[index] += 1
@@ -252,11 +256,11 @@ def _ended(fetching: Fetching, within_s: float) -> bool:
     return True
 
 
-def _finished_rounds(index: int, state: Mapping[str, Any]) -> int:
-    finished = state.get("finished_rounds", 0)
-    if type(finished) is not int:
-        raise _no_state(index, f"finished_rounds is {str(finished)[:40]!r}")
-    return finished
+def _whole(index: int, state: Mapping[str, Any], name: str) -> int:
+    number = state.get(name, 0)
+    if type(number) is not int or number < 0:
+        raise _no_state(index, f"{name} is {str(number)[:40]!r}")
+    return number
 
 
 def _no_state(index: int, why: object) -> TransportError:

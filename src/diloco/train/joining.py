@@ -134,7 +134,7 @@ def come_back(
     """After this replica lost the others: take over what they have, and keep the work that is not shared yet.
 
     If all have lost each other, one of them founds another view instead, and goes on when enough are back. In the
-    shared start there is nothing to take over yet: who finds the others waits for its end, and who founds goes on.
+    shared start there is nothing to take over yet: who finds the others waits for its end, and who founds ends it.
 
     Args:
         looking: entered while looking; whatever it raises leaves everything as it is.
@@ -151,10 +151,12 @@ def come_back(
     replica.gradients.transport = fleet.endpoint(replica.number)
     if diloco is not None:
         diloco.change_transport(fleet.endpoint(replica.number))
-    session.open_to_joiners()
     timeout_s = session.settings.transport.rendezvous_timeout_s
+    if not fleet.joining and diloco is None and session.settings.algorithm in ("streaming", "diloco"):
+        session.end_shared_start()
+    session.open_to_joiners()
     if not fleet.joining:
-        if diloco is not None:
+        if replica.diloco is not None:
             with looking():
                 fleet.gather(timeout_s)
         return
@@ -177,7 +179,8 @@ def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout
         totals.steps = fleet.join(timeout_s)
     totals.sequences += (totals.steps - before) * session.sequences_per_step  # of the others, about
     if replica.diloco is not None:
-        replica.diloco.steps = totals.steps - session.settings.train.data_parallel_steps
+        shared_start = min(session.settings.train.data_parallel_steps, replica.diloco.shared.begun_after)
+        replica.diloco.steps = totals.steps - shared_start
     replica.sampler.join_at(totals.steps, replica.diloco.shared.data_order if replica.diloco else "")
 
 

@@ -71,9 +71,10 @@ class Session:
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether the next step is a data-parallel one."""
+        """Whether the next step is a data-parallel one: in the shared start, until an outer loop has begun."""
         shared_start = self.settings.train.data_parallel_steps
-        return self.settings.algorithm == "data-parallel" or self.totals.steps < shared_start
+        begun = any(replica.diloco for replica in self.replicas)
+        return self.settings.algorithm == "data-parallel" or (self.totals.steps < shared_start and not begun)
 
     def part_models(self) -> None:
         """Once gradients are no longer averaged, give each replica a model of its own."""
@@ -171,9 +172,16 @@ class Session:
         if replica.diloco is None:
             replica.diloco = self._maker.diloco(replica, self._emit)
             replica.diloco.shared.data_order = replica.sampler.order
+            replica.diloco.shared.begun_after = self.totals.steps
             share_global_state(replica, self.replicas[0])
             self.fleet.close_to_joiners("")
         return replica.diloco
+
+    def end_shared_start(self) -> None:
+        """What the replicas hold becomes the global parameters."""
+        self.totals.shared_start_sent_bytes = self.traffic()[0]
+        for replica in self.replicas:
+            self.begin_diloco(replica)
 
     def close(self) -> None:
         """End what runs beside the training."""
@@ -287,13 +295,11 @@ class Session:
         return time.perf_counter() - started_s
 
     def _begin_diloco_if_due(self) -> None:
-        """Where the shared start ends, what the replicas hold becomes the global parameters."""
+        """At the last step of the shared start."""
         self.part_models()
         due = self.settings.algorithm in ("streaming", "diloco") and not self.averages_gradients
         if due and self.replicas[0].diloco is None:
-            self.totals.shared_start_sent_bytes = self.traffic()[0]
-            for replica in self.replicas:
-                self.begin_diloco(replica)
+            self.end_shared_start()
 
     def _emit(self, event: Event) -> None:
         self.on_event(replace(event, step=self.totals.steps))

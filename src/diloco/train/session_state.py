@@ -95,6 +95,7 @@ def load_session(session: Session, checkpoint: Checkpoint, home: Path) -> tuple[
             replica.sampler.load_state_dict(state["sampler"])
         if replica.diloco is not None:
             replica.diloco.shared.data_order = replica.sampler.order
+            replica.diloco.shared.begun_after = session.totals.steps - replica.diloco.steps
             if source != replica.number:  # it keeps what all agree on; where gradients are averaged, that is everything
                 replica.diloco.begin_from_global()
                 replica.inner.optimizer.state.clear()
