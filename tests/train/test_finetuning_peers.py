@@ -48,6 +48,8 @@ class Peer:
     def make(self) -> None:
         """With random numbers that all threads share, so while nobody trains, or where they don't matter."""
         self.session = self._make(self.fleet, self._note)
+        for replica in self.session.replicas:  # NumPy crashes where one thread swaps its generator and another reads it
+            replica.random_state = mock.MagicMock()
 
     def start(self) -> None:
         """Where the others are, if they are at work already."""
