@@ -186,6 +186,12 @@ def test_steps_that_are_given_are_kept(base: Path, sums: Path, steps: int) -> No
     assert settings.train.steps == steps
 
 
+def test_who_has_little_data_is_told_how_to_make_more_steps_of_it(base: Path, sums: Path) -> None:
+    line = finetune_line(command_line(base, data__paths=(sums,)), full=False)
+    assert "15 rows, 16 in a step and read 3 times, make 3 steps" in with_steps(line, 15, 3.0, 2)[1]
+    assert "steps" not in with_steps(line, 300, 3.0, 2)[1]
+
+
 def test_torchrun_says_how_many_replicas_there_are(
     base: Path, sums: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

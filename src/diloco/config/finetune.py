@@ -17,6 +17,7 @@ __all__ = ["EPOCHS", "finetune_line", "outer_values", "take_value", "take_word",
 
 EPOCHS = 3.0  # how often all conversations are learned from, where nothing else is said
 SHORT_RUN_ROUNDS = 50  # with fewer rounds the outer optimizer has no momentum
+FEW_STEPS = 50  # with fewer a model hardly learns, whatever the data
 
 _LONGEST = 1024
 _ROUNDS, _LONGEST_WINDOW = 10, 20
@@ -86,7 +87,8 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
         epochs: how often they are learned from.
 
     Returns:
-        The line, and how the outer optimizer was chosen, in words; empty where it was given.
+        The line, and what to know of it in words: how the outer optimizer was chosen, where it was not given, and
+        that there are few steps, where their number was not given.
     """
     given, derived = line.values, Values()
     sequences = int(given["train.batch_size"]) * replicas
@@ -104,8 +106,13 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
     chosen, words = outer_values(steps // window)
     if any(name.startswith("outer.") for name in given):
         chosen, words = {}, ""
+    if rows and steps < FEW_STEPS:
+        words += (
+            f" {rows} rows, {sequences} in a step and read {epochs:g} times, make {steps} steps, which are few to "
+            "learn in: a smaller --train.batch-size, shorter rows (--train.sequence-length) or more --epochs make more."
+        )
     values = derived | chosen | given | {"train.steps": steps}
-    return CommandLine(file=None, print_config=line.print_config, values=values), words
+    return CommandLine(file=None, print_config=line.print_config, values=values), words.strip()
 
 
 def outer_values(rounds: int) -> tuple[Values, str]:
