@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,17 @@ ROOT = Path(diloco.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in ORDER)
 
 
+@functools.cache
+def imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """All of a file, anywhere in it."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(path: Path) -> set[str]:
     """The top-level parts of the package that a file imports, anywhere in it; its version is everybody's."""
     parts: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "diloco":
             names = [node.module] if "." in node.module else [f"diloco.{alias.name}" for alias in node.names]
             parts.update(name.split(".")[1] for name in names)
@@ -68,7 +76,7 @@ def test_what_decides_is_pure(part: str) -> None:
     for path in (ROOT / part).rglob("*.py"):
         if path.name == "native.py":  # finds and loads the compiled kernels
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in imports(path):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.split(".")[0] for name in names} & impure, f"{path.name} imports {names}"
@@ -85,7 +93,7 @@ def test_what_windows_lacks_is_not_imported_there() -> None:
     """It stands under `if sys.platform != "win32"`, never at the top of a file."""
     lacking = {"fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty"}
     for path in ROOT.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in (each for each in imports(path) if not each.col_offset):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not lacking.intersection(names), f"{path.name} imports {names}"

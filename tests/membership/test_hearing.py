@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.hearing import largest_set, within_reach
+from diloco.membership.following import largest_set, within_reach
 
 PAIRS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from diloco.transport.peers.block_assembly import Assembly
 from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import block_bytes
 from tests.same import same_values
-from tests.transport.state_donors import LIMIT_S, Asker, MakeDonor, size_of, state
+from tests.transport.state_donors import LIMIT_S, Asker, Donor, MakeDonor, size_of, state
 
 
 def test_what_arrives_is_the_donors_bit_for_bit(asker: Asker, make_donor: MakeDonor) -> None:
@@ -183,19 +185,32 @@ def test_a_donor_that_keeps_the_others_waiting_is_given_up(asker: Asker, make_do
     assert asker.received_from(quick) > 0.9 * size_of(state())
 
 
-def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make_donor: MakeDonor) -> None:
-    """Cut in the middle; until the asker comes back the donor has gone on, and needed the room."""
-    donor, chunks = make_donor(state(1, finished=1)), [0]
+def moves_on(asker: Asker, donors: Iterable[Donor], *, forgets: bool = False, cuts: bool = False) -> None:
+    """Let donors do so in the middle of a transfer.
 
-    def cut(port: int, data: bytes) -> bytes:
-        chunks[0] += 1
-        if chunks[0] == 5:
-            donor.held = state(2, finished=2)
-            donor.service.cache.snapshots.clear()
-            raise ConnectionResetError("cut")
+    Args:
+        forgets: whether they need the room of the snapshot before.
+        cuts: whether the connection ends at that moment.
+    """
+    chunks = itertools.count(1)
+
+    def hook(port: int, data: bytes) -> bytes:
+        if next(chunks) == 5:
+            for donor in donors:
+                donor.held = state(2, finished=2)
+                if forgets:
+                    donor.service.cache.snapshots.clear()
+            if cuts:
+                raise ConnectionResetError("cut")
         return data
 
-    asker.streams.hook = cut
+    asker.streams.hook = hook
+
+
+def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make_donor: MakeDonor) -> None:
+    """Cut in the middle; until the asker comes back the donor has gone on, and needed the room."""
+    donor = make_donor(state(1, finished=1))
+    moves_on(asker, [donor], forgets=True, cuts=True)
     assert same_values(asker.fetch({1: donor}), {**state(2, finished=2), "fragment": 0})
     assert donor.copies == 2
 
@@ -203,31 +218,13 @@ def test_a_snapshot_that_is_gone_is_begun_anew(asker: Asker, make_donor: MakeDon
 def test_who_has_moved_on_is_heard_again_before_another_is_chosen(asker: Asker, make_donor: MakeDonor) -> None:
     """And not the one that lags, whose offer has been there all along."""
     donors = {0: make_donor(state(9, finished=0)), 1: make_donor(state(1)), 2: make_donor(state(1))}
-    chunks = [0]
-
-    def cut(port: int, data: bytes) -> bytes:
-        chunks[0] += 1
-        if chunks[0] == 5:
-            for donor in (donors[1], donors[2]):
-                donor.held = state(2, finished=2)
-                donor.service.cache.snapshots.clear()
-        return data
-
-    asker.streams.hook = cut
+    moves_on(asker, [donors[1], donors[2]], forgets=True)
     assert same_values(asker.fetch(donors), {**state(2, finished=2), "fragment": 0})
 
 
 def test_a_snapshot_that_is_still_there_is_gone_on_with(asker: Asker, make_donor: MakeDonor) -> None:
-    donor, chunks = make_donor(state(1, finished=1)), [0]
-
-    def cut(port: int, data: bytes) -> bytes:
-        chunks[0] += 1
-        if chunks[0] == 5:
-            donor.held = state(2, finished=2)
-            raise ConnectionResetError("cut")
-        return data
-
-    asker.streams.hook = cut
+    donor = make_donor(state(1, finished=1))
+    moves_on(asker, [donor], cuts=True)
     assert same_values(asker.fetch({1: donor}), {**state(1, finished=1), "fragment": 0})
     assert same_values(asker.fetch({1: donor}), {**state(2, finished=2), "fragment": 0})
     assert donor.copies == 2

@@ -3,7 +3,7 @@
 Everybody speaks for itself: whom it can't hear, for whose contribution it waits, that it leaves. What a report says of
 others counts only where this rank's own observation does not speak against it: of a replica that it hears, it waits for
 that replica's own words, or for the end of its connection. So a liar can say whom it does not hear itself, and no more;
-one that accuses two is the one to go (`diloco.membership.hearing`).
+one that accuses two is the one to go (`diloco.membership.following`).
 """
 
 from __future__ import annotations
