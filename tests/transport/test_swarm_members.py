@@ -18,6 +18,7 @@ from diloco.transport.address import Address
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission
+from diloco.transport.hivemind.search import Search
 from diloco.transport.peers.connected import Connected, join
 from diloco.transport.peers.streams import pack
 from diloco.transport.peers.transport import PeerTransport
@@ -197,11 +198,17 @@ def test_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(swarms: Swar
     assert not again.joining
 
 
-def test_of_those_who_look_at_once_one_founds_the_swarm(swarms: Swarms) -> None:
+def test_of_those_who_look_at_once_one_founds_the_swarm(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
     standing = swarms.peer(7, run="a standing peer of another run").transport
     steps = {1: 30, 2: 50, 3: 50}
-    patient = {"join_window_s": 8.0}  # so that all look, also on a machine that is busy
-    found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m], **patient) for m in steps])
+    find, all_stand = Search.find, threading.Barrier(len(steps))
+
+    async def look(search: Search) -> Any:
+        await asyncio.to_thread(all_stand.wait, LIMIT_S)
+        return await find(search)
+
+    monkeypatch.setattr(Search, "find", look)
+    found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m], join_window_s=3.0) for m in steps])
     assert [each.joining for each in found] == [True, False, True], "the lowest of those with the newest step"
     assert {each.swarm for each in found} == {found[1].swarm}
 

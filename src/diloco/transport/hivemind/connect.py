@@ -32,7 +32,6 @@ class SwarmConnected(Connected):
     """Connected to the members of a swarm."""
 
     node: Node  # this peer in the network
-    registry: Registry
     dialer: MemberDialer
     announcer: Announcer
 
@@ -40,7 +39,7 @@ class SwarmConnected(Connected):
         self.transport.connections.call(self._dial_members())
 
     async def _dial_members(self) -> None:
-        entries = self.registry.entries
+        entries = self.transport.registry.entries
         for rank in sorted(self.transport.connections.connected & entries.keys()):
             try:
                 await self.dialer.dial(await self.dialer.ask(entries[rank].address))
@@ -116,7 +115,7 @@ def _connect(
     transport.begin(view, registry, routes.open_link, member=found is None, closed=place.closed)
     if found is None:
         connections.call(announcer.announce())  # before anybody looks
-    SwarmService(transport, streams, registry, announcer.swarm, founded_step, place.status)
+    SwarmService(transport, announcer.swarm, founded_step, place.status)
     connections.post(announcer.keep_announcing)
     entries = {**(found.entries if found else {}), number: registry.entries[number]}
     table = Table(entries, found is not None, found.step if found else 0, founded_step)
@@ -126,7 +125,6 @@ def _connect(
         joining=found is not None,
         swarm=announcer.swarm,
         node=streams.node,
-        registry=registry,
         dialer=dialer,
         announcer=announcer,
     )

@@ -14,7 +14,7 @@ from diloco.protocol.registry import Entry, Registry, difference
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.status import PeerStatus
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import MAX_JSON_BYTES, STRANGERS_BYTES, pack, read_frame, within
+from diloco.transport.peers.streams import MAX_JSON_BYTES, STRANGERS_BYTES, Streams, pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
 from diloco.units import visible
 
@@ -166,19 +166,11 @@ class SwarmService:
         status: as in `SwarmPlace`.
     """
 
-    def __init__(
-        self,
-        transport: PeerTransport,
-        streams: PeerStreams,
-        registry: Registry,
-        swarm: str,
-        founded_step: int,
-        status: PeerStatus,
-    ) -> None:
+    def __init__(self, transport: PeerTransport, swarm: str, founded_step: int, status: PeerStatus) -> None:
         self._transport = transport
         self._connections = transport.connections
-        self._streams = streams
-        self._registry = registry
+        self._streams = transport.connections.streams
+        self._registry = transport.registry
         self._swarm = swarm
         self._founded_step = founded_step
         self._status = status
@@ -247,7 +239,7 @@ class SwarmService:
         await _say(answer, reader, writer)
 
 
-async def ask_peer(streams: PeerStreams, peer_id: str, question: Mapping[str, Any]) -> dict[str, Any]:
+async def ask_peer(streams: Streams, peer_id: str, question: Mapping[str, Any]) -> dict[str, Any]:
     """A peer's answer.
 
     Raises:
