@@ -71,11 +71,14 @@ class Change:
         self._policy = policy
         self._votes = votes or {}
         self._reports: dict[int, Report] = {mine.rank: mine}
+        self._stayed: tuple[Report, tuple[int, ...]] | None = None  # who stays, by a report of mine
 
     @property
     def staying(self) -> tuple[int, ...]:
         """Members of the old view that are to be members of the next one, as `who_stays` says."""
-        return who_stays(self.view, self.mine, self._replica, self._policy)
+        if self._stayed is None or self._stayed[0] is not self.mine:  # it is asked for many times between two reports
+            self._stayed = self.mine, who_stays(self.view, self.mine, self._replica, self._policy)
+        return self._stayed[1]
 
     @property
     def lost(self) -> frozenset[int]:
