@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,34 +23,67 @@ from typing import Any
 from benchmarks.finetune.task import KNOWN, WANTED, known_codes, texts, write_conversations, write_tokenizer
 
 LAYERS, WIDTH = 6, 256
-STEPS, WINDOW, SEQUENCES, LENGTH = 100, 10, 8, 39
+SEQUENCES, LENGTH = 8, 39
 STEP_S = 0.5
 BASE_LENGTH = 72
-COMMON = f"""--train.sequence-length {LENGTH} --steps {STEPS} --lora.rank 8 --inner.learning-rate 2e-3
- --evaluation.every-steps 0 --evaluation.sequences 0 --checkpoint.every-steps 0 --train.device cpu
- --monitor.console quiet --inner.warmup-steps 10 --train.threads 1"""
+COMMON = f"""--train.sequence-length {LENGTH} --lora.rank 8 --evaluation.every-steps 0 --evaluation.sequences 0
+ --checkpoint.every-steps 0 --train.device cpu --monitor.console quiet --inner.warmup-steps 10 --train.threads 1"""
 LINKS = f"--transport.bandwidth-bits-per-s 100e6 --transport.latency-s 0.1 --transport.step-time-s {STEP_S}"
 NESTEROV = "--outer.name nesterov --outer.learning-rate 0.7 --outer.momentum"
-METHODS = {
-    "synchronous": "--algorithm data-parallel",
-    "no momentum, lr 1": f"--inner-steps {WINDOW} {LINKS}",
-    "stock Nesterov .7/.9": f"--inner-steps {WINDOW} {NESTEROV} 0.9 {LINKS}",
-}
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a run is trained; ``words`` are flags of `diloco finetune`."""
+
+    name: str
+    words: str
+    steps: int = 200
+    rate: float = 4e-3  # of the inner optimizer
+    replicas: tuple[int, ...] = (2, 4)
+    seeds: int = 3
+
+
+SYNCHRONOUS = Method("synchronous", "--algorithm data-parallel", replicas=(1,))
+PLAIN = Method("no momentum, lr 1", f"--inner-steps 10 {LINKS}")
+STOCK = Method("stock Nesterov .7/.9", f"--inner-steps 10 {NESTEROV} 0.9 {LINKS}")
+TRIAL = replace(PLAIN, steps=100, rate=2e-3, replicas=(4,), seeds=1)
+METHODS = (
+    SYNCHRONOUS,
+    PLAIN,
+    replace(STOCK, seeds=1),
+    # half as long, and at half the rate
+    *(replace(each, steps=100, rate=2e-3) for each in (SYNCHRONOUS, PLAIN, STOCK)),
+    *(replace(SYNCHRONOUS, rate=rate, seeds=1) for rate in (2e-3, 8e-3)),
+    replace(PLAIN, rate=2e-3, replicas=(4,), seeds=1),
+    replace(SYNCHRONOUS, steps=100, seeds=1),
+    replace(TRIAL, rate=4e-3),
+    # one thing at a time, to see what the loss of 4 replicas hangs on
+    replace(TRIAL, name="no momentum, float32", words=f"{TRIAL.words} --codec.name float32"),
+    replace(TRIAL, name="no momentum, merged at once", words=f"{TRIAL.words} --schedule.overlap-steps 0"),
+    replace(TRIAL, name="no momentum, average rda", words=f"{TRIAL.words} --outer.average rda"),
+    replace(TRIAL, name="no momentum, H = 5", words=f"--inner-steps 5 {LINKS}"),
+    replace(TRIAL, name="Nesterov .7/.6, H = 5", words=f"--inner-steps 5 {NESTEROV} 0.6 {LINKS}"),
+    replace(TRIAL, name="Nesterov .7/.6, H = 2", words=f"--inner-steps 2 {NESTEROV} 0.6 {LINKS}"),
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("base", "runs", "table"))
     parser.add_argument("work", type=Path)
-    parser.add_argument("--base-steps", type=int, default=1100)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--base-steps", type=int, default=802, help="of 1100 that its learning rate is laid out for")
     parser.add_argument("--questions", type=int, default=100)
     given = parser.parse_args()
     if given.what == "base":
         make_base(given.work, given.base_steps, given.questions)
     elif given.what == "runs":
-        for method, replicas, seed in runs(given.seeds):
-            run_one(given.work, method, replicas, seed)
+        for name in ("base, asked as it was taught", "base"):
+            run_one(given.work, Method(name, "", steps=0), 0, 0)
+        for method in METHODS:
+            for replicas in method.replicas:
+                for seed in range(method.seeds):
+                    run_one(given.work, method, replicas, seed)
     else:
         print("\n".join(table([json.loads(line) for line in (given.work / "results.jsonl").open()])))
     return 0
@@ -81,8 +115,9 @@ def make_base(work: Path, steps: int, questions: int) -> None:
     )
     config.save_pretrained(shell)
     diloco(
-        f"train --model hf:{shell} --data {work / 'text.jsonl'} --algorithm none --replicas 1 --steps {steps} "
-        f"--inner.schedule wsd --train.sequence-length {BASE_LENGTH} --train.batch-size 8 --inner.learning-rate 2e-3 "
+        f"train --model hf:{shell} --data {work / 'text.jsonl'} --algorithm none --replicas 1 --steps 1100 "
+        f"--stop-after {steps} --inner.schedule wsd --train.sequence-length {BASE_LENGTH} --train.batch-size 8 "
+        "--inner.learning-rate 2e-3 "
         "--data-parallel-steps 0 --evaluation.every-steps 200 --evaluation.sequences 32 --checkpoint.every-steps 200 "
         f"--evaluation.sample-tokens 0 --train.device cpu --train.threads 1 --out {work / 'base-run'}"
     )
@@ -90,43 +125,38 @@ def make_base(work: Path, steps: int, questions: int) -> None:
     write_tokenizer(work / "base", learned)
 
 
-def runs(seeds: int) -> Iterator[tuple[str, int, int]]:
-    """Method, replicas and seed of every run."""
-    yield "base, asked as it was taught", 0, 0
-    yield "base", 0, 0
-    for method in METHODS:
-        for replicas in (1,) if method == "synchronous" else (2, 4):
-            for seed in range(seeds):
-                yield method, replicas, seed
-
-
-def run_one(work: Path, method: str, replicas: int, seed: int) -> None:
+def run_one(work: Path, method: Method, replicas: int, seed: int) -> None:
     """Train and evaluate, unless the result is there."""
     results = work / "results.jsonl"
     done = [json.loads(line) for line in results.open()] if results.exists() else []
-    if any((each["method"], each["replicas"], each["seed"]) == (method, replicas, seed) for each in done):
+    name = {
+        "method": method.name,
+        "steps": method.steps,
+        "rate": method.rate if method.steps else None,
+        "replicas": replicas,
+        "seed": seed,
+    }
+    if any(name.items() <= each.items() for each in done):
         return
     place, started_s = work / "run", time.time()
     shutil.rmtree(place, ignore_errors=True)
     summary: dict[str, Any] = {}
     asked, model = f"--questions {work / 'test.jsonl'} --answer-tokens 8", f"{place}"
-    if method in METHODS:
+    if method.steps:
         # the same number of sequences in every step, whatever the number of replicas
         diloco(
             f"finetune {work / 'base'} --data {work / 'train.jsonl'} --out {place} --seed {seed} --replicas {replicas} "
-            f"--train.batch-size {SEQUENCES // replicas} {COMMON} {METHODS[method]}"
+            f"--train.batch-size {SEQUENCES // replicas} --steps {method.steps} --inner.learning-rate {method.rate} "
+            f"{COMMON} {method.words}"
         )
         summary = json.loads((place / "summary.json").read_text())
     else:
         model = f"{work / 'base'} --sequence-length {LENGTH}"
-        if method != "base":
+        if method.name != "base":
             asked = f"--questions {work / 'known.jsonl'} --answer-tokens 1"
     train_s = time.time() - started_s
     told = json.loads(diloco(f"evaluate {model} --json {asked}"))
-    record = {
-        "method": method,
-        "replicas": replicas,
-        "seed": seed,
+    record = name | {
         "loss": told["heldout_loss"],
         "accuracy": told["accuracy"],
         "questions": told["questions"],
@@ -152,28 +182,39 @@ def diloco(words: str) -> str:
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:
     """Rows of Markdown: means over seeds, and how far apart the seeds are."""
-    keys = list(dict.fromkeys((each["replicas"], each["method"]) for each in records))
-    alone = [each for each in records if each["method"] == "synchronous"]
-    columns = "replicas | method | seeds | loss on answers | to synchronous | right | points | sent | CU | minutes"
-    yield f"| {columns} |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for replicas, method in sorted(keys, key=lambda key: key[0]):
-        of = [each for each in records if (each["replicas"], each["method"]) == (replicas, method)]
-        losses, right = [each["loss"] for each in of], mean(each["accuracy"] for each in of)
+    columns = ["steps", "replicas", "method", "rate", "seeds", "loss on answers", "to synchronous", "to its best rate"]
+    columns += ["right", "points", "sent", "CU", "minutes"]
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + "---|" * len(columns)
+    parts = ("steps", "replicas", "method", "rate")
+    groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for each in records:
+        groups.setdefault(tuple(each[part] for part in parts), {})[each["seed"]] = each
+    for (steps, replicas, method, rate), of in sorted(groups.items(), key=lambda group: group[0][:2]):
+        losses, right = [each["loss"] for each in of.values()], mean(each["accuracy"] for each in of.values())
         loss = f"{mean(losses):.4f}" + (f" ({min(losses):.4f} to {max(losses):.4f})" if len(of) > 1 else "")
-        row = [str(replicas or ""), method, str(len(of)), loss]
+        row = [str(steps or ""), str(replicas or ""), method, f"{rate:g}" if steps else "", str(len(of)), loss]
         if replicas > 1:
-            utilization = mean(each["compute_utilization"] for each in of)
+            # synchronous runs of as many steps with these seeds, by their rate
+            alone = {
+                key[3]: [one[seed] for seed in of]
+                for key, one in groups.items()
+                if key[::2] == (steps, "synchronous") and of.keys() <= one.keys()
+            }
+            means = {key: mean(each["loss"] for each in one) for key, one in alone.items()}
+            best = min(means, key=lambda key: means[key])
+            utilization = mean(each["compute_utilization"] for each in of.values())
             row += [
-                f"{mean(losses) / mean(each['loss'] for each in alone) - 1:+.1%}",
+                f"{mean(losses) / means[rate] - 1:+.1%}",
+                f"{mean(losses) / means[best] - 1:+.1%}",
                 f"{right:.1%}",
-                f"{100 * (right - mean(each['accuracy'] for each in alone)):+.1f}",
-                f"{mean(each['sent_bytes'] for each in of) / 1e6:.2f} MB",
+                f"{100 * (right - mean(each['accuracy'] for each in alone[best])):+.1f}",
+                f"{mean(each['sent_bytes'] for each in of.values()) / 1e6:.2f} MB",
                 f"{utilization:.1%}",
-                f"{STEPS * STEP_S / utilization / 60:.2f}",
+                f"{steps * STEP_S / utilization / 60:.2f}",
             ]
         else:
-            row += ["", f"{right:.1%}", "", "", "", ""]
+            row += ["", "", f"{right:.1%}", "", "", "", ""]
         yield f"| {' | '.join(row)} |"
 
 
