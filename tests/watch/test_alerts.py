@@ -73,8 +73,9 @@ LOSES_2 = view(1, (0, 1), at=10, left=(2,), lost=(2,))
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
-        ([LOSES_2, step(210)], ["replica 2"]),
-        ([LOSES_2, step(211)], []),  # long ago
+        ([LOSES_2, *(step(number) for number in range(150, 211))], ["replica 2"]),
+        ([LOSES_2, *(step(number) for number in range(152, 212))], ["replica 2"]),  # steps are quick
+        ([LOSES_2, *(step(number) for number in range(151, 212))], []),  # long ago
         ([LOSES_2, view(2, (0, 1, 2), at=20, joined=(2,))], []),  # it is back
         ([LOSES_2, view(2, (0, 1, 7), at=20, joined=(7,))], []),  # another has taken its place
         ([LOSES_2, view(2, (0,), at=11, left=(1,), lost=(1,)), view(3, (0, 7), at=20, joined=(7,))], ["replica 2"]),
@@ -94,10 +95,11 @@ def test_of_a_process_without_which_the_others_go_on_nothing_more_is_expected() 
     """Its folder is still there. What it told last is no alert for ever: it is neither silent nor slow."""
     run = history([started(num_replicas=3), *steps(20)], process="replica 0")
     history([started(), *steps(20)], process="replica 1", into=run)
-    history([started(), *steps(20, step_s=9.0), step(21, math.nan), saved(100, 99)], process="replica 2", into=run)
+    told = [started(), *steps(20, step_s=9.0), step(21, math.nan), saved(100, 99)]
+    history(told, process="replica 2", into=run, time_s=NOW_S - 61)
     kinds = ["silent", "silent", "silent", "not finite", "disk", "slow"]
     assert [alert.kind for alert in alerts(run, after_s=99)] == kinds
-    history([LOSES_2, step(211)], process="replica 0", into=run)
+    history([LOSES_2, step(211)], process="replica 0", into=run, time_s=NOW_S - 61)
     assert [(alert.kind, alert.who) for alert in alerts(run, after_s=99)] == [
         ("silent", "replica 0"),
         ("silent", "replica 1"),
@@ -130,8 +132,8 @@ def test_a_digest_that_differs_is_told_for_some_rounds() -> None:
 
 @pytest.mark.parametrize("given", [{"loss": math.nan}, {"gradient_norm": math.inf}])
 def test_numbers_that_are_none(given: dict[str, float]) -> None:
-    run = history([started(), step(1, **given)])
-    (alert,) = alerts(run)
+    run = history([started(), step(1, **given)], time_s=NOW_S - 61)
+    (alert,) = alerts(run, after_s=-61)
     assert (alert.kind, alert.step) == ("not finite", 1)
     history([step(number) for number in range(2, 203)], into=run)
     assert alerts(run) == []

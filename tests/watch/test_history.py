@@ -106,7 +106,7 @@ def test_a_gradient_norm_far_above_the_median_is_kept_and_one_that_is_no_number_
     norms = [1.0] * 20 + [7.0, math.nan, 1.0]
     run = history([started(), *(step(n, gradient_norm=norm) for n, norm in enumerate(norms, start=1))])
     assert [(spike.step, spike.norm, spike.median) for spike in run.first.spikes] == [(21, 7.0, 1.0)]
-    assert list(run.first.not_finite) == [22]
+    assert [number for number, _ in run.first.not_finite] == [22]
 
 
 def test_the_best_evaluation_stays() -> None:

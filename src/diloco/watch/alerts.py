@@ -11,11 +11,11 @@ from diloco.errors import ConfigurationError
 from diloco.units import format_bytes, format_duration
 from diloco.watch.history import RunHistory
 from diloco.watch.members import GONE, Seen
-from diloco.watch.records import numbers, text, whole
+from diloco.watch.records import number, numbers, text, whole
 
 __all__ = ["Alert", "Thresholds", "find_alerts"]
 
-_LATELY = 200  # inner steps for which a single event stays worth an alert
+_LATELY, _LATELY_S = 200, 60.0  # a single event stays worth an alert for so many inner steps, and for so long
 _ROUNDS_LATELY = 5  # the same for rounds, of one fragment
 
 
@@ -83,6 +83,12 @@ def _named(run: RunHistory, name: str) -> str:
     return name if len(run.processes) > 1 or name else "the run"
 
 
+def _lately(run: RunHistory, step: int, told_s: float | None) -> bool:
+    """Whether what was told at a step is no old news: 200 steps may be over before anybody has seen it."""
+    newest_s = run.first.newest_s
+    return run.step - step <= _LATELY or bool(told_s and newest_s and newest_s - told_s <= _LATELY_S)
+
+
 def _away(run: RunHistory, seen: Sequence[Seen]) -> set[str]:
     """Processes of which nothing more is expected: they have ended, or the others go on without them."""
     over = {name for name, process in run.processes.items() if process.over}
@@ -114,7 +120,7 @@ def _lost(run: RunHistory) -> Iterator[Alert]:
         members, joined, left = (numbers(record, name) for name in ("members", "joined", "left"))
         gone = sorted({*numbers(record, "lost")} - {*run.expected})
         replaced = len(run.expected) >= len(members) - len(joined) + len(left)
-        if not members or not gone or replaced or run.step - record["step"] > _LATELY:
+        if not members or not gone or replaced or not _lately(run, record["step"], number(record, "time_s")):
             continue
         who = f"replica{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
         words = f"{who} {'are' if len(gone) > 1 else 'is'} gone without a word: {text(record, 'reason')}."
@@ -147,15 +153,14 @@ def _rounds(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
 
 
 def _numbers(run: RunHistory, thresholds: Thresholds) -> Iterator[Alert]:
-    now = run.step
     for name, process in run.processes.items():
         who = _named(run, name)
-        if process.not_finite and now - process.not_finite[-1] <= _LATELY:
-            step = process.not_finite[-1]
+        if process.not_finite and _lately(run, *process.not_finite[-1]):
+            step, _ = process.not_finite[-1]
             words = f"The loss or the gradient norm of {who} was no finite number."
             yield Alert("error", "not finite", who, words, step)
         high = [each for each in process.spikes if each.norm > thresholds.gradient_norm_factor * each.median]
-        if high and now - high[-1].step <= _LATELY:
+        if high and _lately(run, high[-1].step, high[-1].told_s):
             spike = high[-1]
             factor = spike.norm / spike.median
             words = f"The gradient norm of {who} was {spike.norm:.3g}, {factor:.1f}x the median of those before."

@@ -31,6 +31,7 @@ class Spike:
     step: int
     norm: float
     median: float
+    told_s: float | None  # by the clock of its process
 
 
 class _Median:
@@ -72,8 +73,8 @@ class ProcessHistory:
     interrupted: str = ""  # the signal that stopped it; "" for none
     # gradient norms far above the median, newest last
     spikes: deque[Spike] = field(default_factory=lambda: deque(maxlen=32))
-    # steps whose loss or gradient norm was no finite number, newest last
-    not_finite: deque[int] = field(default_factory=lambda: deque(maxlen=32))
+    # steps whose loss or gradient norm was no finite number, newest last, each with when it was told
+    not_finite: deque[tuple[int, float | None]] = field(default_factory=lambda: deque(maxlen=32))
     newest_s: float | None = None  # when it wrote its newest record, by its own clock; None before
     _began_s: float | None = None
     # fragment -> its round of this outer step, of the replica that told of it first
@@ -164,11 +165,11 @@ class ProcessHistory:
         if any(
             values[name] is not None and not math.isfinite(values[name] or 0.0) for name in ("loss", "gradient_norm")
         ):
-            self.not_finite.append(int(record["step"]))
+            self.not_finite.append((int(record["step"]), self.newest_s))
         if norm is not None and math.isfinite(norm):
             median = self._norms.value
             if median is not None and norm > _SPIKE * median > 0:
-                self.spikes.append(Spike(int(record["step"]), norm, median))
+                self.spikes.append(Spike(int(record["step"]), norm, median, self.newest_s))
             self._norms.add(norm)
         if step_s is not None and math.isfinite(step_s):
             self._step_s.add(step_s)
