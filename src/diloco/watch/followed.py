@@ -21,6 +21,7 @@ __all__ = ["FollowedFolder", "FollowedSwarm", "flat_settings"]
 
 _METRICS = "metrics.jsonl"
 _LONGEST_VALUE = 200
+_PIECES = 4  # of each file, that are taken in before the page is made anew
 
 
 class FollowedFolder:
@@ -47,6 +48,9 @@ class FollowedFolder:
     def read(self) -> bool:
         """Take in what was written since the last time, or some of it; whether more is there already."""
         self._find_replicas()
+        return all(self._read_piece() for _ in range(_PIECES))
+
+    def _read_piece(self) -> bool:
         more = False
         for name, tail in self._tails.items():
             afresh, records = tail.read()

@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 _LONGEST_TEXT = 4_000
 _MOST_NUMBERS = 1_024
 _LARGEST = 2**53  # whole numbers up to here are the same in a browser
-_READ_BYTES = 1 << 19  # what `Tail.read` takes in at once, and the longest line that it understands
+_READ_BYTES = 1 << 17  # what `Tail.read` takes in at once, and the longest line that it understands
 
 
 def parse(line: bytes) -> Record | None:
