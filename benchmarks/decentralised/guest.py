@@ -26,19 +26,28 @@ _TINY = 256
 class Guest:
     """The peer as its host sees it.
 
+    Args:
+        in_node: what a command begins with that is to run where the peer is; empty: where its host is.
+
     Attributes:
         said: what happened -> when on the clock `time.monotonic`, and what it said beside.
     """
 
     def __init__(
-        self, job: Job, number: int, address: str, known: Sequence[str], module: str = "benchmarks.decentralised.guest"
+        self,
+        job: Job,
+        number: int,
+        address: str,
+        known: Sequence[str],
+        module: str = "benchmarks.decentralised.guest",
+        in_node: Sequence[str] = (),
     ) -> None:
         given = {"job": job.to_record(), "number": number, "address": address, "known": list(known)}
         self.said: dict[str, Any] = {"number": number, "started": time.monotonic()}
         self._limit_s = job.timeout_s
         self._buffered = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(given)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [*in_node, sys.executable, "-m", module, json.dumps(given)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def wait_for(self, event: str) -> None:

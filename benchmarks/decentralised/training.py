@@ -41,6 +41,7 @@ class Trainer:
         work: see `work_of`.
         transport: to the others.
         computes: whether a step does matrix products before its pause, or only pauses.
+        pause_s: how long.
         on_event: see `DiLoCo`.
 
     Attributes:
@@ -48,11 +49,18 @@ class Trainer:
     """
 
     def __init__(
-        self, work: Work, transport: Transport, *, computes: bool, on_event: Callable[[Event], None] | None = None
+        self,
+        work: Work,
+        transport: Transport,
+        *,
+        computes: bool,
+        pause_s: float = _PAUSE_S,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.model = Layers(work)
         self.loop = InnerLoop(work, self.model, transport.replica)
         self.steps: list[tuple[float, float, float]] = []
+        self._pause_s = pause_s
         self._factor = torch.randn(_WIDTH, _WIDTH) if computes else None
         self.diloco = DiLoCo(
             self.model,
@@ -70,7 +78,7 @@ class Trainer:
             for _ in range(_PRODUCTS):
                 torch.mm(self._factor, self._factor)
         computed_s = time.monotonic()
-        time.sleep(_PAUSE_S)
+        time.sleep(self._pause_s)
         self.loop.update(self.diloco.steps + 1)
         updated_s = time.monotonic()
         self.diloco.step()
