@@ -90,7 +90,7 @@ FITTED: dict[Wire, Fitted] = {
         median_error=0.0249,
         largest_error=0.1650,
     ),
-    "hivemind": Fitted(typical=(0.6, 0.0, 0.0), careful=(0.6, 0.0, 5.0), rounds=65, rounds_error=0.154),
+    "hivemind": Fitted(typical=(0.75, 0.0, 0.0), careful=(0.75, 1.25, 3.5), rounds=152, rounds_error=0.123),
 }
 """Emulated WANs of 30, 100 and 300 ms; see benchmarks/simulator."""
 
