@@ -75,9 +75,10 @@ def test_a_peer_to_which_nobody_can_open_a_connection_is_a_full_member(swarms: S
     assert all(torch.equal(average.values, averages[0].values) for average in averages)
     assert averages[0].contributors == (0, 1, 2)
     seen = swarms.look(9, [first])
-    assert {each.number: (each.problem, each.status["words"]) for each in seen} == {
-        m: ("", f"of peer {m}") for m in range(3)
-    }, "who looks hears of the hidden one, too"
+    told = {each.number: (each.problem, *(each.status[name] for name in ("words", "members", "step"))) for each in seen}
+    steps = {each.replica: each.step for each in transports}
+    expected = {m: ("", f"of peer {m}", [0, 1, 2], steps[m]) for m in range(3)}
+    assert told == expected, "who looks hears of the hidden one, too"
 
 
 def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answers(
