@@ -166,7 +166,7 @@ def compare(case: Case, before: Version, after: Version, text: Path) -> list[str
             folder = runs[1].parent / f"resumed {name}"
             shutil.copytree(stopped, folder)
             version.resume(folder)
-            if end(folder) == (digests, losses):
+            if end(folder) == end(runs[name == "new"]):
                 resumed.append(name)
             else:
                 wrong.append(f"resumed {name}: another end")
