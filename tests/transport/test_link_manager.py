@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from diloco.errors import TransportError
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
+from diloco.transport.peers import inbox
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.link_manager import LinkManager
+from diloco.transport.peers.payload_connection import Head, Part
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import pack
 from diloco.transport.peers.tcp_streams import TcpStreams
@@ -110,6 +113,14 @@ def linked(pair: tuple[End, End], streams: int = 1) -> tuple[ReliableLink, Relia
     assert isinstance(first, ReliableLink), first
     assert isinstance(second, ReliableLink), second
     return first, second
+
+
+def wait_for(end: End, come: Callable[[], Any]) -> None:
+    for _ in range(2000):
+        if come():
+            return
+        end.connections.call(asyncio.sleep(0.01))
+    raise AssertionError("it has not come")
 
 
 def wait(work: Any) -> None:
@@ -247,6 +258,31 @@ def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[End
     assert room.item() == 1
     with pytest.raises(TransportError, match="12 bytes came instead of 16"):
         wait(second.receive(torch.empty(4), 0))
+
+
+def test_a_message_of_two_sizes_ends_the_connection_that_waited_with_the_second(
+    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "_MOST_EARLY_BYTES", 1)  # so that nothing begins before somebody waits for it
+    first, second = linked(pair, streams=2)
+    wait_for(pair[0], lambda: len(first.connections) == len(second.connections) == 2)
+    raised: list[Any] = []
+    pair[1].in_loop(lambda: asyncio.get_running_loop().set_exception_handler(lambda _, about: raised.append(about)))
+
+    def begin(connection: int, number: int, total: int) -> None:
+        head = Head(b"D", number, number, total, 0, 4, xxhash.xxh3_64_intdigest(bytes(4)))
+        way = first.connections[connection]
+        way._parts[number, 0] = Part(head, memoryview(b""), acknowledged=True)
+        pair[0].in_loop(lambda: way.transport.write(head.pack() + bytes(4)))
+
+    begin(0, 1, 8)  # alone, it may be early
+    wait_for(pair[1], lambda: second.inbox._incoming)
+    begin(0, 2, 8)
+    begin(1, 2, 16)
+    wait_for(pair[1], lambda: all(each._waits for each in second.connections.values()))
+    second.receive(torch.empty(8, dtype=torch.uint8), 2)
+    wait_for(pair[1], lambda: "as one of 16" in second.why)
+    assert not raised
 
 
 STRANGE = [

@@ -132,7 +132,12 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     def go_on_reading(self) -> None:
         """There may be room by now for the part that waits."""
-        if self._waits and self._head is not None and self._link.inbox.has_room(self._head):
+        try:
+            has_room = self._waits and self._head is not None and self._link.inbox.has_room(self._head)
+        except TransportError as error:  # the message has begun otherwise over another connection
+            self.end(str(error))
+            return
+        if has_room:
             self._waits = False
             self._read_on()
 
