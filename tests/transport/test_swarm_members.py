@@ -241,10 +241,10 @@ def test_who_waits_for_one_that_looks_and_does_not_begin_is_told_whom(swarms: Sw
     looks = {"join_window_s": 60.0}
     waiting = at_once(
         [
-            lambda: swarms.peer(1, [standing], held_step=90, **looks, rendezvous_timeout_s=5.0),
-            lambda: swarms.peer(2, [standing], held_step=50, rendezvous_timeout_s=2.0),
-            lambda: swarms.peer(3, [standing], run="fresh", **looks, rendezvous_timeout_s=5.0),
-            lambda: swarms.peer(4, [standing], run="fresh", **looks, rendezvous_timeout_s=2.0),
+            lambda: swarms.peer(1, [standing], held_step=90, **looks, rendezvous_timeout_s=6.0),
+            lambda: swarms.peer(2, [standing], held_step=50, rendezvous_timeout_s=3.5),
+            lambda: swarms.peer(3, [standing], run="fresh", **looks, rendezvous_timeout_s=6.0),
+            lambda: swarms.peer(4, [standing], run="fresh", **looks, rendezvous_timeout_s=3.5),
         ]
     )
     assert "replica 1 of run 'run', which has a checkpoint of step 90, looks for the others, too" in str(waiting[1])
