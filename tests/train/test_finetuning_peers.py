@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -18,7 +18,9 @@ from diloco.model.build import with_vocabulary
 from diloco.train.fleet.torch_fleet import TorchFleet
 from diloco.train.joining import follow_views, join_run
 from diloco.train.session import Session
+from diloco.train.stopping import StopAsked
 from diloco.transport.address import Address
+from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from tests.finetuning import write_base, write_sums
 from tests.train.test_finetuning import plan_of
@@ -60,7 +62,7 @@ class Peer:
 
     def _train(self) -> None:
         last = None
-        stop = mock.MagicMock(signal=None, interrupting=nullcontext)
+        stop = mock.MagicMock(signal=None, interrupting=self._interrupting)
         try:
             while not self._killed.is_set() and (last is None or self.session.totals.steps < last):
                 follow_views(self.fleet, self.session, stop, self._note)
@@ -71,6 +73,12 @@ class Peer:
                 self.fleet.finish()
         finally:
             self.fleet.close()
+
+    @contextmanager
+    def _interrupting(self) -> Iterator[None]:
+        if self._killed.is_set():
+            raise StopAsked
+        yield
 
     def _note(self, event: Event) -> None:
         with self._changed:
@@ -84,8 +92,14 @@ class Peer:
         def come() -> bool:
             return any(getattr(event, "contributors", ()) == replicas for event in self.events[before:])
 
+        self._wait_for(come, f"round of {replicas}")
+
+    def wait_until_it_looks_for_the_others(self) -> None:
+        self._wait_for(lambda: any(map(looks, self.events)), "search")
+
+    def _wait_for(self, come: Callable[[], bool], what: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(come, LIMIT_S), f"no round of {replicas}: {self.events[-9:]}"
+            assert self._changed.wait_for(come, LIMIT_S), f"no {what}: {self.events[-9:]}"
 
     def kill(self) -> None:
         """Its connections end between two steps, and it has told nobody."""
@@ -95,7 +109,16 @@ class Peer:
     def end(self) -> None:
         """All at one step."""
         self._asked.set()
-        self._thread.join()
+        self._thread.join(LIMIT_S)
+        if self._thread.is_alive():
+            self._killed.set()
+            self.fleet.close()
+            self._thread.join()
+            raise AssertionError(f"it did not end: {self.events[-9:]}")
+
+
+def looks(event: Event) -> bool:
+    return isinstance(event, Note) and "looks for the others" in event.text
 
 
 class Peers:
@@ -168,17 +191,23 @@ def test_who_loses_the_others_in_the_shared_start_joins_them_after_it(begin: Cal
     assert first.digest == second.digest == third.digest != ""
 
 
-def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(begin: Callable[..., Peers]) -> None:
+def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
+    begin: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The founder trains only once others have joined: else they could found another view meanwhile."""
     peers = begin(data_parallel_steps=100_000)
     first, second, third = peers.all
-    for each in peers.all:
-        connections = each.fleet.transport.connections
-        connections.post(connections.give_up, {0, 1, 2} - {each.fleet.transport.replica})
+    with monkeypatch.context() as cut:
+        cut.setattr(TcpStreams, "open", mock.AsyncMock(side_effect=ConnectionRefusedError("cut off")))
+        for each in peers.all:
+            connections = each.fleet.transport.connections
+            connections.post(connections.give_up, {0, 1, 2} - {each.fleet.transport.replica})
+        for each in peers.all:
+            each.wait_until_it_looks_for_the_others()
     first.wait_for_round_of(0, 1, 2)
     for each in peers.all:
         each.end()
     assert first.digest == second.digest == third.digest != ""
     events = [event for each in peers.all for event in each.events]
-    looked = max(event.step for event in events if isinstance(event, Note) and "looks for the others" in event.text)
+    looked = max(event.step for event in events if looks(event))
     assert min(event.step for event in events if isinstance(event, ViewChanged)) <= looked + 1
