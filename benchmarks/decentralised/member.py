@@ -122,7 +122,6 @@ def main(arguments: Sequence[str]) -> None:
         if connected.joining:
             join(connected, job.timeout_s)
         wait_for_members(transport, job.num_replicas, job.timeout_s)
-        transport.tick()
         trains = trainer()
     else:
         trains = trainer()

@@ -47,7 +47,6 @@ class Program(base.Program):
         if self.replica:
             self.transport = become_member(self._make(self.known), self.job.timeout_s)
         wait_for_members(self.transport, self.job.num_replicas - 1, self.job.timeout_s)
-        self.transport.tick()
         self.trainer = Trainer(work_of(self.job.values), self.transport, computes=True)
         self._training = threading.Thread(target=self._train, daemon=True)
 

@@ -146,4 +146,8 @@ class Transport(abc.ABC):
         return fetched
 
     def tick(self) -> None:  # noqa: B027 - a transport without a virtual clock has nothing to do
-        """One inner step of this replica is done; a virtual clock moves on."""
+        """One inner step of this replica is done; a virtual clock moves on.
+
+        `DiLoCo` calls it in each of its steps. Who trains with `DiLoCo` does not: one call more, and those who join
+        later begin a step too late, and may miss a round that the others then wait for.
+        """
