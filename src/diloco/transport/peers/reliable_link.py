@@ -234,4 +234,4 @@ class ReliableLink:
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    return values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(b"")
+    return values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
