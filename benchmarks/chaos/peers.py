@@ -69,9 +69,9 @@ class Peers:
         return ["train", *self.settings.arguments(), *numbered, "--data", str(self._data), "--out", str(folder), *where]
 
     def _torch(self, peer: int) -> list[str]:
-        """The same command whenever it is started, but for the rendezvous: any replica that lives."""
+        """The same command whenever it is started, but for the rendezvous: any replica that lives and has trained."""
         meeting = f"{self.network.address(1)}:{self._port}"
-        for other in self._somebody(peer):
+        for other in self._somebody(peer) or [each for each in self.others(peer) if each.tail.facts][:1]:
             told = other.tail.facts["control addresses"]
             meeting = re.findall(rf"\b{other.life.peer} at ([^\s,]+)", told)[0]
         place = ["--replica", str(peer), "--rendezvous", meeting, "--out", str(self.folder / f"peer-{peer}")]
