@@ -132,6 +132,19 @@ def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_ano
         wait_for_members(fleet.transport, 3)  # who joined first hears last of who joined after it
 
 
+def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet) -> None:
+    """It counted on that view the next time, and went on alone in it, while the others went on without it."""
+    fleets = meet(3)
+    fleets[0].transport.step = 30
+    assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(3)]) == [None] * 3
+    with pytest.raises(RendezvousError, match="too few came"):
+        fleets[0].gather(0.01)
+    for fleet in fleets[1:]:
+        fleet.transport.close()
+    with pytest.raises(RendezvousError, match="has looked for the others for"):
+        fleets[0].rejoin(1.5)
+
+
 def test_a_minority_founds_nothing_and_ends_when_its_owner_said_so(meet: Meet) -> None:
     """Two others may be going on, as far as it knows. Its port refuses nobody, which would look as if it had ended."""
     fleets = meet(3)

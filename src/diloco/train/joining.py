@@ -24,6 +24,7 @@ from diloco.waiting import waiting_for
 
 __all__ = ["OVER", "come_back", "find_beginning", "follow_views", "join_run"]
 
+_GATHER_S = 60.0  # then it looks again: the others may have found each other without it
 _AGAIN_S = 1.0
 
 OVER = "the others, who have finished"  # what stops a replica that comes back when nobody is left to join
@@ -158,7 +159,7 @@ def come_back(
     if not fleet.joining:
         if replica.diloco is not None:
             with looking():
-                fleet.gather(timeout_s)
+                fleet.gather(min(timeout_s, _GATHER_S))
         return
     if diloco is not None:
         diloco.take_over(fleet.view.members, keep_work=True)

@@ -50,6 +50,7 @@ class PeerFleet(Fleet):
         self._changed = threading.Condition()
         self._news: list[NextView] = []
         self._lost_view: View | None = None
+        self._gathering = False  # whether it has founded a view to which too few have come so far
         self._link_words: Mapping[int, str] = {}
         self.joining = False  # whether the others were at work already when this process came, or came back
         if connected is not None:
@@ -187,8 +188,11 @@ class PeerFleet(Fleet):
             TransportError: if nobody is found in time, or they refuse. It may be called again.
         """
         lost, state = self.transport, self.state_dict()
-        self._lost_view = lost.last_view or self._lost_view
-        assert self._lost_view is not None, "only a member can lose the others"
+        last = lost.last_view or self._lost_view
+        assert last is not None, "only a member can lose the others"
+        if self._gathering and self._lost_view is not None:  # nobody trained in the view that too few came to
+            last = dataclasses.replace(self._lost_view, id=last.id)
+        self._lost_view, self._gathering = last, False
         self._connect(self._connect_again(self._lost_view, patience_s))
         self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
         self.transport.step = lost.step
@@ -217,10 +221,12 @@ class PeerFleet(Fleet):
         def awaited() -> str:
             return f"enough of replicas {', '.join(map(str, last.members))} to be back"
 
+        self._gathering = True
         with waiting_for(awaited, timeout_s), self._changed:
             self._changed.wait_for(lambda: enough() or self.failure is not None, timeout_s)
         if not enough():
             raise RendezvousError(f"Replica {self.transport.replica} founded another view, and too few came to it.")
+        self._gathering = False
 
     def tell_finished(self) -> None:
         """All steps are done: tell those who come back later. That may fail."""

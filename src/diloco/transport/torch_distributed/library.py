@@ -113,8 +113,8 @@ def replica_connection(
             diloco.take_over(connected.transport.view.members)
             diloco.steps = join(connected, timeout_s=60)
 
-    Who comes back begins after the step of the others' transports. A loop that goes on from a checkpoint therefore saves
-    and loads ``connected.transport.state_dict()`` beside that of `DiLoCo`.
+    Who comes back begins after the step of the others' transports. A loop that goes on from a checkpoint therefore
+    saves and loads ``connected.transport.state_dict()`` beside that of `DiLoCo`.
     """
     place = Place(
         replica=replica, num_replicas=num_replicas, rendezvous=parse_address(rendezvous, key="the rendezvous")
