@@ -137,12 +137,28 @@ def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet)
     fleets = meet(3)
     fleets[0].transport.step = 30
     assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(3)]) == [None] * 3
-    with pytest.raises(RendezvousError, match="too few came"):
+    with pytest.raises(RendezvousError, match="Too few came"):
         fleets[0].gather(0.01)
     for fleet in fleets[1:]:
         fleet.transport.close()
     with pytest.raises(RendezvousError, match="has looked for the others for"):
         fleets[0].rejoin(1.5)
+
+
+def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(meet: Meet) -> None:
+    """It counted on that view when the founder looked again, and went on alone in it."""
+    fleets = meet(5)
+    fleets[0].transport.step = 30
+    assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(5)]) == [None] * 5
+    fleets[0].close_to_joiners("")
+    assert fleets[1].join(LIMIT_S) == 30
+    for fleet in fleets[:2]:
+        with pytest.raises(RendezvousError, match="Too few came"):
+            fleet.gather(0.01)
+    for fleet in (fleets[0], *fleets[2:]):
+        fleet.transport.close()
+    with pytest.raises(RendezvousError, match="has looked for the others for"):
+        fleets[1].rejoin(1.5)
 
 
 def test_a_minority_founds_nothing_and_ends_when_its_owner_said_so(meet: Meet) -> None:

@@ -130,7 +130,9 @@ def test_who_is_gone_without_a_word_is_told_apart_from_who_has_left() -> None:
     told, view = list[Event](), View.of(4)
     following = NextView(view.followed_by(1, (0, 3), ()), view, 8, {}, "words", left=((1, 7),))
     transport = SimpleNamespace(replica=0)
-    fleet = SimpleNamespace(take_words=str, take_news=lambda: [following], failure=None, transport=transport)
+    fleet = SimpleNamespace(
+        take_words=str, take_news=lambda: [following], failure=None, gathering=False, transport=transport
+    )
     session = SimpleNamespace(totals=SimpleNamespace(steps=7))
     follow_views(cast(SwarmFleet, fleet), cast(Session, session), StopRequest(), told.append)
     (changed,) = told

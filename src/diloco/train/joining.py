@@ -98,15 +98,21 @@ def follow_views(fleet: PeerFleet, session: Session, stop: StopRequest, emit: Ca
                 reason=news.reason,
             )
         )
-    if fleet.failure is None or stop.signal is not None:
+    lost = fleet.failure is not None
+    if not (lost or fleet.gathering) or stop.signal is not None:
         return
-    emit(Note(step=step, text=f"{fleet.failure} It looks for the others."))
+    if lost:
+        emit(Note(step=step, text=f"{fleet.failure} It looks for the others."))
     limit_s = session.settings.transport.give_up_after_s
     gives_up_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     try:
         while True:
             try:
-                come_back(session, fleet, max(0.0, gives_up_s - time.monotonic()), stop.interrupting)
+                if lost:  # or it has just joined others who wait for more
+                    come_back(session, fleet, max(0.0, gives_up_s - time.monotonic()), stop.interrupting)
+                lost = True  # if too few come
+                with stop.interrupting():
+                    fleet.gather(min(session.settings.transport.rendezvous_timeout_s, _GATHER_S))
                 break
             except RunOverError:
                 raise
@@ -134,7 +140,7 @@ def come_back(
 ) -> None:
     """After this replica lost the others: take over what they have, and keep the work that is not shared yet.
 
-    If all have lost each other, one of them founds another view instead, and goes on when enough are back. In the
+    If all have lost each other, one of them founds another view instead, in which `PeerFleet.gather` waits. In the
     shared start there is nothing to take over yet: who finds the others waits for its end, and who founds ends it.
 
     Args:
@@ -157,9 +163,7 @@ def come_back(
         session.end_shared_start()
     session.open_to_joiners()
     if not fleet.joining:
-        if replica.diloco is not None:
-            with looking():
-                fleet.gather(min(timeout_s, _GATHER_S))
+        fleet.gathering = replica.diloco is not None  # gradients alone nobody can join
         return
     if diloco is not None:
         diloco.take_over(fleet.view.members, keep_work=True)

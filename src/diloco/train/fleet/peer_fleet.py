@@ -14,6 +14,7 @@ from diloco.events import Event
 from diloco.membership.quorum import enough_without
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
+from diloco.protocol.fields import Fields
 from diloco.train.fleet.base import Fleet
 from diloco.transport.base import Transport
 from diloco.transport.leader import LeaderTransport
@@ -50,7 +51,7 @@ class PeerFleet(Fleet):
         self._changed = threading.Condition()
         self._news: list[NextView] = []
         self._lost_view: View | None = None
-        self._gathering = False  # whether it has founded a view to which too few have come so far
+        self.gathering = False  # whether too few have come so far to a view that was founded after all were lost
         self._link_words: Mapping[int, str] = {}
         self.joining = False  # whether the others were at work already when this process came, or came back
         if connected is not None:
@@ -178,8 +179,22 @@ class PeerFleet(Fleet):
             RendezvousError: if the members refuse, or do not answer in time.
         """
         step = int(self._ask(lambda: join(self.connected, timeout_s)))
+        if self._talks:
+            try:
+                self._hear(self.transport.welcome_note)
+            except ValueError as error:
+                raise RendezvousError(f"What those say who let this replica in can't be read: {error}") from error
         self.joining = False
         return step
+
+    def _hear(self, told: Mapping[str, Any]) -> None:
+        """What `_follow` of a member returned when this replica joined; nothing where that had just begun.
+
+        Raises:
+            ValueError: a field is missing or is not what it should be.
+        """
+        if members := set(Fields(told).ranks("gathers") if told else ()):
+            self._lost_view, self.gathering = View(self.transport.view.id, tuple(sorted(members))), True
 
     def rejoin(self, patience_s: float) -> None:
         """After the others were lost: find them, to join them, or found another view for those who look, too.
@@ -190,10 +205,11 @@ class PeerFleet(Fleet):
         lost, state = self.transport, self.state_dict()
         last = lost.last_view or self._lost_view
         assert last is not None, "only a member can lose the others"
-        if self._gathering and self._lost_view is not None:  # nobody trained in the view that too few came to
+        if self.gathering and self._lost_view is not None:  # nobody trained in the view that too few came to
             last = dataclasses.replace(self._lost_view, id=last.id)
-        self._lost_view, self._gathering = last, False
+        self._lost_view, self.gathering = last, False
         self._connect(self._connect_again(self._lost_view, patience_s))
+        self.gathering = not self.joining
         self.transport.sent_bytes, self.transport.received_bytes = lost.sent_bytes, lost.received_bytes
         self.transport.step = lost.step
         if not self.joining:
@@ -207,26 +223,29 @@ class PeerFleet(Fleet):
         """
 
     def gather(self, timeout_s: float) -> None:
-        """As the founder of another view: wait until nobody else can be going on from the last one.
+        """In a view that was founded after all were lost: wait until nobody else can be going on from the last one.
 
         Raises:
             RendezvousError: if too few come in time.
         """
-        last, policy = self._lost_view, self.transport.policies.quorum
+        if not self.gathering:
+            return
+        last = self._lost_view
         assert last is not None, "the others were lost"
-
-        def enough() -> bool:
-            return enough_without(last, frozenset(last.members) - {*self.transport.view.members}, policy)
 
         def awaited() -> str:
             return f"enough of replicas {', '.join(map(str, last.members))} to be back"
 
-        self._gathering = True
         with waiting_for(awaited, timeout_s), self._changed:
-            self._changed.wait_for(lambda: enough() or self.failure is not None, timeout_s)
-        if not enough():
-            raise RendezvousError(f"Replica {self.transport.replica} founded another view, and too few came to it.")
-        self._gathering = False
+            self._changed.wait_for(lambda: self._enough(self.transport.view) or self.failure is not None, timeout_s)
+        if not self._enough(self.transport.view):
+            raise RendezvousError(f"Too few came to the view that was founded: {self.transport.view.members}.")
+        self.gathering = False
+
+    def _enough(self, view: View) -> bool:
+        """Whether so many of the view that was lost are in ``view`` that the rest of them can't be going on."""
+        last = self._lost_view
+        return last is None or enough_without(last, {*last.members} - {*view.members}, self.transport.policies.quorum)
 
     def tell_finished(self) -> None:
         """All steps are done: tell those who come back later. That may fail."""
@@ -237,10 +256,11 @@ class PeerFleet(Fleet):
         except Exception:  # of the DHT, whose errors have no common root
             logging.getLogger(__name__).debug("telling that the run is over failed", exc_info=True)
 
-    def _follow(self, following: NextView) -> Mapping[str, Any] | None:
+    def _follow(self, following: NextView) -> Mapping[str, Any]:
         """In the control thread: a view was adopted. Returns what those who join with it are told."""
         with self._changed:
+            lacks = self.gathering and following.view is not None and not self._enough(following.view)
             if following.view is not None:
                 self._news.append(dataclasses.replace(following, reason=self.transport.reason))
             self._changed.notify_all()
-        return None
+            return {"gathers": list(self._lost_view.members) if lacks and self._lost_view else []}

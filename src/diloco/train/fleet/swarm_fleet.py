@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from diloco.data.assignment import Assignment
 from diloco.data.shares import Shares
-from diloco.errors import RendezvousError
 from diloco.events import Event, StateFetched
 from diloco.membership.quorum import consequences
 from diloco.membership.reports import NextView
@@ -107,18 +106,15 @@ class SwarmFleet(PeerFleet):
 
     def join(self, timeout_s: float) -> int:
         step = super().join(timeout_s)
-        told = self.transport.welcome_note
-        try:
-            self.begun = Fields(told).flag("begun")
-            self.shares = Shares.from_message(Fields(told).message("shares"))
-        except ValueError as error:
-            raise RendezvousError(
-                f"replica {self.transport.replica} was let in with words that can't be understood: {error}"
-            ) from error
         self._note_members(self.num_members)
         with self._changed:
             self._assignments, self._taken = self.shares.of_member(self.transport.replica), ()
         return step
+
+    def _hear(self, told: Mapping[str, Any]) -> None:
+        super()._hear(told)
+        self.begun = Fields(told).flag("begun")
+        self.shares = Shares.from_message(Fields(told).message("shares"))
 
     def wait_for_start(self, stopped: Callable[[], bool]) -> None:
         self.transport.close_to_joiners("")
@@ -242,7 +238,7 @@ class SwarmFleet(PeerFleet):
             self.shares = Shares(going_on.chain[-1:])  # what came before is over
             self._assignments = self.shares.of_member(self.transport.replica)
 
-    def _follow(self, following: NextView) -> Mapping[str, Any] | None:
+    def _follow(self, following: NextView) -> Mapping[str, Any]:
         """The base's, and who draws what from now on, which joiners are told."""
         with self._changed:
             if following.view is not None:
@@ -257,8 +253,7 @@ class SwarmFleet(PeerFleet):
                 )
                 self._note_members(len(members))
                 self._assignments = self.shares.of_member(self.transport.replica)
-            super()._follow(following)
-            return {"shares": self.shares.to_message(), "begun": self.begun}
+            return {**super()._follow(following), "shares": self.shares.to_message(), "begun": self.begun}
 
     def _note_members(self, members: int) -> None:
         self.begun = self.begun or members >= self._start_replicas
