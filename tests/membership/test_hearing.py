@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.membership.following import largest_set, within_reach
+from diloco.membership.following import largest_set, who_stays, within_reach
+from diloco.membership.quorum import Policy
+from diloco.membership.reports import Report
+from diloco.membership.view import View
 
 PAIRS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)))
 
@@ -36,6 +40,16 @@ def test_a_single_bad_pair_costs_one_of_the_two(members: set[int], data: st.Data
 def test_one_that_accuses_two_is_the_one_to_go(members: set[int], data: st.DataObject) -> None:
     one, *others = data.draw(st.permutations(sorted(members)))
     assert largest_set(sorted(members), [(one, other) for other in others[:2]]) == tuple(sorted(members - {one}))
+
+
+@pytest.mark.parametrize(("replicas", "sayers", "goes"), [(4, 1, 3), (4, 2, 0), (5, 2, 3), (5, 3, 0)])
+def test_of_a_bad_pair_the_one_goes_of_whom_more_than_could_lie_heard_nothing_lately(
+    replicas: int, sayers: int, goes: int
+) -> None:
+    said = frozenset((replica, 0) for replica in range(1, 1 + sayers))
+    report = Report(1, 0, unheard=frozenset({(3, 0)}), unsteady=said | {(0, 3), (0, 1), (0, 2)})
+    staying = who_stays(View.of(replicas), report, 1, Policy())
+    assert staying == tuple(replica for replica in range(replicas) if replica != goes)
 
 
 def test_many_bad_pairs_of_many_members_take_no_time() -> None:

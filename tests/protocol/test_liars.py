@@ -70,6 +70,7 @@ def lies_about(liar: int, replicas: int) -> dict[str, list[Message]]:
         "nobody hears anybody": [change(liar, unheard=pairs)],
         "nobody has contributed": [change(liar, behind=frozenset((liar, other) for other in others))],
         "all say that nobody has contributed": [change(liar, behind=pairs)],
+        "all say that nothing is heard of anybody": [change(liar, unsteady=pairs)],
         "all others leave": [change(liar, left=frozenset((other, 7) for other in others), gone=others)],
         "somebody joins who is not there": [change(liar, joining=frozenset({99}))],
         "one of them joins": [change(liar, joining=others)],

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from diloco.membership.founding import Founding, Looker
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
+from diloco.protocol import events
 from diloco.protocol.rules import Policies
 from tests.membership.network import LIMITS, NUMBERS, Limits, Network, explore
 from tests.protocol.simulated import check_agreement, rank, simulated
@@ -34,6 +35,28 @@ def test_a_bad_pair_costs_one_of_the_two(numbers: list[int], replicas: int, data
     assert len(stays) == replicas - 1
     assert {one, other} - set(stays)
     assert members(network) == [tuple(stays)] * len(stays)
+
+
+@settings(max_examples=30, deadline=None)
+@given(NUMBERS, st.integers(4, 5), st.data())
+def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
+    numbers: list[int], replicas: int, data: st.DataObject
+) -> None:
+    """Property: though it has been a member for longer, and itself has heard nothing of anybody for a while."""
+    flapping, other = data.draw(st.permutations(range(replicas)))[:2]
+    network = simulated(replicas, Limits(cuts=1))
+    explore(network, [])
+    for now_s in (2.0, 4.0, 4.5):
+        for hearing in map(lambda number: rank(network, number), range(replicas)):
+            hearing.now_s = now_s
+            for sender in set(range(replicas)) - {hearing.machine.rules.rank}:
+                if (flapping in (sender, hearing.machine.rules.rank)) == (now_s == 4.5):
+                    hearing.handle(events.Received(sender, {"kind": "beat"}))
+    network.happen("cuts", flapping, other, 0)
+    explore(network, numbers)
+    assert rank(network, flapping).left
+    stays = tuple(number for number in range(replicas) if number != flapping)
+    assert members(network) == [stays] * len(stays)
 
 
 @settings(max_examples=60, deadline=None)

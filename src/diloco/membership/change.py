@@ -146,6 +146,7 @@ class Change:
             mine,
             unheard=mine.unheard | frozenset(pair for pair in told.unheard if known.issuperset(pair)),
             behind=mine.behind | frozenset(pair for pair in told.behind if members.issuperset(pair)),
+            unsteady=mine.unsteady | frozenset(pair for pair in told.unsteady if members.issuperset(pair)),
             gone=mine.gone | (told.gone & known) | frozenset(replica for replica, _ in left),
             joining=joining,
             left=left,

@@ -16,7 +16,9 @@ __all__ = ["largest_set", "next_view", "who_stays", "within_reach"]
 def who_stays(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, ...]:
     """Members of ``view`` that are to be members of the next one, ascending; maybe not ``me``.
 
-    A largest set of those who hear each other, without those who are behind if the others are enough to go on.
+    A largest set of those who hear each other, without those who are behind if the others are enough to go on. Of two
+    who don't hear each other the one goes of whom more than could lie have heard nothing for a while lately, else the
+    one that came later.
 
     Args:
         view: the one that ends.
@@ -27,9 +29,10 @@ def who_stays(view: View, mine: Report, me: int, policy: Policy) -> tuple[int, .
     there = frozenset(view.members) - mine.gone
     if policy.split == "go-on" and me in there:
         there = within_reach(me, there, mine.unheard)
-    order = [each for each in view.order if each in there]
-    said = Counter(late for _, late in mine.behind)
-    late = {each for each, times in said.items() if times >= more_than_could_lie(len(view.members))} & there
+    needed = more_than_could_lie(len(view.members))
+    unsteady = _said_by(mine.unsteady, needed)
+    order = sorted((each for each in view.order if each in there), key=lambda each: each in unsteady)
+    late = _said_by(mine.behind, needed) & there
     if late:
         in_time = largest_set([each for each in order if each not in late], mine.unheard)
         lost = frozenset(view.members) - frozenset(in_time)
@@ -120,6 +123,11 @@ def within_reach(member: int, members: Collection[int], unheard: Iterable[tuple[
         reached |= more
         waiting += more
     return frozenset(reached)
+
+
+def _said_by(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:
+    """The second ones of ``pairs`` that stand behind at least ``needed`` first ones."""
+    return {each for each, times in Counter(other for _, other in pairs).items() if times >= needed}
 
 
 def _heaviest(

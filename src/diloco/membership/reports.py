@@ -57,6 +57,8 @@ class Report:
     # pairs of replicas of which the first one hears the second one, and waited for its contribution too long, or has
     # seen that it lies
     behind: frozenset[tuple[int, int]] = frozenset()
+    # pairs of replicas of which the first one hears the second one, and heard nothing of it for some beats lately
+    unsteady: frozenset[tuple[int, int]] = frozenset()
     gone: frozenset[int] = frozenset()  # replicas whose process is known to have ended
     joining: frozenset[int] = frozenset()  # replicas that want to be members of the next view
     step: int = 0  # inner steps it has begun to synchronise
@@ -85,7 +87,7 @@ class Report:
     @property
     def known(self) -> tuple[frozenset[object], ...]:
         """All that every rank must know alike."""
-        return self.unheard, self.behind, self.gone, self.joining, self.left, self.left_commits
+        return self.unheard, self.behind, self.unsteady, self.gone, self.joining, self.left, self.left_commits
 
     @property
     def held(self) -> Commits:

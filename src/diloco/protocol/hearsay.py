@@ -57,6 +57,7 @@ def believed(
         report,
         unheard=unheard,
         behind=frozenset(pair for pair in report.behind if pair in mine.behind or speaks_of(pair[0])),
+        unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or speaks_of(pair[0])),
         gone=frozenset(each for each in report.gone if each in ended or (each != me and each not in hears)),
         left=left,
         left_commits=report.left_commits
@@ -100,7 +101,8 @@ def to_blame(
             continue
         between: set[int] = set()
         if report is not None:
-            between |= {speaker for speaker, _ in (mine.unheard ^ report.unheard) | (mine.behind ^ report.behind)}
+            said = (mine.unheard ^ report.unheard) | (mine.behind ^ report.behind) | (mine.unsteady ^ report.unsteady)
+            between |= {speaker for speaker, _ in said}
             between |= (mine.gone ^ report.gone) | (mine.joining ^ report.joining)
             between |= {each for each, _ in mine.left ^ report.left}
             if mine.left_commits != report.left_commits:

@@ -93,7 +93,7 @@ class Machine:
             case events.Received(sender, message, _, num_bytes):
                 self._receive(sender, message, num_bytes)
             case events.ConnectionMade(rank, connection, address):
-                self.roster.connect(rank, connection, address)
+                self.roster.connect(rank, connection, address, self._outbox.now_s)
             case events.ConnectionEnded(rank):
                 self.roster.disconnect(rank)
                 self.roster.in_doubt.add(rank)
@@ -187,8 +187,7 @@ class Machine:
 
     def _receive(self, sender: int, message: Mapping[str, Any], num_bytes: int) -> None:
         kind = message["kind"]
-        if sender in self.roster.words:
-            self.roster.words[sender] += 1
+        self.roster.hear(sender, self._outbox.now_s)
         if kind in _FOR_MEMBERS and not self._is_member(sender):
             return  # only members have a say
         if kind == "beat":

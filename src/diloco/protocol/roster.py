@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from diloco.membership.view import View
 from diloco.protocol.rules import Rules
 
 __all__ = ["Roster"]
+
+_REMEMBERED = 10  # so many times as long as it has to last is a silence remembered
 
 
 class Roster:
@@ -18,18 +21,40 @@ class Roster:
         self.addresses: dict[int, str] = {}  # rank -> where it listens
         # rank -> number of messages that have come over its connection, heartbeats included
         self.words: dict[int, int] = {}
+        self._heard_s: dict[int, float] = {}  # rank -> when the last of them came
+        self._quiet_s: dict[int, float] = {}  # rank -> when nothing had come for some beats
         self.in_doubt: set[int] = set()  # ranks whose connection has ended, of which it is not told yet what has become
         self._rules = rules
         self._members: dict[int, int | None] = {}  # None: it was not connected when the view began
 
-    def connect(self, rank: int, connection: int, address: str) -> None:
+    def connect(self, rank: int, connection: int, address: str, now_s: float) -> None:
         """A connection stands."""
         self.connections[rank], self.addresses[rank], self.words[rank] = connection, address, 0
+        self._heard_s[rank] = now_s
         self.in_doubt.discard(rank)
+
+    def hear(self, rank: int, now_s: float) -> None:
+        """A message has come, a heartbeat or another one."""
+        if rank in self.words:
+            self.words[rank] += 1
+            if now_s - self._heard_s[rank] > self._rules.unsteady_s:
+                self._quiet_s[rank] = now_s
+            self._heard_s[rank] = now_s
+
+    def unsteady(self, view: View, now_s: float) -> frozenset[tuple[int, int]]:
+        """This replica, and each connected one of ``view`` of which a rank has been quiet lately, or is."""
+        mine, limit_s = self._rules.replica, self._rules.unsteady_s
+        quiet = {
+            self._rules.replica_of(rank)
+            for rank in filter(self.is_connected, self._rules.ranks(view.members))
+            if now_s - self._quiet_s.get(rank, -math.inf) < _REMEMBERED * limit_s
+            or now_s - self._heard_s[rank] > limit_s
+        }
+        return frozenset((mine, each) for each in quiet - {mine})
 
     def disconnect(self, rank: int) -> None:
         """A connection has ended."""
-        for known in (self.connections, self.addresses, self.words):
+        for known in (self.connections, self.addresses, self.words, self._heard_s, self._quiet_s):
             known.pop(rank, None)
 
     def form(self, view: View) -> None:

@@ -40,6 +40,8 @@ class Rules:
     # a replica counts as late if it has not contributed to a round this long after this rank, or if its vote is due and
     # it has sent nothing for so long; None: never
     late_s: float | None = None
+    # of a rank from which nothing has come for so long, though its connection stands, this one says so for a while
+    unsteady_s: float = 3.0
     settle_s: float = 15.0  # a change of views that takes longer gives up those who keep it from its end
 
     @property

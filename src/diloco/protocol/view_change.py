@@ -105,7 +105,8 @@ class ViewChange:
             return self.known
         rounds = self._contributions.rounds
         assert rounds is not None
-        mine = replace(rounds.freeze(), step=self._contributions.step)
+        unsteady = self._roster.unsteady(rounds.view, self._outbox.now_s)
+        mine = replace(rounds.freeze(), step=self._contributions.step, unsteady=unsteady)
         size, votes = self._rules.ranks_per_replica, rounds.signed_votes()
         self.known = Change(mine, rounds.view, size, self._policies.quorum, why, votes)
         self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s / 2))

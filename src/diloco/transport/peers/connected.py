@@ -133,6 +133,7 @@ class Wire:
             piece_bytes=self.piece_bytes,
             secret=secrets.token_bytes(SECRET_BYTES),
             late_s=self.late_s,
+            unsteady_s=1.5 * self.heartbeat_s,
             settle_s=self.silence_s,
         )
         policies = Policies(
