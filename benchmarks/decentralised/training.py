@@ -68,6 +68,7 @@ class Trainer:
             transport=transport,
             schedule=SyncSchedule(inner_steps=INNER_STEPS, num_fragments=NUM_FRAGMENTS, overlap_steps=OVERLAP_STEPS),
             codec="fp4",
+            mean_codec="float32",
             on_event=on_event,
         )
 

@@ -59,9 +59,9 @@ def costs() -> tuple[list[Row], str]:
         room = f"{row['room_bytes'] / 1e9:.1f}"
         body.append([number, *cells, room, f"{row['connections']:,}", f"{row['messages']:,}"])
     text = (
-        "Bytes per value that the busiest replica moves each way in a round (AG: all-gather, RS: reduce-scatter); what "
-        f"it makes room for in a round of one fragment of 100B parameters ({FRAGMENT / 1e9:.2f}B values); connections "
-        "of one replica; messages on the whole network per round.\n\n"
+        "Bytes per value that the busiest replica moves each way in a round with means in float32 (AG: all-gather, RS: "
+        "reduce-scatter); what it makes room for in a round of one fragment of 100B parameters "
+        f"({FRAGMENT / 1e9:.2f}B values); connections of one replica; messages on the whole network per round.\n\n"
     )
     return rows, text + table(head, body)
 

@@ -1,4 +1,4 @@
-"""What one round costs by the number of replicas, counted and not simulated."""
+"""What one round costs by the number of replicas, with means in float32; counted and not simulated."""
 
 from __future__ import annotations
 
