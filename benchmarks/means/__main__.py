@@ -11,6 +11,7 @@ from pathlib import Path
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import plan_exchange
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.overheads import Conditions
@@ -40,9 +41,7 @@ def traffic() -> str:
     rows = []
     for codec in CODECS:
         for mean in CODECS:
-            plans = [
-                plan_exchange(make_codec(codec), numel, number, mean_codec=make_codec(mean)) for number in REPLICAS
-            ]
+            plans = [plan_exchange(make_codec(codec), numel, number, mean=MeanEncoding.of(mean)) for number in REPLICAS]
             rows.append([codec, mean, *(f"{p.busiest_bytes / numel:.2f} ({SHORT[p.pattern]})" for p in plans)])
     return table(["contributions", "means", *(f"M = {number}" for number in REPLICAS)], rows)
 
@@ -56,7 +55,7 @@ def utilization() -> str:
             for number in REPLICAS:
                 overheads = Conditions(congestion_control="bbr").overheads(number - 1)
                 cluster = Cluster.of([Link(rate, latency_s)] * number, WORKLOAD.step_time_s, overheads=overheads)
-                sent = WORKLOAD.traffic(SCHEDULE, [make_codec("fp4")], number, mean_codec=make_codec(mean))
+                sent = WORKLOAD.traffic(SCHEDULE, [make_codec("fp4")], number, mean=MeanEncoding.of(mean))
                 result = simulate_cycles(sent, cluster, cycles=2)
                 cells.append(f"{100 * float(result.compute_utilization):.1f}")
             rows.append([link, mean, *cells])
@@ -70,7 +69,9 @@ def main() -> None:
     text = [
         "## What a round moves",
         "Bytes per parameter that the busiest replica moves each way in a round (AG: all-gather, where no mean is "
-        "sent; RS: reduce-scatter). The rows with float32 means are those of versions without `transport.mean_codec`.",
+        "sent; RS: reduce-scatter). The rows with float32 means are those of versions without `transport.mean_codec`. "
+        "The default, `auto`, is the row of int8 from M = 8 on with contributions in int8 and fp4, else that of "
+        "float32.",
         traffic(),
         "## What that buys",
         "Compute utilisation (%), simulated: 25.2M parameters, contributions in fp4, H = 60, P = 4, tau = 10, a step "

@@ -15,6 +15,7 @@ from benchmarks.wan.plan import METHODS, Work
 from benchmarks.wan.planned import congestion_control, ways
 from benchmarks.wan.work import Layers
 from diloco.algorithm.codec import make_codec
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.measure import synchronisation_s
@@ -99,8 +100,8 @@ def predict_step_s(row: Mapping[str, Any], step_s: float) -> float:
     )
     workload = Workload(parameters=work.values, layers=work.layers, step_time_s=step_s)
     codec = make_codec(planned.get("codec") or method.options["codec"])
-    mean_codec = make_codec(method.options.get("mean_codec", "float32"))
-    traffic = workload.traffic(schedule, [codec], link.replicas, mean_codec=mean_codec)
+    means = MeanEncoding.of(method.options.get("mean_codec", "auto"))
+    traffic = workload.traffic(schedule, [codec], link.replicas, mean=means)
     sharing = max(1.0, link.replicas / CORES)
     conditions = Conditions(
         congestion_control=congestion_control(link),

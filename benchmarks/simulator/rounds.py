@@ -13,6 +13,7 @@ from benchmarks.wan.plan import GRID, LINKS, METHODS, Link, Work
 from benchmarks.wan.planned import congestion_control, ways
 from benchmarks.wan.report import round_times
 from diloco.algorithm.codec import make_codec
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.overheads import Conditions, Constants, Fitted, Wire
@@ -78,8 +79,8 @@ class Rounds:
             goodput, round_trips, queue_trips = constants
             overheads = replace(overheads, goodput=goodput, round_trips=round_trips, queue_trips=queue_trips)
         schedule = SyncSchedule(inner_steps=1)
-        codec, mean_codec = (make_codec(self.options.get(key, "float32")) for key in ("codec", "mean_codec"))
-        traffic = outer_traffic(schedule, [self.values], [codec], self.link.replicas, mean_codec=mean_codec)
+        codec, means = make_codec(self.options["codec"]), MeanEncoding.of(self.options.get("mean_codec", "auto"))
+        traffic = outer_traffic(schedule, [self.values], [codec], self.link.replicas, mean=means)
         result = simulate(traffic, Cluster.of(ways(self.link), 1.0, overheads=overheads), steps=2, measure_from=1)
         return float(result.longest_wait_s.max())
 

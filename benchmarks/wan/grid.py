@@ -12,6 +12,7 @@ from benchmarks.wan.plan import GRID, METHODS, Link
 from benchmarks.wan.planned import ways
 from benchmarks.wan.report import HEAD, describe, step_s
 from diloco.algorithm.codec import make_codec
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.overheads import Conditions
@@ -83,7 +84,7 @@ def _simulated(workload: Workload, inner_steps: int, link: Link) -> str:
     schedule = SyncSchedule(
         inner_steps=inner_steps, num_fragments=workload.default_fragments, overlap_steps=inner_steps // 10
     )
-    traffic = workload.traffic(schedule, [fp4], link.replicas, positions=(0, 1), mean_codec=fp4)
+    traffic = workload.traffic(schedule, [fp4], link.replicas, positions=(0, 1), mean=MeanEncoding(fp4))
     # these train on accelerators, whose part of a round was not measured
     conditions = Conditions(
         congestion_control="bbr", average_s_per_value=0.0, send_s_per_value=0.0, merge_s_per_value=0.0

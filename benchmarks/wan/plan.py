@@ -133,7 +133,7 @@ class Method:
     rival: bool = False
 
 
-_ROUNDS = {"values": [262_144, 2_097_152, 8_388_608], "repeats": 4, "pause_s": 1.5}
+_ROUNDS = {"mean_codec": "float32", "values": [262_144, 2_097_152, 8_388_608], "repeats": 4, "pause_s": 1.5}
 
 METHODS = (
     Method("no communication", "nothing"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diloco.algorithm.codec import make_codec
+from diloco.algorithm.codec import Float32, make_codec
 from diloco.algorithm.exchange import plan_exchange, shard_bounds
 from diloco.algorithm.mean_encoding import (
     PLAIN_MEAN,
@@ -159,9 +159,39 @@ def test_residuals_are_handed_over_whole(cuts: list[int], stretch: list[int]) ->
 
 
 def test_stretches_are_cut_between_the_blocks_of_both_codecs() -> None:
-    plan = plan_exchange(make_codec("int8", block_size=6), 1000, 5, mean_codec=make_codec("fp4", block_size=4))
+    plan = plan_exchange(make_codec("int8", block_size=6), 1000, 5, mean=encoding("fp4", {"block_size": 4}))
     assert plan.pattern == "reduce-scatter"
     assert all(start % 12 == 0 for start, _ in plan.shards)
+
+
+class OfBits(Float32):
+    """Somebody's codec, of so many bits a value, in blocks of four."""
+
+    block_size = 4
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def payload_bytes(self, numel: int) -> int:
+        return -(-numel * self.bits // 8)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "bits", "encoded"), [(7, 4, False), (8, 4, True), (1000, 4, True), (8, 14, True), (8, 16, False)]
+)
+def test_by_itself_it_is_int8_from_eight_replicas_on_where_contributions_are_coarse(
+    num_replicas: int, bits: int, encoded: bool
+) -> None:
+    """And the plan of a round, its bytes included, is that of the codec which it then is."""
+    codec, chosen = OfBits(bits), make_codec("int8" if encoded else "float32")
+    plans = [
+        plan_exchange(codec, 5000, num_replicas, mean=mean)
+        for mean in (MeanEncoding.of("auto", 1.0), MeanEncoding(chosen, 1.0))
+    ]
+    assert (plans[0].mean.codec.name, plans[0].mean.codec.parameters()) == (chosen.name, chosen.parameters())
+    assert plans[0].sent == plans[1].sent
+    assert plans[0].received == plans[1].received
+    assert plans[0].keeps_residual == encoded
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])

@@ -150,10 +150,17 @@ def test_with_encoded_means_traffic_does_not_grow_with_the_replicas(capsys: pyte
     """1.024e6 values in fp4, 64 replicas: 2 x 63/64 payloads and means of half a byte and a scale each."""
     arguments = "simulate --parameters 1.024e6 --layers 4 --codec fp4 --bandwidth 1Gbit --method diloco"
     means = f"{arguments} --mean-codec fp4"
-    sent = read(f"{means} --replicas 64", capsys)["sent_bytes_per_replica"]
-    assert sent == pytest.approx(2 * 63 / 64 * 1.024e6 * (0.5 + 1 / 256), rel=0.01)
-    assert sent < read(f"{arguments} --replicas 64", capsys)["sent_bytes_per_replica"] / 4
+    many, plain = (
+        [read(f"{each} --replicas 64", capsys)["sent_bytes_per_replica"] for each in (means, arguments)],
+        read(f"{arguments} --mean-codec float32 --replicas 64", capsys)["sent_bytes_per_replica"],
+    )
+    assert many == [
+        pytest.approx(63 / 64 * 1.024e6 * each, rel=0.01) for each in (2 * (0.5 + 1 / 256), 1.5 + 5 / 256)
+    ], "the latter by itself, in int8"
+    assert many[0] < plain / 4
     assert "encoded as fp4" in said(f"{means} --replicas 64", capsys)
+    assert "encoded as int8 where contributions take less than 16 bits" in said(f"{arguments} --replicas 8", capsys)
+    assert "encoded as" not in said(f"{arguments} --replicas 7", capsys)
     gradients = [
         f"{each} --replicas 4".replace("--method diloco", "--method data-parallel") for each in (arguments, means)
     ]
@@ -165,9 +172,10 @@ def test_a_plan_reckons_with_encoded_means_and_writes_them_down(
 ) -> None:
     file = tmp_path / "run.toml"
     plan = "plan --preset tiny --replicas 16 --bandwidth 20Mbit --step-time 0.1s --target-utilization 80%"
-    plain, means = (read(f"{plan} {more}", capsys) for more in ("", f"--mean-codec fp4 --config {file}"))
-    assert means["choice"]["sent_bytes_per_replica"] != plain["choice"]["sent_bytes_per_replica"]
-    parts = [[part["what"] for part in each["choice"]["loss_cost_parts"]] for each in (plain, means)]
+    by_itself, means = (read(f"{plan} {more}", capsys)["choice"] for more in ("", f"--mean-codec fp4 --config {file}"))
+    assert means["sent_bytes_per_replica"] != by_itself["sent_bytes_per_replica"]
+    parts = [[part["what"] for part in each["loss_cost_parts"]] for each in (by_itself, means)]
+    assert ["means in int8" in each for each in parts] == [True, False]
     assert ["means in fp4" in each for each in parts] == [False, True]
     two = read(f"{plan.replace('--replicas 16', '--replicas 2')} --mean-codec int8", capsys)["choice"]
     sent = two["codec"] == "float32"  # between two replicas, means are sent only where they are the smaller part

@@ -20,11 +20,11 @@ from tests.replicas import Swarm, agree, quadratic, streaming
 class Rows(nn.Module):
     """Three parameters of several blocks each, one for each of three fragments."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.first, self.second, self.third = (
-            nn.Parameter(torch.randn(size, generator=generator)) for size in (40, 48, 57)
+            nn.Parameter(torch.randn(scale * size, generator=generator)) for size in (40, 48, 57)
         )
 
 
@@ -32,7 +32,9 @@ def encoded(num_replicas: int = 4, **more: Any) -> Swarm:
     """Streaming DiLoCo with contributions in int8 and means in fp4, in blocks of four values."""
     arguments = {
         "make_model": Rows,
-        "fragments": partition(Rows(), strategy="patterns", patterns=(("first",), ("second",), ("third",))),
+        "fragments": partition(
+            more.get("make_model", Rows)(), strategy="patterns", patterns=(("first",), ("second",), ("third",))
+        ),
         "codec": make_codec("int8", block_size=4),
         "mean_codec": make_codec("fp4", block_size=4),
         "mean_error_feedback": True,
@@ -167,6 +169,50 @@ def test_what_was_lost_goes_to_the_owners_among_other_replicas() -> None:
     assert [part and part[0] for part in residuals(three)] == [0, 12, 24]
     assert len(held) == 4
     assert agree(three)
+
+
+def by_itself(num_replicas: int, codec: str, **more: Any) -> Swarm:
+    """Fragments of 10 blocks of 256 values and more."""
+    return encoded(num_replicas, make_model=lambda: Rows(64), codec=codec, **{"mean_codec": "auto", **more})
+
+
+def test_by_default_means_are_int8_among_eight_and_float32_among_seven() -> None:
+    for number, codec, name in ((7, "int8", "float32"), (8, "int8", "int8"), (8, "bfloat16", "float32")):
+        found, expected = by_itself(number, codec), by_itself(number, codec, mean_codec=name)
+        for swarm in (found, expected):
+            swarm.run(10, quadratic())
+        assert torch.equal(found.global_params(0), expected.global_params(0))
+        assert [each.transport.sent_bytes for each in found.replicas] == [
+            each.transport.sent_bytes for each in expected.replicas
+        ]
+        assert (residuals(found)[7 % number] is not None) == (name == "int8")
+        assert agree(found)
+
+
+def test_what_eight_have_lost_waits_while_they_are_seven() -> None:
+    """Their means are float32, which loses nothing; when they are eight again, all but what left is sent."""
+    eight, seven, again = (by_itself(number, "int8") for number in (8, 7, 8))
+    eight.run(6, quadratic())
+    for before, after in ((eight, seven), (seven, again)):
+        for diloco in before.replicas:
+            diloco.drain()
+        for m, diloco in enumerate(after.replicas):
+            old = before.replicas[min(m, 6)]
+            after.models[m].load_state_dict(before.models[min(m, 6)].state_dict())
+            diloco.load_state_dict(old.state_dict() | ({"mean_residuals": [None] * 3} if m == 7 else {}))
+        held = residuals(before)
+        after.run(4, quadratic())
+        notes = {e.note for e in after.events if isinstance(e, RoundCommitted) and e.fragment == 0}
+        if after is seven:
+            assert notes == {""}
+            for mine, theirs in zip(residuals(after), held, strict=False):
+                assert mine is not None
+                assert theirs is not None
+                assert torch.equal(mine[1], theirs[1])
+        else:
+            assert notes == {"the error feedback of the mean of 512 of 2560 values is gone with its owner"}
+    assert all(each is not None for each in residuals(again))
+    assert agree(again)
 
 
 def test_a_state_without_what_means_lost_is_told_of() -> None:

@@ -64,7 +64,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"codec.name": "float32", "codec.error_feedback": True}, "error_feedback.* no loss to feed back"),
     ({"transport.mean_codec": "fp4", "algorithm": "data-parallel"}, "mean_codec='fp4'.*only the means of streaming"),
     ({"transport.mean_codec": "int8", "algorithm": "none"}, "mean_codec='int8'.*only the means of streaming"),
-    ({"transport.mean_error_feedback": True}, "mean_codec='float32', which loses nothing.*--transport.mean-codec fp4"),
+    (
+        {"transport.mean_error_feedback": True, "transport.replicas": 8, "algorithm": "data-parallel"},
+        "mean_error_feedback=True.*only the means of streaming",
+    ),
+    ({"transport.mean_error_feedback": True}, "'auto' and transport.replicas=4, where.*--transport.mean-codec fp4"),
+    (
+        {"transport.mean_error_feedback": True, "transport.mean_codec": "float32", "transport.replicas": 8},
+        "mean_codec='float32'.* which loses nothing",
+    ),
     (
         {"algorithm": "data-parallel", "codec.name": "float16", "codec.error_feedback": True},
         "error_feedback.* no loss to feed back",
@@ -180,6 +188,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"codec.block_size": 2},
     {"transport.mean_codec": "fp4", "transport.mean_error_feedback": True},
     {"transport.mean_codec": "bfloat16", "algorithm": "diloco"},
+    {"transport.mean_error_feedback": True, "transport.replicas": 8},
     {"codec.block_size": 65536},
     {"transport.name": "torch"},
     {"transport.name": "torch", "algorithm": "data-parallel"},

@@ -19,8 +19,8 @@ __all__ = ["Program"]
 
 
 class Program(base.Program):
-    """``codec``, ``mean_codec`` (float32), and ``streaming`` for P fragments that are merged tau steps after they were
-    sent."""
+    """``codec``, ``mean_codec`` (`DiLoCo`'s default), and ``streaming`` for P fragments that are merged tau steps after
+    they were sent."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
@@ -48,7 +48,7 @@ class Program(base.Program):
             transport=self.transport,
             schedule=self.schedule,
             codec=self.options["codec"],
-            mean_codec=self.options.get("mean_codec", "float32"),
+            mean_codec=self.options.get("mean_codec", "auto"),
         )
 
     def step(self, step: int) -> None:

@@ -64,7 +64,8 @@ class Contribution:
     average_rule: AverageRule | None = None
     tensors: tuple[int, ...] = ()  # sizes of the tensors that the values are, one after the other, for ``average_rule``
     telemetry: bool = False  # whether the spread of the round's contributions is measured, where they are at hand
-    mean: MeanEncoding = PLAIN_MEAN  # how the mean of a stretch travels in a reduce-scatter; the same for all replicas
+    # how the mean of a stretch travels in a reduce-scatter, where that applies to the round; the same for all replicas
+    mean: MeanEncoding = PLAIN_MEAN
     residual: Residual | None = None  # what this replica has not sent yet of earlier means, or None
 
     @property

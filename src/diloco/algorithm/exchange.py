@@ -9,7 +9,7 @@ from typing import Literal
 
 from diloco.algorithm.averaging import Contribution
 from diloco.algorithm.codec import Codec
-from diloco.algorithm.mean_encoding import PLAIN_MEAN
+from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
 
 __all__ = ["Exchange", "data_parallel_bytes", "plan_exchange", "plan_round", "shard_bounds"]
 
@@ -27,6 +27,7 @@ class Exchange:
     # ``(start, stop)`` of the stretch of each position, as `shard_bounds` cuts them. All-gather has them, too, and
     # makes no use of them.
     shards: tuple[tuple[int, int], ...]
+    mean: MeanEncoding  # how the means of a reduce-scatter travel among so many replicas
     sent: tuple[int, ...]  # bytes by position; payloads, means and what travels beside them
     received: tuple[int, ...]  # bytes by position
 
@@ -37,6 +38,11 @@ class Exchange:
     def received_bytes(self, position: int) -> int:
         """Bytes that the replica at ``position`` receives in this round."""
         return self.received[position]
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether owners of stretches keep what the encoding of their means loses."""
+        return self.pattern == "reduce-scatter" and self.mean.keeps_residual
 
     @property
     def mean_bytes(self) -> float:
@@ -74,7 +80,7 @@ def plan_exchange(
     num_replicas: int,
     extra_bytes: int = 0,
     *,
-    mean_codec: Codec = PLAIN_MEAN.codec,
+    mean: MeanEncoding = PLAIN_MEAN,
     whole: bool = False,
 ) -> Exchange:
     """The pattern for ``numel`` values between ``num_replicas`` replicas that asks less of the busiest of them.
@@ -88,7 +94,8 @@ def plan_exchange(
         numel: values in the round.
         num_replicas: M.
         extra_bytes: what travels beside the payload of each replica (model buffers), always all-gathered.
-        mean_codec: encodes the means; stretches are cut between the blocks of both codecs.
+        mean: how means are encoded, where it applies to so many replicas and this codec; stretches are cut between the
+            blocks of both codecs.
         whole: whether every replica needs whole contributions, as to clip them by their norms: then it is all-gather.
 
     >>> from diloco.algorithm.codec import make_codec
@@ -97,21 +104,22 @@ def plan_exchange(
     ('reduce-scatter', (4504, 4514, 4504, 4514), (4508, 4510, 4508, 4510))
     >>> plan_exchange(make_codec("fp4"), 1024, 4).pattern
     'all-gather'
-    >>> plan_exchange(make_codec("fp4"), 1024, 4, mean_codec=make_codec("fp4")).sent
+    >>> plan_exchange(make_codec("fp4"), 1024, 4, mean=MeanEncoding.of("fp4")).sent
     (774, 774, 774, 774)
     """
-    others = num_replicas - 1
-    shards = shard_bounds(numel, num_replicas, math.lcm(codec.block_size, mean_codec.block_size))
+    others, mean = num_replicas - 1, mean.among(num_replicas, codec)
+    shards = shard_bounds(numel, num_replicas, math.lcm(codec.block_size, mean.codec.block_size))
     payloads = [codec.payload_bytes(stop - start) for start, stop in shards]
-    means = [mean_codec.payload_bytes(stop - start) for start, stop in shards]
+    means = [mean.codec.payload_bytes(stop - start) for start, stop in shards]
     both = list(zip(payloads, means, strict=True))
     gathered = (others * (codec.payload_bytes(numel) + extra_bytes),) * num_replicas
-    gather = Exchange("all-gather", shards, gathered, gathered)
+    gather = Exchange("all-gather", shards, mean, gathered, gathered)
     scatter = Exchange(
         "reduce-scatter",
         shards,
-        sent=tuple(sum(payloads) - payload + others * (mean + extra_bytes) for payload, mean in both),
-        received=tuple(others * (payload + extra_bytes) + sum(means) - mean for payload, mean in both),
+        mean,
+        sent=tuple(sum(payloads) - payload + others * (encoded + extra_bytes) for payload, encoded in both),
+        received=tuple(others * (payload + extra_bytes) + sum(means) - encoded for payload, encoded in both),
     )
     return gather if whole else min(gather, scatter, key=lambda exchange: exchange.busiest_bytes)  # the first on a tie
 
@@ -123,7 +131,7 @@ def plan_round(contribution: Contribution, num_replicas: int) -> Exchange:
         contribution.numel,
         num_replicas,
         contribution.extra_bytes,
-        mean_codec=contribution.mean.codec,
+        mean=contribution.mean,
         whole=contribution.whole,
     )
 

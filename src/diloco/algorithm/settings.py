@@ -13,7 +13,16 @@ from tyro.conf import arg
 
 from diloco.errors import ConfigurationError
 
-__all__ = ["CodecSettings", "FragmentSettings", "MergeSettings", "OuterSettings", "ScheduleSettings"]
+__all__ = [
+    "AUTO_MEANS_FROM_REPLICAS",
+    "CodecSettings",
+    "FragmentSettings",
+    "MergeSettings",
+    "OuterSettings",
+    "ScheduleSettings",
+]
+
+AUTO_MEANS_FROM_REPLICAS = 8  # from so many on the mean codec "auto" encodes means
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diloco.algorithm.codec import make_codec
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.cli.sites import each
 from diloco.cli.tables import columns
 from diloco.errors import ConfigurationError
@@ -105,10 +106,8 @@ def _traffic(options: SimulateOptions, method: Method, workload: Workload) -> Tr
     schedule = method.schedule(
         workload, options.inner_steps, num_fragments=options.fragments, overlap_steps=options.overlap_steps
     )
-    mean_codec = make_codec(options.mean_codec)
-    return workload.traffic(
-        schedule, [codec], options.replicas, release=release, clipping=options.clipping, mean_codec=mean_codec
-    )
+    mean = MeanEncoding.of(options.mean_codec)
+    return workload.traffic(schedule, [codec], options.replicas, release=release, clipping=options.clipping, mean=mean)
 
 
 def _for_method(options: SimulateOptions, method: Method, cluster: Cluster) -> Cluster:
@@ -147,9 +146,18 @@ def _facts(options: SimulateOptions, workload: Workload, cluster: Cluster) -> di
         "assumed": assumed[options.assume],
         **_unequal(options, cluster),
         **({"late ones": "leave out the steps for which the others would wait"} if options.grace else {}),
-        **({"means": f"encoded as {options.mean_codec}"} if options.mean_codec != "float32" else {}),
+        **_means(options),
         **({"clipping": "every payload goes to everybody, but gradients"} if options.clipping else {}),
     }
+
+
+def _means(options: SimulateOptions) -> dict[str, str]:
+    """What means travel as, where it is not float32 for all."""
+    mean = MeanEncoding.of(options.mean_codec)
+    if mean.codec.exact or options.replicas < mean.least_replicas:
+        return {}
+    where = " where contributions take less than 16 bits a value" if options.mean_codec == "auto" else ""
+    return {"means": f"encoded as {mean.codec.name}{where}"}
 
 
 def _on_link(method: Method, traffic: Traffic, cluster: Cluster, picture: Path | None) -> dict[str, Any]:

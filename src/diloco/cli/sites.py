@@ -35,7 +35,7 @@ class SiteOptions:
     """Each way, such as 500Mbit; one for all replicas, or one for each."""
     latency: tuple[str, ...] = ("0ms",)
     """One way, such as 80ms; one for all replicas, or one for each."""
-    mean_codec: Literal["float32", "bfloat16", "int8", "fp4"] = "float32"
+    mean_codec: Literal["auto", "float32", "bfloat16", "int8", "fp4"] = "auto"
     """What means travel as where each replica sums a part of the values (transport.mean_codec)."""
     transport: Literal["torch", "hivemind"] = "torch"
     """What carries the payloads."""

@@ -42,13 +42,13 @@ class Arguments:
     clipping: Clipping
     average: AverageRule | None
     telemetry: bool = True
-    mean_codec: Codec
+    mean_codec: Codec | str
     mean_error_feedback: float
 
     @property
     def mean(self) -> MeanEncoding:
         """How means travel from those who own a stretch of the values."""
-        return MeanEncoding(self.mean_codec, float(self.mean_error_feedback))
+        return MeanEncoding.of(self.mean_codec, float(self.mean_error_feedback))
 
     def facts(self, model: nn.Module) -> dict[str, str]:
         """What is compared between replicas: name -> value, the likeliest mistakes first."""

@@ -60,7 +60,8 @@ class DiLoCo:
         clipping: the largest contribution, the same on all replicas; default: no limit.
         average: how contributions are averaged; None: their weighted mean. `Rda` and `SendersMean` are others.
         telemetry: whether each round is measured, for `RoundCommitted`: norms, cosines, gain and spread.
-        mean_codec: how means are encoded where each replica sums a part of the values (`plan_exchange`); as ``codec``.
+        mean_codec: how means are encoded where each replica sums a part of the values (`plan_exchange`): as ``codec``,
+            or "auto", int8 among 8 replicas or more whose contributions take less than 16 bits a value, else float32.
         mean_error_feedback: how much of what ``mean_codec`` loses is kept for the next mean, as ``error_feedback``; by
             whoever summed, 4 / M bytes per parameter.
         on_event: called with `RoundSent`, `RoundCommitted`, `RoundVoid` and `StateFetched`, and with a `Note` of any
@@ -100,7 +101,7 @@ class DiLoCo:
         clipping: Clipping | None = None,
         average: AverageRule | None = None,
         telemetry: bool = True,
-        mean_codec: Codec | str = "float32",
+        mean_codec: Codec | str = "auto",
         mean_error_feedback: bool | float = False,
         on_event: Callable[[Event], None] | None = None,
         compare_arguments: bool = True,
@@ -121,7 +122,7 @@ class DiLoCo:
             clipping=clipping or UNCLIPPED,
             average=average,
             telemetry=telemetry,
-            mean_codec=make_codec(mean_codec) if isinstance(mean_codec, str) else mean_codec,
+            mean_codec=mean_codec,
             mean_error_feedback=mean_error_feedback,
         )
         check_arguments(model, inner_optimizer, arguments)

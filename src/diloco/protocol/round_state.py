@@ -191,7 +191,7 @@ class RoundState:
         """What owners of earlier means took with them when they left, in words, or ""."""
         assert self.plan is not None
         here = self.headers_here(members, rules)
-        if self.plan.pattern == "all-gather":  # whoever holds a residual keeps it
+        if not self.plan.keeps_residual:  # whoever holds one of earlier means keeps it
             return ""
         return lost_words((header.residual for header in here.values()), here[rules.replica].numel)
 

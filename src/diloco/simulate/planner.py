@@ -9,6 +9,7 @@ import numpy as np
 
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import plan_exchange
+from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.simulate.bandwidth import bandwidth_needed
 from diloco.simulate.cluster import Cluster
@@ -37,7 +38,7 @@ class Site:
     links: tuple[Link, ...]  # one for each replica
     step_time_s: tuple[float, ...]  # of an inner step, one for each replica
     conditions: Conditions = field(default_factory=Conditions)  # how replicas exchange their contributions
-    mean_codec: str = "float32"  # what means are encoded as, by name
+    mean_codec: str = "auto"  # what means are encoded as, by name
 
     @property
     def overheads(self) -> Overheads:
@@ -200,19 +201,19 @@ def _schedule(candidate: Candidate) -> SyncSchedule:
 
 
 def _traffic(site: Site, schedule: SyncSchedule, codecs: Sequence[str], *, clipping: bool = False) -> Traffic:
-    encoders, mean = [make_codec(name) for name in codecs], make_codec(site.mean_codec)
+    encoders, mean = [make_codec(name) for name in codecs], MeanEncoding.of(site.mean_codec)
     return site.workload.traffic(
-        schedule, encoders, len(site.links), positions=site.positions, clipping=clipping, mean_codec=mean
+        schedule, encoders, len(site.links), positions=site.positions, clipping=clipping, mean=mean
     )
 
 
 def _encoded_means(site: Site, schedule: SyncSchedule, codec: str) -> str:
     """What means are sent as, where they are sent and not as float32; else ""."""
-    if schedule.inner_steps == 1 or site.mean_codec == "float32":
+    if schedule.inner_steps == 1:
         return ""
     numel = site.workload.parameters // schedule.num_fragments
-    plan = plan_exchange(make_codec(codec), numel, len(site.links), mean_codec=make_codec(site.mean_codec))
-    return site.mean_codec if plan.pattern == "reduce-scatter" else ""
+    plan = plan_exchange(make_codec(codec), numel, len(site.links), mean=MeanEncoding.of(site.mean_codec))
+    return plan.mean.codec.name if plan.pattern == "reduce-scatter" and not plan.mean.codec.exact else ""
 
 
 def _steady(site: Site, algorithm: str, traffic: Traffic, overheads: Overheads) -> Simulated:

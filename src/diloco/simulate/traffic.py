@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from diloco.algorithm.codec import Codec
 from diloco.algorithm.exchange import plan_exchange
-from diloco.algorithm.mean_encoding import PLAIN_MEAN
+from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.model.presets import count_parameters
@@ -69,7 +69,7 @@ def outer_traffic(
     positions: Sequence[int] | None = None,
     releases: Sequence[Releases] | None = None,
     clipping: bool = False,
-    mean_codec: Codec = PLAIN_MEAN.codec,
+    mean: MeanEncoding = PLAIN_MEAN,
 ) -> Traffic:
     """DiLoCo's and Streaming DiLoCo's traffic: encoded pseudo-gradients, by the cheaper exchange.
 
@@ -81,7 +81,7 @@ def outer_traffic(
         positions: the replicas to tell apart; default: all. Two are enough where all are alike.
         releases: by fragment; default: everything at the end of the step.
         clipping: contributions are clipped, so every replica needs each of them whole.
-        mean_codec: encodes the means in a reduce-scatter.
+        mean: how means are encoded in a reduce-scatter, as of `plan_exchange`.
 
     >>> from diloco.algorithm.codec import make_codec
     >>> schedule = SyncSchedule(inner_steps=100)
@@ -91,9 +91,7 @@ def outer_traffic(
     chosen = list(range(num_replicas) if positions is None else positions)
     by_size: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
     for numel in set(fragment_sizes):
-        exchanges = [
-            plan_exchange(codec, numel, num_replicas, mean_codec=mean_codec, whole=clipping) for codec in codecs
-        ]
+        exchanges = [plan_exchange(codec, numel, num_replicas, mean=mean, whole=clipping) for codec in codecs]
         sent = np.array([each.sent for each in exchanges], dtype=np.float64)[:, chosen]
         received = np.array([each.received for each in exchanges], dtype=np.float64)[:, chosen]
         by_size[numel] = (sent, received) if len(codecs) > 1 else (sent[0], received[0])
@@ -214,7 +212,7 @@ class Workload:
         release: Release = "step",
         positions: Sequence[int] | None = None,
         clipping: bool = False,
-        mean_codec: Codec = PLAIN_MEAN.codec,
+        mean: MeanEncoding = PLAIN_MEAN,
     ) -> Traffic:
         """What DiLoCo or Streaming DiLoCo sends; arguments as for `outer_traffic`."""
         releases = [
@@ -230,7 +228,7 @@ class Workload:
             positions=positions,
             releases=releases,
             clipping=clipping,
-            mean_codec=mean_codec,
+            mean=mean,
         )
 
     def gradients(self, codec: Codec, num_replicas: int) -> Traffic:

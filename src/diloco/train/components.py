@@ -79,9 +79,12 @@ def make_configured_codec(settings: CodecSettings) -> Codec:
 
 def make_mean_encoding(settings: RunSettings) -> MeanEncoding:
     """How the means of resolved settings travel."""
-    name, decay = settings.transport.mean_codec, float(settings.transport.mean_error_feedback)
-    parameters = {"block_size": settings.codec.block_size} if name in ("int8", "fp4") else {}
-    return MeanEncoding(make_codec(name, **parameters), decay)
+    return MeanEncoding.of(_mean_codec(settings), float(settings.transport.mean_error_feedback))
+
+
+def _mean_codec(settings: RunSettings) -> Codec | str:
+    name = settings.transport.mean_codec
+    return make_codec(name, block_size=settings.codec.block_size) if name in ("int8", "fp4") else name
 
 
 def make_outer_optimizer(settings: OuterSettings, outer_steps: int) -> OuterOptimizer:
@@ -150,7 +153,6 @@ def make_clipping(settings: OuterSettings) -> Clipping:
 def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, Any]:
     """The arguments of `DiLoCo` that are the same on all replicas, by name."""
     steps = settings.train.steps - settings.train.data_parallel_steps
-    mean = make_mean_encoding(settings)
     return {
         "schedule": make_schedule(settings),
         "fragments": make_fragments(settings.fragments, model),
@@ -159,8 +161,8 @@ def outer_arguments(settings: RunSettings, model: LanguageModel) -> dict[str, An
         "codec": make_configured_codec(settings.codec),
         "error_feedback": settings.codec.kept_loss,
         "clipping": make_clipping(settings.outer),
-        "mean_codec": mean.codec,
-        "mean_error_feedback": mean.decay,
+        "mean_codec": _mean_codec(settings),
+        "mean_error_feedback": float(settings.transport.mean_error_feedback),
         "average": make_average_rule(settings.outer),
     }
 

@@ -15,7 +15,6 @@ import torch
 from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import Exchange, data_parallel_bytes, plan_exchange
-from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.schedule import Send, SyncSchedule
 from diloco.algorithm.settings import OuterSettings
 from diloco.model.language_model import LanguageModel
@@ -105,7 +104,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
     payloads = [codec.payload_bytes(size) for size in fragment_sizes]
     clipping, whole = make_clipping(settings.outer), settings.outer.whole_contributions
     mean = make_mean_encoding(settings)
-    exchanges = [plan_exchange(codec, size, replicas, mean_codec=mean.codec, whole=whole) for size in fragment_sizes]
+    exchanges = [plan_exchange(codec, size, replicas, mean=mean, whole=whole) for size in fragment_sizes]
     rounds = [schedule.rounds_of(fragment, local_steps) for fragment in range(schedule.num_fragments)]
     sent = sum(count * exchange.mean_bytes for count, exchange in zip(rounds, exchanges, strict=True))
     parameters = sum(fragment_sizes)
@@ -128,7 +127,7 @@ def _synchronisation(settings: RunSettings, fragment_sizes: Sequence[int]) -> di
             else _outer_in_words(settings.outer, rounds)
         ),
         "payload": f"{', '.join(format_bytes(payload) for payload in payloads)} per round",
-        "exchange": f"{_exchange_in_words(exchanges, mean)} per replica and round each way",
+        "exchange": f"{_exchange_in_words(exchanges)} per replica and round each way",
         "traffic": (
             f"{format_bytes(sent / max(1, local_steps))} per replica and step each way; data-parallel: "
             f"{format_bytes(per_gradient)}{ratio}"
@@ -159,14 +158,14 @@ def _outer_in_words(outer: OuterSettings, rounds: Sequence[int]) -> str:
     return f"{outer.name}, learning rate {outer.learning_rate:g}{momentum}{gain}, {each} rounds per fragment"
 
 
-def _exchange_in_words(exchanges: Sequence[Exchange], mean: MeanEncoding) -> str:
+def _exchange_in_words(exchanges: Sequence[Exchange]) -> str:
     """By which patterns fragments travel, and the bytes of each.
 
     >>> plans = [plan_exchange(make_codec("fp4"), size, 16) for size in (100_000, 256)]
-    >>> _exchange_in_words(plans, MeanEncoding(make_codec("float32")))
+    >>> _exchange_in_words(plans)
     'reduce-scatter with means as float32, all-gather: 422 kB, 1.9 kB'
     """
-    words = {"all-gather": "all-gather", "reduce-scatter": f"reduce-scatter with means as {mean}"}
+    words = {"all-gather": "all-gather", "reduce-scatter": f"reduce-scatter with means as {exchanges[0].mean}"}
     patterns = dict.fromkeys(words[exchange.pattern] for exchange in exchanges)
     return f"{', '.join(patterns)}: {', '.join(format_bytes(exchange.mean_bytes) for exchange in exchanges)}"
 
@@ -232,7 +231,8 @@ def bytes_per_frozen(settings: ModelSettings) -> float:
 def _memory(settings: RunSettings, trained: int, frozen: int) -> str:
     each, replicas = bytes_per_trained(settings), settings.transport.replicas
     total = each * trained + bytes_per_frozen(settings.model) * frozen
-    lost = 4 * trained if settings.transport.mean_error_feedback else 0
+    mean = make_mean_encoding(settings).among(replicas, make_configured_codec(settings.codec))
+    lost = 4 * trained if mean.keeps_residual else 0
     others = f"{format_bytes(lost)} for what means lost, and activations" if lost else "activations"
     beside = f" trained and {bytes_per_frozen(settings.model):g} per frozen one" if frozen else ""
     return (

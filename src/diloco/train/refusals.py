@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from diloco.algorithm.settings import AUTO_MEANS_FROM_REPLICAS
 from diloco.errors import ConfigurationError, nearest
 from diloco.plugins import is_own
 from diloco.train.settings import RunSettings
@@ -109,16 +110,20 @@ def check_averaging(settings: RunSettings) -> None:
 
 def check_means(settings: RunSettings) -> None:
     """Means are encoded where pseudo-gradients are averaged."""
-    transport, algorithm = settings.transport, settings.algorithm
+    transport, algorithm, codec = settings.transport, settings.algorithm, settings.transport.mean_codec
+    for name, plain in (("mean_codec", ("auto", "float32")), ("mean_error_feedback", (False,))):
+        value = getattr(transport, name)
+        refuse_if(
+            value not in plain and algorithm not in ("streaming", "diloco"),
+            f"transport.{name}={value!r} was given with algorithm={algorithm!r}, but only the means of streaming and "
+            "diloco are encoded. Leave it out.",
+        )
+    few = transport.name != "hivemind" and transport.replicas < AUTO_MEANS_FROM_REPLICAS
     refuse_if(
-        transport.mean_codec != "float32" and algorithm not in ("streaming", "diloco"),
-        f"transport.mean_codec={transport.mean_codec!r} was given with algorithm={algorithm!r}, but only the means of "
-        "streaming and diloco are encoded. Leave it out.",
-    )
-    refuse_if(
-        transport.mean_error_feedback and transport.mean_codec == "float32",
-        "transport.mean_error_feedback=true was given with transport.mean_codec='float32', which loses nothing. Use "
-        "--transport.mean-codec fp4 or int8, or leave it out.",
+        transport.mean_error_feedback and (codec == "float32" or (codec == "auto" and few)),
+        f"transport.mean_error_feedback=true was given with transport.mean_codec={codec!r} and transport.replicas="
+        f"{transport.replicas}, where means are float32, which loses nothing. Use --transport.mean-codec fp4 or int8, "
+        "or leave it out.",
     )
 
 

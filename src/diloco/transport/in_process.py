@@ -227,8 +227,9 @@ class InProcessTransport:
         state.verdict = verdict
         if state.mean is not None and state.exchange.pattern == "reduce-scatter":
             held = [each.residual for each in state.contributions.values() if each.residual is not None]
-            state.lost = lost_words((each.stretch for each in held), sample.numel)
-            state.residuals = encode_all_means(state.mean.values, held, state.exchange.shards, sample.mean)
+            if state.exchange.keeps_residual:
+                state.lost = lost_words((each.stretch for each in held), sample.numel)
+            state.residuals = encode_all_means(state.mean.values, held, state.exchange.shards, state.exchange.mean)
 
     def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:
         if self.network is None:

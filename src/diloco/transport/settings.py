@@ -23,9 +23,10 @@ class TransportSettings:
     torch.distributed; hivemind: each finds the others in a DHT, comes and goes, with nobody in charge."""
     replicas: Annotated[int, arg(aliases=["--replicas"])] = 4
     """Number of replicas (M). hivemind: see swarm.start_replicas."""
-    mean_codec: Literal["float32", "bfloat16", "int8", "fp4"] = "float32"
+    mean_codec: Literal["auto", "float32", "bfloat16", "int8", "fp4"] = "auto"
     """What the mean of a part of the values is encoded as, by the replica that sums that part, where this moves fewer
-    bytes than sending everything to everybody. Blocks of int8 and fp4 have codec.block_size values."""
+    bytes than sending everything to everybody. auto: int8 among 8 replicas or more whose contributions take less than
+    16 bits a value, else float32. Blocks of int8 and fp4 have codec.block_size values, those of auto 256."""
     mean_error_feedback: bool = False
     """Keep what `mean_codec` lost and add it to the next mean; 4 bytes per parameter, shared out over the replicas."""
     min_contributors: int | None = None

@@ -42,7 +42,7 @@ class MeanExchange:
     """The means of one round; in an all-gather, where everybody sums everything, there is nothing to do.
 
     Args:
-        plan: who owns which stretch.
+        plan: who owns which stretch, and how its mean is encoded.
         values: ``(numel,)`` float32, filled with what everybody decodes.
 
     Raises:
@@ -62,10 +62,10 @@ class MeanExchange:
         # the stretch whose mean this rank sends; empty in an all-gather
         self.owned = self._shards[contribution.replica]
         self._shared = False
-        self._encoding = contribution.mean
-        self._codec = contribution.mean.codec
+        self._encoding = plan.mean
+        self._codec = plan.mean.codec
         self._mine = contribution.residual
-        self._keeps = scattered and contribution.mean.keeps_residual
+        self._keeps = plan.keeps_residual
         self._messages = messages
         self._values = values
         self._handed_over: list[tuple[int, Residual, list[Work]]] = []
