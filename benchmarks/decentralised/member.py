@@ -40,7 +40,8 @@ class Counts:
         self.rounds: dict[str, dict[str, float]] = {}  # when handed in, voted for and committed, by the clock
         self.void = 0
         manager: Any = importlib.import_module("diloco.transport.peers.connection_manager")
-        pack, handle, adopt = manager.pack, transport._machine.handle, transport.on_change
+        machine: Any = importlib.import_module("diloco.protocol.machine").Machine  # this process has one
+        pack, handle, adopt = manager.pack, machine.handle, transport.on_change
 
         def packed(message: Mapping[str, Any], *blob: bytes) -> bytes:
             data: bytes = pack(message, *blob)
@@ -48,12 +49,12 @@ class Counts:
             self.bytes[message["kind"]] += len(data)
             return data
 
-        def handled(event: events.Event, now_s: float) -> list[actions.Action]:
+        def handled(itself: Any, event: events.Event, now_s: float) -> list[actions.Action]:
             if isinstance(event, events.HandedIn):
                 self.rounds[str(event.contribution.round)] = {"handed_in": now_s}
             elif isinstance(event, events.Computed):
                 self.rounds[str(event.round)]["voted"] = now_s
-            wanted: list[actions.Action] = handle(event, now_s)
+            wanted: list[actions.Action] = handle(itself, event, now_s)
             for action in wanted:
                 if isinstance(action, actions.Commit):
                     self.rounds[str(action.round)]["committed"] = now_s
@@ -65,7 +66,7 @@ class Counts:
             noted: Mapping[str, Any] = adopt(following)
             return noted
 
-        manager.pack, transport._machine.handle, transport.on_change = packed, handled, adopted
+        manager.pack, machine.handle, transport.on_change = packed, handled, adopted
 
     def told(self) -> dict[str, Any]:
         """All of it so far, as JSON, with what the process and its libp2p daemon have used."""
