@@ -27,6 +27,8 @@ __all__ = ["OVER", "come_back", "find_beginning", "follow_views", "join_run"]
 _GATHER_S = 60.0  # then it looks again: the others may have found each other without it
 _AGAIN_S = 1.0
 
+Looking = Callable[[], AbstractContextManager[None]]
+
 OVER = "the others, who have finished"  # what stops a replica that comes back when nobody is left to join
 
 
@@ -136,7 +138,7 @@ def come_back(
     session: Session,
     fleet: PeerFleet,
     patience_s: float,
-    looking: Callable[[], AbstractContextManager[None]] = nullcontext,
+    looking: Looking = nullcontext,
 ) -> None:
     """After this replica lost the others: take over what they have, and keep the work that is not shared yet.
 
@@ -150,23 +152,25 @@ def come_back(
         TransportError: if they aren't found, or refuse; it may be called again.
     """
     (replica,) = session.replicas
-    diloco = replica.diloco
-    if diloco is not None:
-        diloco.drain(take_over=False)  # what is in flight ends with the failure, and stays in the local parameters
+    if replica.diloco is not None:
+        # what is in flight ends with the failure, and stays in the local parameters
+        replica.diloco.drain(take_over=False)
     with looking():
         fleet.rejoin(patience_s)
     replica.gradients.transport = fleet.endpoint(replica.number)
-    if diloco is not None:
-        diloco.change_transport(fleet.endpoint(replica.number))
-    timeout_s = session.settings.transport.rendezvous_timeout_s
-    if not fleet.joining and diloco is None and session.settings.algorithm in ("streaming", "diloco"):
-        session.end_shared_start()
+    if replica.diloco is not None:
+        replica.diloco.change_transport(fleet.endpoint(replica.number))
+    if fleet.joining:
+        _join_again(session, replica, fleet, looking)
+    else:
+        _found_again(session, replica, fleet)
+
+
+def _join_again(session: Session, replica: Replica, fleet: PeerFleet, looking: Looking) -> None:
+    """The others go on: take over what they have, and become one of them."""
     session.open_to_joiners()
-    if not fleet.joining:
-        fleet.gathering = replica.diloco is not None  # gradients alone nobody can join
-        return
-    if diloco is not None:
-        diloco.take_over(fleet.view.members, keep_work=True)
+    if replica.diloco is not None:
+        replica.diloco.take_over(fleet.view.members, keep_work=True)
     else:
         try:
             with looking():
@@ -174,7 +178,15 @@ def come_back(
         except BaseException:  # it is where it was, in the shared start
             replica.diloco = None
             raise
-    _become_member(session, replica, fleet, timeout_s)
+    _become_member(session, replica, fleet, session.settings.transport.rendezvous_timeout_s)
+
+
+def _found_again(session: Session, replica: Replica, fleet: PeerFleet) -> None:
+    """Nobody goes on: this replica has founded a view, to which the others may come."""
+    if replica.diloco is None and session.settings.algorithm in ("streaming", "diloco"):
+        session.end_shared_start()
+    session.open_to_joiners()
+    fleet.gathering = replica.diloco is not None  # gradients alone nobody can join
 
 
 def _become_member(session: Session, replica: Replica, fleet: PeerFleet, timeout_s: float) -> None:
