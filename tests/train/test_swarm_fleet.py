@@ -32,12 +32,12 @@ Make = Callable[..., SwarmFleet]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
     fleets: list[SwarmFleet] = []
 
     def made(number: int, *known: SwarmFleet, run: str = "run", held_step: int = -1, start: int = 1) -> SwarmFleet:
         place = SwarmPlace(
-            identity=tmp_path / f"{number}.key",
+            identity=keys / f"{number}.key",
             admission=Admission(run, "", frozenset()),
             node=NodePlace(
                 join=tuple(address for each in known for address in each.addresses()), listen=LOOPBACK, map_ports=False
