@@ -21,10 +21,10 @@ from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.algorithm.merge import MergeRule
 from diloco.algorithm.outer_optimizer import OuterOptimizer
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.errors import ConfigurationError
+from diloco.errors import CheckpointError, ConfigurationError
 from diloco.plugins import code_digest
 
-__all__ = ["Arguments", "check_arguments", "described"]
+__all__ = ["Arguments", "check_arguments", "check_saved_facts", "described"]
 
 _NAMED = 3  # so many tensors are named one by one; the rest go into a digest
 
@@ -83,6 +83,20 @@ class Arguments:
             "merge": described(self.merge),
             "outer optimizer": type(self.outer_optimizer).__name__,
         }
+
+
+def check_saved_facts(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Compare the `Arguments.saved_facts` of a checkpoint with those of this run.
+
+    Raises:
+        CheckpointError: they differ; it names both sides.
+    """
+    for key, value in mine.items():
+        if value != (theirs := saved.get(key)):
+            raise CheckpointError(
+                f"The saved state has {key} = {theirs!r}, and this run has {value!r}. They must be the same. "
+                "Nothing was loaded."
+            )
 
 
 def check_arguments(model: nn.Module, inner_optimizer: Optimizer | Sequence[Optimizer], arguments: Arguments) -> None:

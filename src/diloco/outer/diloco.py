@@ -26,9 +26,8 @@ from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov, OuterOptimizer
 from diloco.algorithm.schedule import Merge, Send, SyncSchedule
 from diloco.algorithm.weighting import check_base_weight
-from diloco.errors import CheckpointError
 from diloco.events import Event, Note
-from diloco.outer.arguments import Arguments, check_arguments
+from diloco.outer.arguments import Arguments, check_arguments, check_saved_facts
 from diloco.outer.fragment_rounds import FragmentRounds
 from diloco.transport.base import Transport
 from diloco.transport.in_process import InProcessTransport
@@ -254,13 +253,6 @@ class DiLoCo:
         nothing in flight (after the ``with``, or after `drain`). Where the ranks of a replica share its parameters
         out, each has a digest of its own part, the same as the rank at that position of every other replica. It reads
         all of that state; local parameters do not count.
-
-        >>> def replica(seed: int) -> DiLoCo:
-        ...     model = nn.Linear(2, 1)
-        ...     nn.init.constant_(model.weight, seed), nn.init.zeros_(model.bias)
-        ...     return DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> replica(0).digest() == replica(0).digest(), replica(0).digest() == replica(1).digest()
-        (True, False)
         """
         digests = [self.outer_loop.digest(fragment.index) for fragment in self.fragments]
         return xxhash.xxh3_128_hexdigest("\n".join(digests).encode())
@@ -283,19 +275,10 @@ class DiLoCo:
         Raises:
             CheckpointError: if the state is of another schedule, partition, codec or merge rule; it names both sides.
         """
-        for key, mine in self._about.items():
-            if mine != (theirs := state["about"].get(key)):
-                raise CheckpointError(
-                    f"The saved state has {key} = {theirs!r}, and this run has {mine!r}. They must be the same. "
-                    "Nothing was loaded."
-                )
-        self._rounds.load_state_dict(state)
+        check_saved_facts(state["about"], self._about)
+        unheld = self._rounds.load_state_dict(state)
         self.steps = int(state["steps"])
-        if self._rounds.keeps_means and state.get("mean_residuals") is None:
-            words = "This was saved without what the encoding of earlier means lost, so that its error feedback begins "
-            self._on_event(Note(step=self.steps, text=f"{words}anew."))
-        if lacking := ", ".join(map(str, state.get("lacking", ()))):
-            words = f"This was saved while the state of fragment {lacking} was being fetched. It will be fetched again."
+        for words in unheld:
             self._on_event(Note(step=self.steps, text=words))
 
     def _introduce(self) -> None:

@@ -6,7 +6,7 @@ and the number of steps it stands for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,6 @@ class FragmentRounds:
     def in_flight(self) -> tuple[RoundId, ...]:
         """Rounds sent and not yet merged, in the order sent."""
         return tuple(entry.contribution.round for entry in self._in_flight.values())
-
-    @property
-    def keeps_means(self) -> bool:
-        """Whether this replica keeps what the encoding of its means loses."""
-        return self._mean.keeps_residual
 
     def change_transport(self, transport: Transport) -> None:
         """Go on over another transport, with nothing in flight."""
@@ -187,11 +182,7 @@ class FragmentRounds:
         self._residuals.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rounds made, and what they need to go on; tensors are not copied.
-
-        Global parameters and outer state, contributions in flight, error-feedback residuals of contributions and
-        means, steps that no mean has taken, counters.
-        """
+        """What `DiLoCo.state_dict` holds, but for the place in the schedule."""
         return {
             "rounds_committed": self.committed,
             "rounds_void": self.void,
@@ -204,8 +195,11 @@ class FragmentRounds:
             "trained_steps": self.trained_steps.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> Sequence[str]:
         """Go on where `state_dict` was taken; the transport is given again what was in flight.
+
+        Returns:
+            What the state does not hold, in words.
 
         Raises:
             CheckpointError: if the steps trained are missing or of another number of fragments. Nothing was loaded.
@@ -233,6 +227,14 @@ class FragmentRounds:
                 integers=entry["integers"],
             )
             self._submit(contribution, None if entry["sent"] is None else entry["sent"].to(device))
+        unheld = []
+        if self._mean.keeps_residual and state.get("mean_residuals") is None:
+            words = "This was saved without what the encoding of earlier means lost, so that its error feedback begins "
+            unheld.append(f"{words}anew.")
+        if lacking := ", ".join(map(str, state.get("lacking", ()))):
+            words = f"This was saved while the state of fragment {lacking} was being fetched. It will be fetched again."
+            unheld.append(words)
+        return unheld
 
     def _contribution(self, round_id: RoundId, **given: Any) -> Contribution:
         """A contribution of this replica, but for what is ``given``."""

@@ -164,7 +164,7 @@ def checkpoint_about(session: Session) -> dict[str, Any]:
     return {
         "algorithm": settings.algorithm,
         "num_replicas": settings.transport.replicas,
-        "parameters": session.num_parameters,
+        "parameters": session.replicas[0].model.num_parameters(),
         "sequence_length": settings.train.sequence_length,
         "seed": settings.seed,
         "model": settings.model.described(),
@@ -221,7 +221,7 @@ def run_summary(
         "steps": steps,
         "algorithm": session.settings.algorithm,
         "num_replicas": replicas,
-        "parameters": session.num_parameters,
+        "parameters": session.replicas[0].model.num_parameters(),
         "sent_bytes_per_replica": sent_bytes,
         "received_bytes_per_replica": received_bytes,
         "data_parallel_bytes_per_replica": data_parallel_bytes(

@@ -240,7 +240,7 @@ class _Run:
                 total_steps=settings.train.steps,
                 algorithm=settings.algorithm,
                 num_replicas=settings.transport.replicas,
-                parameters=session.num_parameters,
+                parameters=session.replicas[0].model.num_parameters(),
                 tokens_per_step=session.sequences_per_step * settings.train.sequence_length,
                 resumed_from=self.resumed_from,
                 flops_per_token=session.flops_per_token,

@@ -162,11 +162,6 @@ class Session:
         tokens = len(self.replicas) * train.batch_size * train.sequence_length // self.fleet.group.size
         return flops_utilization(self.flops_per_token * tokens * steps, seconds, self.peak_flops_per_s)
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the model."""
-        return self.replicas[0].model.num_parameters()
-
     def begin_diloco(self, replica: Replica) -> DiLoCo:
         """The outer loop of a replica; one made now takes its parameters as the global ones, and others may join."""
         if replica.diloco is None:
