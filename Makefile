@@ -1,7 +1,10 @@
 # make train: train a small language model with four replicas. make test: run the tests. Both install first if needed.
 PYTHON ?= python3
 VENV ?= .venv
-TESTERS ?= 2
+# a third of the tests' time is waiting for other processes: one tester more than a small machine has cores
+TESTERS ?= 3
+# tests start many processes, each of which would compile the package anew
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 TO_TRAIN := $(VENV)/.installed-to-train
 STAMP := $(VENV)/.installed
@@ -28,7 +31,7 @@ setup: $(STAMP) ## make .venv and install all that tests, documentation and extr
 train: $(TO_TRAIN) ## make .venv, install what training needs, and train the quick start: 4 replicas of Streaming DiLoCo on the standard library's text
 	$(BIN)/diloco train $(ARGS)
 
-test: $(STAMP) ## run the tests, in two processes (TESTERS=1: in one)
+test: $(STAMP) ## run the tests, in three processes (TESTERS=1: in one)
 	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-browser: $(STAMP) ## install a browser if need be, test the page of diloco watch in it, and make the pictures of docs/watch.md
