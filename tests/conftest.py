@@ -1,4 +1,5 @@
-"""Shared by all tests: one thread of torch, so that bits and times do not depend on how many cores are free; a text."""
+"""Shared by all tests: one thread of torch and examples without a deadline, so that bits and times do not depend on how
+many cores are free; a text."""
 
 from __future__ import annotations
 
@@ -6,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
