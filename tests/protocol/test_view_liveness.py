@@ -52,6 +52,9 @@ def test_of_a_bad_pair_the_one_goes_whose_link_comes_and_goes(
             for sender in set(range(replicas)) - {hearing.machine.rules.rank}:
                 if (flapping in (sender, hearing.machine.rules.rank)) == (now_s == 4.5):
                     hearing.handle(events.Received(sender, {"kind": "beat"}))
+    for number in range(replicas):  # who has heard nothing of all the others blames none of them
+        found = rank(network, number).machine.roster.unsteady(View.of(replicas), 4.5)
+        assert found == ({(number, flapping)} if number != flapping else set())
     network.happen("cuts", flapping, other, 0)
     explore(network, numbers)
     assert rank(network, flapping).left

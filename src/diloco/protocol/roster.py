@@ -10,6 +10,7 @@ from diloco.protocol.rules import Rules
 
 __all__ = ["Roster"]
 
+_MOST_UNSTEADY = 2
 _REMEMBERED = 10  # so many times as long as it has to last is a silence remembered
 
 
@@ -42,7 +43,10 @@ class Roster:
             self._heard_s[rank] = now_s
 
     def unsteady(self, view: View, now_s: float) -> frozenset[tuple[int, int]]:
-        """This replica, and each connected one of ``view`` of which a rank has been quiet lately, or is."""
+        """This replica, and each connected one of ``view`` of which a rank has been quiet lately, or is.
+
+        Nothing where that are more than two: then it is rather this one, or its machine, that stood still.
+        """
         mine, limit_s = self._rules.replica, self._rules.unsteady_s
         quiet = {
             self._rules.replica_of(rank)
@@ -50,7 +54,8 @@ class Roster:
             if now_s - self._quiet_s.get(rank, -math.inf) < _REMEMBERED * limit_s
             or now_s - self._heard_s[rank] > limit_s
         }
-        return frozenset((mine, each) for each in quiet - {mine})
+        quiet.discard(mine)
+        return frozenset((mine, each) for each in quiet if len(quiet) <= _MOST_UNSTEADY)
 
     def disconnect(self, rank: int) -> None:
         """A connection has ended."""
