@@ -61,7 +61,7 @@ class Case:
 
 
 _ROUNDS = tuple(setting.name for setting in SETTINGS[:4])
-_VIEWS = (SETTINGS[1].name, SETTINGS[3].name)
+_VIEWS = _FOUR_PEERS = (SETTINGS[1].name, SETTINGS[3].name)
 _JOINERS = tuple(setting.name for setting in SETTINGS[4:])
 
 
@@ -83,6 +83,7 @@ CASES = (
     _ours("float16"),
     _ours("int8"),
     _ours("fp4"),
+    Case("round", Method("ours int8, means int8", "ours", {"codec": "int8", "mean_codec": "int8"}), _FOUR_PEERS),
     _hivemind("float16", "Float16Compression", 2),
     _hivemind("8 bits (uniform)", "Uniform8BitQuantization", 1),
     _gloo("float32", 4),

@@ -13,16 +13,18 @@ from benchmarks.decentralised.peers import addresses_of, become_member, make_pee
 from benchmarks.decentralised.plan import Job
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.codec import make_codec
+from diloco.algorithm.mean_encoding import MeanEncoding
 
 __all__ = ["Program"]
 
 
 class Program(base.Rounds):
-    """``codec``: one of the package's own."""
+    """``codec`` and ``mean_codec``: of the package's own."""
 
     def __init__(self, job: Job, replica: int) -> None:
         super().__init__(job, replica)
         self.codec = make_codec(self.options["codec"])
+        self.mean = MeanEncoding.of(self.options.get("mean_codec", "float32"))
 
     def prepare(self) -> Mapping[str, Any]:
         if self.replica:
@@ -50,6 +52,7 @@ class Program(base.Rounds):
                 codec=self.codec,
                 numel=self.values.numel(),
                 payload=payload,
+                mean=self.mean,
             )
         )
         average = pending.wait()
