@@ -155,17 +155,18 @@ def _load_file(path: str) -> Any:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there")
-    content = hashlib.sha256(str(file).encode() + b"\0" + file.read_bytes()).hexdigest()
+    text = file.read_bytes()
+    content = hashlib.sha256(str(file).encode() + b"\0" + text).hexdigest()
     name = f"diloco_own_{file.stem}_{content[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, "the name ends in .py"
-    assert spec.loader is not None, "it is a source file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and the like look their module up
     try:
-        spec.loader.exec_module(module)
+        # the bytes that were read: bytecode in `__pycache__` may be of a file that was edited within this second
+        exec(compile(text, file, "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
