@@ -177,14 +177,23 @@ def test_nobody_takes_a_state_over_because_another_one_says_that_it_should(repli
         assert each.outcomes[4] is True, "the next round of that fragment is none the worse for it"
 
 
-def test_a_vote_that_names_who_has_diverged_waits_for_the_headers_that_show_it() -> None:
+HEADERS_FIRST = ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (0, 1))
+"""At last the vote of 0 comes to 1, while the header of 2 is on its way."""
+
+SECOND_HAND = ((1, 0), (2, 0), (2, 1), (0, 2), (0, 2), (2, 1))
+"""At last 2, which has heard the vote of 0 and no header of 1, follows it; the header of 0 is on its way to 1."""
+
+
+@pytest.mark.parametrize("deliveries", [HEADERS_FIRST, SECOND_HAND])
+def test_a_vote_that_names_who_has_diverged_waits_for_the_headers_that_show_it(
+    deliveries: Sequence[tuple[int, int]],
+) -> None:
     """It may come sooner than they do; then the round is not void for another reason meanwhile."""
     network = simulated(3)
     rank(network, 1).digest = "another state"
     begin_without_delivery(network, 0, 1, 2)
-    for sender, receiver in ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0)):
+    for sender, receiver in deliveries:
         deliver(network, sender, receiver)
-    deliver(network, 0, 1)  # its vote, while the header of 2 is on its way
     assert not rank(network, 1).errors
     explore(network, [])
     error = rank(network, 1).errors[1]

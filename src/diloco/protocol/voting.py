@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from diloco.algorithm.averaging import Verdict
@@ -142,7 +143,8 @@ class Voting:
         said_by_now = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
         if said_by_now.committed is False and self._rules.rank not in state.votes:
             state.against = sender
-            self.cast(RoundVote(state.id, Vote(False, reason=said_by_now.reason)), state)
+            # for whom it names as diverged, a vote that follows it has to wait for the headers as well
+            self.cast(replace(said, vote=Vote(False, reason=said_by_now.reason)), state)
         if said_by_now.committed is not None and state.committed is None:
             self.decide(state, said_by_now.committed, said_by_now.reason)
         if said_by_now.disputed and not state.disputed:
