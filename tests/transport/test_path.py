@@ -181,6 +181,33 @@ def test_answers_that_were_held_up_do_not_show_a_faster_way() -> None:
     assert pace.bits_per_s == pytest.approx(UTILIZATION * 1e7)
 
 
+def burst(*, resent: bool = True, queued: bool = True) -> Pace:
+    """What the kernel told of bursts of 3.2 MB over 100 Mbit/s and 100 ms; the queue has room for 1.25 MB."""
+    told = (  # MB that arrived in an interval, segments that were sent again, and the round trip
+        (0.0, 0, 0.0),
+        (0.083, 0, 0.140),
+        (0.290, 0, 0.185),
+        (1.820, 211, 0.207),
+        (0.187, 131, 0.204),
+        (0.246, 233, 0.118),
+        (0.172, 60, 0.106),
+        (0.185, 40, 0.105),
+        (0.152, 0, 0.105),
+    )
+    pace = Pace()
+    for n, (megabytes, again, trip_s) in enumerate(told):
+        trip_s = trip_s if queued else min(trip_s, TRIP_S)
+        arrived = PathSample(INTERVAL_S, int(1e6 * megabytes), 0, again if resent else 0, trip_s, TRIP_S)
+        pace.observe(n * INTERVAL_S, arrived)
+    return pace
+
+
+def test_a_burst_that_overflows_a_queue_tells_the_rate_though_it_is_over_soon() -> None:
+    assert 0.85e8 < burst().bits_per_s < 1e8
+    assert math.isinf(burst(resent=False).bits_per_s), "late answers, as of a busy machine"
+    assert math.isinf(burst(queued=False).bits_per_s), "loss on the way"
+
+
 # What the kernel tells.
 
 

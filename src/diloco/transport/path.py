@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diloco.transport.tcp import SEGMENT_BYTES
+
 __all__ = ["Pace", "PathEstimate", "PathSample", "together"]
 
 LEAST_SEGMENTS, MOST_SEGMENTS = 500, 20_000
@@ -20,6 +22,10 @@ QUEUE_SHARE, QUEUE_S = 0.5, 0.01
 WINDOW = 4
 """Intervals over which a rate is taken, and in all of which a way has to be full to count as full: a machine that is
 busy answers late now and then."""
+
+OVERFLOW = 0.15
+"""Share of what arrives that is sent again where a queue has no room left. A burst that takes no longer than a window
+may overflow a queue before it is full for all of one: then half of one is enough."""
 
 UTILIZATION, PROBING, DRAINING = 0.97, 1.25, 0.75
 """How much of a way's rate is used; what is tried in `PROBES` of `CYCLE` intervals to see whether there is more; and
@@ -164,7 +170,9 @@ class Pace:
         # while round trips become shorter, what is acknowledged in an interval was sent over a longer one
         seconds = sum(each.interval_s for each in self._window) + longest_s - sample.round_trip_s
         rate = 8 * sum(each.acknowledged_bytes for each in self._window) / seconds
-        full = all(each.full for each in self._window)
+        resent_bytes = SEGMENT_BYTES * sum(each.resent_segments for each in self._window)
+        overflows = resent_bytes > OVERFLOW * sum(each.acknowledged_bytes for each in self._window)
+        full = sum(each.full for each in self._window) >= (WINDOW / 2 if overflows else WINDOW)
         if len(self._window) == WINDOW and rate > 0 and (full or rate > self._rate):
             self._full.append((now_s, rate))
         while len(self._full) > 1 and self._full[0][0] < now_s - REMEMBERED_S:
