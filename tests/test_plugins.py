@@ -204,6 +204,11 @@ class Loses:
     keeps_sent = False
     def merge(self, local, global_params, sent): local.zero_()
 
+class Centres:
+    keeps_sent = False
+    elementwise = True
+    def merge(self, local, global_params, sent): local.copy_(global_params - global_params.mean())
+
 def broken(): raise KeyError("width")
 def no_rate(params): return torch.optim.SGD(params)
 """
@@ -230,6 +235,7 @@ def no_rate(params): return torch.optim.SGD(params)
         ),
         ({"merge__rule": "wrong.py:Nothing"}, "no method merge"),
         ({"merge__rule": "wrong.py:Loses"}, "parameters move although"),
+        ({"merge__rule": "wrong.py:Centres"}, "it says that it is elementwise, and merges parts otherwise"),
         ({"merge__rule": "share.py:Share", "merge__alpha": 0.5}, "which has no alpha"),
         ({"inner__name": "wrong.py:no_rate"}, "takes no argument lr"),
         ({"inner__name": "lion.py:Lion", "inner__arguments": {"beta": 1}}, "did you mean 'betas'"),

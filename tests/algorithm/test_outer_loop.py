@@ -1,11 +1,15 @@
-"""Outer loops of one process that hold what they agree on once."""
+"""Global parameters against local ones, and outer loops of one process that hold what they agree on once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diloco.algorithm.fragments import partition
+from diloco.algorithm.merge import AlphaMerge, MergeRule, RebaseMerge
 from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import Nesterov
 
@@ -62,3 +66,54 @@ def test_a_loaded_state_is_no_other_loops() -> None:
     second.load_fragment_state(0, other.fragment_state(0))
     assert (first.digest(0), second.digest(0)) == (before, other.digest(0))
     assert memory(first, second) == 6
+
+
+class Whole:
+    """A rule that is not known to be elementwise: it gets all values at once, and no parameter itself."""
+
+    def __init__(self, rule: MergeRule) -> None:
+        self.rule, self.keeps_sent = rule, rule.keeps_sent
+        self.sizes: list[int] = []
+
+    def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
+        self.sizes.append(local.numel())
+        self.rule.merge(local, global_params, sent)
+
+
+def merged(make: Callable[[nn.Module], object], rule: MergeRule) -> list[Tensor]:
+    """The parameters of a model after a round of its one fragment, and after a move that they follow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(700, 500), nn.Linear(5, 3))  # the first one is longer than one piece
+    make(model)
+    loop = OuterLoop(model, partition(model, num_fragments=1), Nesterov(learning_rate=0.5))
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for turn in range(2):
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=noise).to(parameter.dtype))
+            if turn == 0:
+                delta, sent, largest = loop.pseudo_gradient(0, keep_local=rule.keeps_sent)
+                assert largest == delta.abs().max()
+    loop.outer_step(0, delta)
+    loop.merge(0, rule, sent)
+    with loop.carrying_over(0):
+        loop.outer_step(0, delta)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def transpose(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("rule", [RebaseMerge(), AlphaMerge(0.3)])
+@pytest.mark.parametrize("other", [transpose, lambda model: model[1].bfloat16(), lambda model: model.bfloat16()])
+def test_parameters_merge_to_the_same_bits_in_their_place_and_copied(
+    rule: MergeRule, other: Callable[[nn.Module], object]
+) -> None:
+    for make in (lambda model: model, other):
+        whole = Whole(rule)
+        for one, expected in zip(merged(make, rule), merged(make, whole), strict=True):
+            assert torch.equal(one.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        assert whole.sizes == [700 * 500 + 500 + 5 * 3 + 3]

@@ -34,7 +34,7 @@ class MergeRule(Protocol):
         """Whether the rule needs the local parameters as they were at sending (4 bytes per value while in flight)."""
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
-        """Change ``local`` in place.
+        """Change ``local`` in place. A rule with an attribute ``elementwise = True`` may be given a part of the values.
 
         Args:
             local: ``(numel,)`` float32, the local parameters now.
@@ -58,6 +58,7 @@ class AlphaMerge:
 
     alpha: float = 0.0
     keeps_sent = False
+    elementwise = True
 
     def __post_init__(self) -> None:
         check_number("merge alpha", self.alpha, 0, 1)
@@ -78,6 +79,7 @@ class RebaseMerge:
     """
 
     keeps_sent = True
+    elementwise = True
 
     def merge(self, local: Tensor, global_params: Tensor, sent: Tensor | None) -> None:
         assert sent is not None, "RebaseMerge keeps what was sent"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.codec.base import largest_magnitude
+from diloco.algorithm.codec.base import empty, largest_magnitude, pieces
 from diloco.algorithm.digest import digest_state
 from diloco.algorithm.fragments import Fragment, bind, flatten, local_shard, unflatten_
 from diloco.algorithm.merge import MergeRule, carry_over
@@ -88,21 +88,14 @@ class OuterLoop:
         Raises:
             NonFiniteError: if Delta holds NaN or infinity; it names the parameters.
         """
-        local = self.local(index)
-        delta = self.global_params[index] - local if keep_local else local.neg_().add_(self.global_params[index])
-        largest = largest_magnitude(delta)
-        if not math.isfinite(largest):
-            fragment = self.fragments[index]
-            bad = [
-                name
-                for name, parameter in zip(fragment.names, self.parameters[index], strict=True)
-                if not bool(torch.isfinite(local_shard(parameter)).all())
-            ]
-            raise NonFiniteError(
-                f"the pseudo-gradient of fragment {index} is not finite; the local values of "
-                f"{', '.join(bad) or 'none'} hold NaN or infinity. Nothing was sent. Go on from the last checkpoint, "
-                "or begin anew, with a lower inner learning rate, gradient clipping or a wider precision."
-            )
+        local, values = self.local(index), self.global_params[index]
+        delta, largest = self._empty(values.numel()) if keep_local else local, 0.0
+        for start, stop in pieces(values.numel(), self.device):
+            piece = torch.sub(values[start:stop], local[start:stop], out=delta[start:stop])
+            found = largest_magnitude(piece)
+            if not math.isfinite(found):
+                raise self._not_finite(index)
+            largest = max(largest, found)
         return delta, local if keep_local else None, largest
 
     def outer_step(self, index: int, mean: Tensor) -> None:
@@ -113,18 +106,16 @@ class OuterLoop:
 
     def merge(self, index: int, rule: MergeRule, sent: Tensor | None) -> None:
         """Let the local parameters take up the global ones (Algorithm 2, line 12)."""
-        local = self.local(index)
-        rule.merge(local, self.global_params[index], sent)
-        unflatten_(local, self.parameters[index])
+        for local, part in self._local_parts(index, elementwise=getattr(rule, "elementwise", False)):
+            rule.merge(local, self.global_params[index][part], None if sent is None else sent[part])
 
     @contextmanager
     def carrying_over(self, index: int) -> Iterator[None]:
         """While global parameters change: the local ones move along, so that the pseudo-gradient stays what it was."""
         before = self.global_params[index].clone()
         yield
-        local = self.local(index)
-        carry_over(local, before, self.global_params[index])
-        unflatten_(local, self.parameters[index])
+        for local, part in self._local_parts(index, elementwise=True):
+            carry_over(local, before[part], self.global_params[index][part])
 
     def digest(self, index: int) -> str:
         """Digest of the fragment's global parameters and outer state."""
@@ -181,8 +172,40 @@ class OuterLoop:
             )
             self._shared.discard(index)
 
+    def _local_parts(self, index: int, *, elementwise: bool) -> Iterator[tuple[Tensor, slice]]:
+        """The local parameters of a fragment, to be changed in place, and which of its values they are.
+
+        Args:
+            elementwise: whether they may come part by part, each of which stays in the cache, and from where they lie,
+                if the global ones lie beside them in the same type; else they are one copy, which is copied back.
+        """
+        shards = [local_shard(parameter) for parameter in self.parameters[index]]
+        in_place = elementwise and all(
+            shard.dtype == torch.float32 and shard.device == self.device and shard.is_contiguous() for shard in shards
+        )
+        flat = [shard.view(-1) for shard in shards] if in_place else [self.local(index)]
+        begin = 0
+        for values in flat:
+            numel = values.numel()
+            for start, stop in pieces(numel, self.device) if elementwise else [(0, numel)]:
+                yield values[start:stop], slice(begin + start, begin + stop)
+            begin += numel
+        if not in_place:
+            unflatten_(flat[0], self.parameters[index])
+
+    def _not_finite(self, index: int) -> NonFiniteError:
+        named = zip(self.fragments[index].names, self.parameters[index], strict=True)
+        bad = [name for name, parameter in named if not math.isfinite(largest_magnitude(local_shard(parameter)))]
+        return NonFiniteError(
+            f"the pseudo-gradient of fragment {index} is not finite; the local values of "
+            f"{', '.join(bad) or 'none'} hold NaN or infinity. Nothing was sent. Go on from the last checkpoint, "
+            "or begin anew, with a lower inner learning rate, gradient clipping or a wider precision."
+        )
+
     def _empty(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=torch.float32, device=self.device, pin_memory=self._pinned)
+        if self._pinned:
+            return torch.empty(numel, dtype=torch.float32, device=self.device, pin_memory=True)
+        return empty(numel, torch.float32, self.device)
 
 
 def _same_bits(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
