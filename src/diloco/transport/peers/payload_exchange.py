@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution, Mean, combined
 from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
+from diloco.algorithm.codec.base import empty
 from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.mean_encoding import Stretch
 from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
@@ -90,7 +91,7 @@ class PayloadExchange:
             TransportError: if a link has ended.
         """
         codec, numel = self.contribution.codec, self.contribution.numel
-        self.values = torch.zeros(numel, dtype=torch.float32)
+        self.values = empty(numel, torch.float32, torch.device("cpu"))
         self._messages = messages = RoundMessages(self.contribution.round, links, self._queue, self._piece_bytes)
         for member in links:
             self._incoming[member] = [
@@ -163,6 +164,8 @@ class PayloadExchange:
         squares = of_sum = 0.0
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed_by(self.me), codec)):
             addends = {}
+            if rule is None:
+                self.values[a:b] = 0.0  # here, where it stays in the cache until all is added
             for member in self.members:
                 payload = self._piece(member, piece, a, b)
                 if member in contributors:
