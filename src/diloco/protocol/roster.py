@@ -45,7 +45,7 @@ class Roster:
     def unsteady(self, view: View, now_s: float) -> frozenset[tuple[int, int]]:
         """This replica, and each connected one of ``view`` of which a rank has been quiet lately, or is.
 
-        Nothing where that are more than two: then it is rather this one, or its machine, that stood still.
+        Empty if more than two are quiet: then this replica, or its machine, is more likely to have stood still.
         """
         mine, limit_s = self._rules.replica, self._rules.unsteady_s
         quiet = {

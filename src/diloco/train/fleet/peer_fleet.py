@@ -183,7 +183,9 @@ class PeerFleet(Fleet):
             try:
                 self._hear(self.transport.welcome_note)
             except ValueError as error:
-                raise RendezvousError(f"What those say who let this replica in can't be read: {error}") from error
+                raise RendezvousError(
+                    f"The note with which the others let this replica in can't be read: {error}. It does not take part."
+                ) from error
         self.joining = False
         return step
 
@@ -239,7 +241,11 @@ class PeerFleet(Fleet):
         with waiting_for(awaited, timeout_s), self._changed:
             self._changed.wait_for(lambda: self._enough(self.transport.view) or self.failure is not None, timeout_s)
         if not self._enough(self.transport.view):
-            raise RendezvousError(f"Too few came to the view that was founded: {self.transport.view.members}.")
+            missing = ", ".join(str(each) for each in last.members if each not in self.transport.view.members)
+            raise RendezvousError(
+                f"Too few of replicas {', '.join(map(str, last.members))} came back; missing: {missing}. Those may be "
+                "training without the others, so no step was taken. Start more of them."
+            )
         self.gathering = False
 
     def _enough(self, view: View) -> bool:
