@@ -116,12 +116,13 @@ class TestOuterOptimizer:
 class TestTransport:
     def test_without_step_times_there_is_no_network(self) -> None:
         transport = make_transport(TransportSettings(replicas=3, min_contributors=2, round_timeout_s=7.0))
-        assert transport.network is None
-        assert (len(transport.view.members), transport.min_contributors, transport.round_timeout_s) == (3, 2, 7.0)
+        rounds = transport.rounds
+        assert rounds.network is None
+        assert (len(rounds.view.members), rounds.min_contributors, rounds.timeout_s) == (3, 2, 7.0)
 
     def test_one_value_is_for_all_replicas(self) -> None:
         settings = TransportSettings(replicas=3, bandwidth_bits_per_s=(8e6,), latency_s=(0.05,), step_time_s=(0.5,))
-        network = make_transport(settings).network
+        network = make_transport(settings).rounds.network
         assert network is not None
         assert {(link.bandwidth_bits_per_s, link.latency_s) for link in network.links} == {(8e6, 0.05)}
         assert (len(network.links), network.step_time_s) == (3, (0.5, 0.5, 0.5))
@@ -130,19 +131,19 @@ class TestTransport:
         settings = TransportSettings(
             replicas=2, bandwidth_bits_per_s=(1e6, 2e6), latency_s=(0.1, 0.2), step_time_s=(0.5, 0.25)
         )
-        network = make_transport(settings).network
+        network = make_transport(settings).rounds.network
         assert network is not None
         assert [(link.bandwidth_bits_per_s, link.latency_s) for link in network.links] == [(1e6, 0.1), (2e6, 0.2)]
         assert network.step_time_s == (0.5, 0.25)
 
     def test_what_is_not_given_is_unlimited_and_at_once(self) -> None:
-        network = make_transport(TransportSettings(replicas=2, step_time_s=(1.0,))).network
+        network = make_transport(TransportSettings(replicas=2, step_time_s=(1.0,))).rounds.network
         assert network is not None
         assert {(link.bandwidth_bits_per_s, link.latency_s) for link in network.links} == {(math.inf, 0.0)}
 
     def test_faults_are_read(self) -> None:
         transport = make_transport(TransportSettings(faults=("drop replica=1 fragment=0 outer_step=3",)))
-        assert [(f.kind, f.replica, f.round) for f in transport.faults] == [("drop", 1, RoundId(0, 3))]
+        assert [(f.kind, f.replica, f.round) for f in transport.rounds.faults] == [("drop", 1, RoundId(0, 3))]
 
 
 def test_schedule_fragments_merge_and_codec_follow_their_settings() -> None:

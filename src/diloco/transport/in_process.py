@@ -9,45 +9,22 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
-from diloco.algorithm.exchange import Exchange, plan_round
-from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_words
+from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.numbers import check_whole
-from diloco.errors import (
-    CodecError,
-    ConfigurationError,
-    DivergedError,
-    RoundTimeoutError,
-    RoundVoidError,
-    TransportError,
-)
+from diloco.errors import ConfigurationError, RoundTimeoutError, TransportError
 from diloco.membership.view import View
 from diloco.protocol.registry import Entry, difference
 from diloco.transport.base import Average, Pending, SnapshotSource, Transport
-from diloco.transport.faults import Fault, arrivals
-from diloco.transport.links import Transfer, VirtualNetwork
+from diloco.transport.emulated_rounds import EmulatedRounds
+from diloco.transport.faults import Fault
+from diloco.transport.links import VirtualNetwork
 
 __all__ = ["InProcessEndpoint", "InProcessTransport"]
-
-
-@dataclass(eq=False)
-class _Round:
-    """A round that not everybody has taken the outcome of."""
-
-    contributions: dict[int, Contribution] = field(default_factory=dict)
-    sent_at_s: dict[int, float] = field(default_factory=dict)
-    verdict: Verdict | None = None
-    mean: Mean | None = None
-    exchange: Exchange | None = None
-    residuals: Sequence[Residual] = ()  # in the order of the members
-    lost: str = ""
-    commit_at_s: float = 0.0
-    taken: set[int] = field(default_factory=set)
 
 
 class InProcessTransport:
@@ -90,17 +67,13 @@ class InProcessTransport:
         if not round_timeout_s >= 0:
             raise ConfigurationError(f"round_timeout_s={round_timeout_s} was given. Use 0 or more.")
         self.view = View.of(num_replicas)
-        self.min_contributors = num_replicas if min_contributors is None else min_contributors
-        if not 1 <= self.min_contributors <= num_replicas:
+        enough = num_replicas if min_contributors is None else min_contributors
+        if not 1 <= enough <= num_replicas:
             raise ConfigurationError(
                 f"min_contributors={min_contributors} was given for {num_replicas} replicas. Use 1 to {num_replicas}."
             )
-        self.round_timeout_s = round_timeout_s
-        self.network = network
-        self.faults = tuple(faults)
+        self.rounds = EmulatedRounds(self.view, enough, round_timeout_s, network, faults)
         self.changed = threading.Condition()
-        self._rounds: dict[RoundId, _Round] = {}
-        self._decided_before: dict[RoundId, float] = {}
         self._facts: dict[int, Mapping[str, str]] = {}
         self._refusal = ""
         self.sources: dict[int, SnapshotSource] = {}
@@ -115,17 +88,14 @@ class InProcessTransport:
         """Traffic, clocks, links, decided rounds; contributions in flight are kept by the replicas that sent them."""
         return {
             "traffic": [[endpoint.sent_bytes, endpoint.received_bytes] for endpoint in self._endpoints],
-            "network": self.network.state_dict() if self.network else None,
-            "decided": [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict],
+            **self.rounds.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave; the replicas then hand in again what they have in flight."""
         for endpoint, (sent_bytes, received_bytes) in zip(self._endpoints, state["traffic"], strict=True):
             endpoint.sent_bytes, endpoint.received_bytes = int(sent_bytes), int(received_bytes)
-        if self.network is not None and state["network"] is not None:
-            self.network.load_state_dict(state["network"])
-            self._decided_before = {RoundId(int(p), int(k)): float(at_s) for p, k, at_s in state["decided"]}
+        self.rounds.load_state_dict(state)
 
     # What endpoints call, always under `changed`.
 
@@ -147,59 +117,21 @@ class InProcessTransport:
     def accept(self, contribution: Contribution) -> None:
         """Take in a contribution; the last one decides the round."""
         self._refuse()
-        replica, round_id = contribution.replica, contribution.round
-        state = self._rounds.setdefault(round_id, _Round())
-        if replica in state.contributions:
-            raise TransportError(
-                f"replica {replica} has contributed to {round_id} already. The first contribution stands.",
-                round=str(round_id),
-                replicas=[replica],
-            )
-        state.contributions[replica] = contribution
-        state.sent_at_s[replica] = self.network.now_s[replica] if self.network else 0.0
-        if len(state.contributions) == len(self.view.members):
-            self._decide(round_id, state)
+        if self.rounds.accept(contribution):
             self.changed.notify_all()
 
     def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
         """The average of a round for ``replica``, waiting until it is decided."""
-        state = self._rounds.get(round_id)
-        if state is None or replica not in state.contributions or replica in state.taken:
+        if not self.rounds.is_in_flight(replica, round_id):
             raise TransportError(
                 f"replica {replica} waits for {round_id}, of which it has nothing in flight.", round=str(round_id)
             )
-        verdict = self._verdict(replica, round_id, state, self.round_timeout_s if timeout_s is None else timeout_s)
-        sent_bytes, received_bytes = self._bytes(state, replica)
-        waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
+        self._wait(replica, round_id, self.rounds.timeout_s if timeout_s is None else timeout_s)
+        sent_bytes, received_bytes = self.rounds.bytes_of(replica, round_id)
         endpoint = self._endpoints[replica]
         endpoint.sent_bytes += sent_bytes
         endpoint.received_bytes += received_bytes
-        state.taken.add(replica)
-        if len(state.taken) == len(self.view.members):
-            del self._rounds[round_id]
-        if replica in verdict.diverged:
-            words = f"{round_id}: {verdict.reason}. The round is void for all."
-            raise DivergedError(
-                words,
-                donor=verdict.donor,
-                digest=state.contributions[verdict.donor].digest,
-                round=str(round_id),
-                replicas=verdict.diverged,
-            )
-        if state.mean is None:
-            raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
-        if any((f.kind, f.replica, f.round) == ("miss-commit", replica, round_id) for f in self.faults):
-            raise RoundVoidError(f"{round_id}: no commit was heard of.", round=str(round_id), replicas=[replica])
-        residual = state.residuals[self.view.members.index(replica)] if state.residuals else None
-        return Average(
-            **vars(replace(state.mean, residual=residual)),
-            round=round_id,
-            view=self.view,
-            sent_bytes=sent_bytes,
-            received_bytes=received_bytes,
-            wait_s=waited_s,
-            note="; ".join(filter(None, [verdict.reason, state.lost])),
-        )
+        return self.rounds.take(replica, round_id)
 
     def fetch(self, fragment: int, donors: Sequence[int]) -> Mapping[str, Any]:
         for donor in donors:
@@ -210,44 +142,9 @@ class InProcessTransport:
             f"replica {asked} was asked for fragment {fragment}, but it has published nothing.", replicas=donors
         )
 
-    def _decide(self, round_id: RoundId, state: _Round) -> None:
-        arrived, absent, delay_s = arrivals(state.contributions, self.faults, self.round_timeout_s)
-        sample = next(iter(state.contributions.values()))
-        state.exchange = plan_round(sample, len(self.view.members))
-        verdict = judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
-        state.commit_at_s = self._commit_time_s(round_id, state, delay_s)
-        taken_s = state.commit_at_s - min(state.sent_at_s.values())
-        if taken_s > self.round_timeout_s and not verdict.void:
-            verdict = Verdict((), f"it would take {taken_s:.3g} s, {self.round_timeout_s:g} s are allowed")
-        if not verdict.void:
-            try:
-                state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors], sample.clipping)
-            except CodecError as error:
-                verdict = Verdict((), str(error))
-        state.verdict = verdict
-        if state.mean is not None and state.exchange.pattern == "reduce-scatter":
-            held = [each.residual for each in state.contributions.values() if each.residual is not None]
-            if state.exchange.keeps_residual:
-                state.lost = lost_words((each.stretch for each in held), sample.numel)
-            state.residuals = encode_all_means(state.mean.values, held, state.exchange.shards, state.exchange.mean)
-
-    def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:
-        if self.network is None:
-            return 0.0
-        if round_id in self._decided_before:  # its bytes had their place on the links before the checkpoint
-            return self._decided_before.pop(round_id)
-        transfers = {m: Transfer(sent_s, *self._bytes(state, m)) for m, sent_s in sorted(state.sent_at_s.items())}
-        return self.network.commit_time_s(transfers) + delay_s
-
-    def _bytes(self, state: _Round, replica: int) -> tuple[int, int]:
-        """What ``replica`` sends and receives in a decided round."""
-        assert state.exchange is not None
-        position = self.view.members.index(replica)
-        return state.exchange.sent_bytes(position), state.exchange.received_bytes(position)
-
-    def _verdict(self, replica: int, round_id: RoundId, state: _Round, timeout_s: float) -> Verdict:
-        """The decision about a round, once there is one."""
-        missing = [member for member in self.view.members if member not in state.contributions]
+    def _wait(self, replica: int, round_id: RoundId, timeout_s: float) -> None:
+        """Wait until a round is decided."""
+        missing = self.rounds.missing(round_id)
         mine = threading.get_ident()
         if missing and (threading.active_count() == 1 or any(self.threads.get(each) == mine for each in missing)):
             raise RoundTimeoutError(
@@ -258,17 +155,16 @@ class InProcessTransport:
                 replicas=missing,
             )
         limit_s = timeout_s if math.isfinite(timeout_s) else None
-        self.changed.wait_for(lambda: state.verdict is not None or self._refusal, limit_s)
+        self.changed.wait_for(lambda: self.rounds.is_decided(round_id) or self._refusal, limit_s)
         self._refuse()
-        if state.verdict is None:
-            missing = [member for member in self.view.members if member not in state.contributions]
+        if not self.rounds.is_decided(round_id):
+            missing = self.rounds.missing(round_id)
             raise RoundTimeoutError(
                 f"{round_id} was not decided within {timeout_s:g} s: nothing was heard of replica "
                 f"{', '.join(map(str, missing))}. Nothing was applied.",
                 round=str(round_id),
                 replicas=missing,
             )
-        return state.verdict
 
 
 class InProcessEndpoint(Transport):
@@ -305,8 +201,7 @@ class InProcessEndpoint(Transport):
     def tick(self) -> None:
         with self.hub.changed:
             self.hub.threads[self.replica] = threading.get_ident()
-            if self.hub.network is not None:
-                self.hub.network.tick(self.replica)
+            self.hub.rounds.tick(self.replica)
 
 
 @dataclass(frozen=True)

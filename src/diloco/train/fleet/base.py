@@ -104,7 +104,7 @@ class InProcessFleet(Fleet):
 
     @property
     def network(self) -> VirtualNetwork | None:
-        return self.hub.network
+        return self.hub.rounds.network
 
     def endpoint(self, replica: int) -> Transport:
         return self.hub.endpoint(replica)

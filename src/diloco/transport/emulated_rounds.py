@@ -1,0 +1,193 @@
+"""The rounds of replicas in one process, decided once the last contribution is in.
+
+No payload travels, so an emulated network, if there is one, says when a round is committed and who stands still for it,
+and faults given as data say what goes wrong. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
+from diloco.algorithm.exchange import Exchange, plan_round
+from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_words
+from diloco.errors import CodecError, DivergedError, RoundVoidError, TransportError
+from diloco.membership.view import View
+from diloco.transport.base import Average
+from diloco.transport.faults import Fault, arrivals
+from diloco.transport.links import Transfer, VirtualNetwork
+
+__all__ = ["EmulatedRounds"]
+
+
+@dataclass(eq=False)
+class _Round:
+    """A round that not everybody has taken the outcome of."""
+
+    contributions: dict[int, Contribution] = field(default_factory=dict)
+    sent_at_s: dict[int, float] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    mean: Mean | None = None
+    exchange: Exchange | None = None
+    residuals: Sequence[Residual] = ()  # in the order of the members
+    lost: str = ""
+    commit_at_s: float = 0.0
+    taken: set[int] = field(default_factory=set)
+
+
+class EmulatedRounds:
+    """All rounds of a view that not everybody has taken the outcome of.
+
+    Args:
+        view: the replicas that take part.
+        min_contributors: a round with fewer usable contributions is void.
+        timeout_s: a contribution that would be later than this, in virtual seconds, counts as not arrived.
+        network: links on a virtual clock; None: payloads arrive at once.
+        faults: what goes wrong.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        min_contributors: int,
+        timeout_s: float,
+        network: VirtualNetwork | None,
+        faults: Sequence[Fault],
+    ) -> None:
+        self.view = view
+        self.min_contributors = min_contributors
+        self.timeout_s = timeout_s
+        self.network = network
+        self.faults = tuple(faults)
+        self._rounds: dict[RoundId, _Round] = {}
+        self._decided_before: dict[RoundId, float] = {}
+
+    def accept(self, contribution: Contribution) -> bool:
+        """Take in a contribution; returns whether it was the last one, which decides the round.
+
+        Raises:
+            TransportError: if the replica has contributed to the round already.
+        """
+        replica, round_id = contribution.replica, contribution.round
+        state = self._rounds.setdefault(round_id, _Round())
+        if replica in state.contributions:
+            raise TransportError(
+                f"replica {replica} has contributed to {round_id} already. The first contribution stands.",
+                round=str(round_id),
+                replicas=[replica],
+            )
+        state.contributions[replica] = contribution
+        state.sent_at_s[replica] = self.network.now_s[replica] if self.network else 0.0
+        if len(state.contributions) == len(self.view.members):
+            self._decide(round_id, state)
+        return state.verdict is not None
+
+    def is_in_flight(self, replica: int, round_id: RoundId) -> bool:
+        """Whether ``replica`` has contributed to a round and not taken its outcome."""
+        state = self._rounds.get(round_id)
+        return state is not None and replica in state.contributions and replica not in state.taken
+
+    def is_decided(self, round_id: RoundId) -> bool:
+        """Whether there is an outcome of a round that somebody has in flight."""
+        return self._rounds[round_id].verdict is not None
+
+    def missing(self, round_id: RoundId) -> list[int]:
+        """Who has not contributed yet to a round that somebody has in flight."""
+        return [member for member in self.view.members if member not in self._rounds[round_id].contributions]
+
+    def bytes_of(self, replica: int, round_id: RoundId) -> tuple[int, int]:
+        """What ``replica`` sends and receives in a decided round, also if that is void."""
+        return self._bytes(self._rounds[round_id], replica)
+
+    def take(self, replica: int, round_id: RoundId) -> Average:
+        """The average of a decided round for ``replica``, which has it in flight and stands still until its commit.
+
+        Raises:
+            RoundVoidError: if there is none, or this replica never hears of it.
+            DivergedError: likewise, as its global parameters or outer state are not the majority's.
+        """
+        state = self._rounds[round_id]
+        verdict = state.verdict
+        assert verdict is not None, "it is decided"
+        sent_bytes, received_bytes = self._bytes(state, replica)
+        waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
+        state.taken.add(replica)
+        if len(state.taken) == len(self.view.members):
+            del self._rounds[round_id]
+        if replica in verdict.diverged:
+            words = f"{round_id}: {verdict.reason}. The round is void for all."
+            raise DivergedError(
+                words,
+                donor=verdict.donor,
+                digest=state.contributions[verdict.donor].digest,
+                round=str(round_id),
+                replicas=verdict.diverged,
+            )
+        if state.mean is None:
+            raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
+        if any((f.kind, f.replica, f.round) == ("miss-commit", replica, round_id) for f in self.faults):
+            raise RoundVoidError(f"{round_id}: no commit was heard of.", round=str(round_id), replicas=[replica])
+        residual = state.residuals[self.view.members.index(replica)] if state.residuals else None
+        return Average(
+            **vars(replace(state.mean, residual=residual)),
+            round=round_id,
+            view=self.view,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            wait_s=waited_s,
+            note="; ".join(filter(None, [verdict.reason, state.lost])),
+        )
+
+    def tick(self, replica: int) -> None:
+        """``replica`` has computed one inner step."""
+        if self.network is not None:
+            self.network.tick(replica)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Clocks, links and decided rounds; contributions in flight are kept by the replicas that sent them."""
+        return {
+            "network": self.network.state_dict() if self.network else None,
+            "decided": [[r.fragment, r.outer_step, s.commit_at_s] for r, s in self._rounds.items() if s.verdict],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; the replicas then hand in again what they have in flight."""
+        if self.network is not None and state["network"] is not None:
+            self.network.load_state_dict(state["network"])
+            self._decided_before = {RoundId(int(p), int(k)): float(at_s) for p, k, at_s in state["decided"]}
+
+    def _decide(self, round_id: RoundId, state: _Round) -> None:
+        arrived, absent, delay_s = arrivals(state.contributions, self.faults, self.timeout_s)
+        sample = next(iter(state.contributions.values()))
+        state.exchange = plan_round(sample, len(self.view.members))
+        verdict = judge(arrived, members=self.view.members, min_contributors=self.min_contributors, absent=absent)
+        state.commit_at_s = self._commit_time_s(round_id, state, delay_s)
+        taken_s = state.commit_at_s - min(state.sent_at_s.values())
+        if taken_s > self.timeout_s and not verdict.void:
+            verdict = Verdict((), f"it would take {taken_s:.3g} s, {self.timeout_s:g} s are allowed")
+        if not verdict.void:
+            try:
+                state.mean = weighted_mean([arrived[replica] for replica in verdict.contributors], sample.clipping)
+            except CodecError as error:
+                verdict = Verdict((), str(error))
+        state.verdict = verdict
+        if state.mean is not None and state.exchange.pattern == "reduce-scatter":
+            held = [each.residual for each in state.contributions.values() if each.residual is not None]
+            if state.exchange.keeps_residual:
+                state.lost = lost_words((each.stretch for each in held), sample.numel)
+            state.residuals = encode_all_means(state.mean.values, held, state.exchange.shards, state.exchange.mean)
+
+    def _commit_time_s(self, round_id: RoundId, state: _Round, delay_s: float) -> float:
+        if self.network is None:
+            return 0.0
+        if round_id in self._decided_before:  # its bytes had their place on the links before the checkpoint
+            return self._decided_before.pop(round_id)
+        transfers = {m: Transfer(sent_s, *self._bytes(state, m)) for m, sent_s in sorted(state.sent_at_s.items())}
+        return self.network.commit_time_s(transfers) + delay_s
+
+    def _bytes(self, state: _Round, replica: int) -> tuple[int, int]:
+        assert state.exchange is not None
+        position = self.view.members.index(replica)
+        return state.exchange.sent_bytes(position), state.exchange.received_bytes(position)
