@@ -1,7 +1,8 @@
 """Code of the user's own that a setting names as ``module:name``: found, called with what it takes, compared.
 
 ``module`` is an installed module, one in the working directory, or a path that ends in ``.py``. `model.source` names a
-function so; ``codec.name``, ``outer.name``, ``outer.average``, ``merge.rule`` and ``inner.name`` a class or function.
+function so; ``codec.name``, ``outer.name``, ``outer.average``, ``merge.rule``, ``inner.name`` and ``monitor.sinks`` a
+class or function.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def find(key: str, text: str) -> Callable[..., Any]:
     Raises:
         ConfigurationError: if it can't be imported, or nothing in it that can be called has this name.
     """
+    if not is_own(text):
+        raise ConfigurationError(f"{key}={text} names no code of yours. Give module:name, or FILE.py:name.")
     place, name = split(text)
     try:
         module = _load_file(place) if place.endswith(".py") else _load_module(place)

@@ -54,7 +54,8 @@ class MonitorSettings:
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
     sinks: tuple[str, ...] = ()
-    """Listeners of your own, each MODULE:CALLABLE; called with the run's folder, it returns a diloco.events.Sink."""
+    """Listeners of your own, each MODULE:NAME or FILE.py:NAME; called with the run's folder, it returns a
+    diloco.events.Sink."""
     wandb: WandbSettings = field(default_factory=WandbSettings)
 
     def __post_init__(self) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ from typing import Any
 from diloco.errors import ConfigurationError
 from diloco.events import Event, Sink
 from diloco.monitor.settings import MonitorSettings
+from diloco.plugins import find
 
 __all__ = ["About", "Sinks", "make_sinks", "say"]
 
@@ -95,7 +94,7 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, ab
     from diloco.monitor.console import LiveConsole, PlainConsole
     from diloco.monitor.files import MetricsFile, TensorBoardSink
 
-    makers = {name: _load(name) for name in settings.sinks}
+    makers = {name: find("monitor.sinks", name) for name in settings.sinks}
     sinks: dict[str, Sink] = {}
     if settings.wandb.mode != "off":
         from diloco.monitor.wandb_runs import WandbSink
@@ -111,25 +110,6 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, ab
     elif kind != "quiet":
         sinks["the plain output"] = PlainConsole(every_steps=settings.every_steps)
     return Sinks(sinks)
-
-
-def _load(name: str) -> Any:
-    """The callable that MODULE:CALLABLE names; the module may be in the working directory."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(
-            f"monitor.sinks={name!r} cannot be loaded ({error}). Give MODULE:CALLABLE, of a module that is installed "
-            "or in the working directory."
-        ) from error
-    if not callable(found):
-        raise ConfigurationError(
-            f"monitor.sinks={name!r} is no function or class. Give one that makes a sink of a folder."
-        )
-    return found
 
 
 def _words(error: Exception) -> str:
