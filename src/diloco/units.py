@@ -25,6 +25,7 @@ __all__ = [
     "parse_share",
     "perplexity",
     "visible",
+    "visible_lines",
 ]
 
 
@@ -38,8 +39,23 @@ def visible(text: str, most: int = 200) -> str:
     >>> visible("x" * 60_000, 8)
     'xxxxx...'
     """
-    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[: most + 1])
+    shown = _escaped(text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+def visible_lines(text: str) -> str:
+    r"""As `visible`, for a text of any length, whose ends of lines and tabs stay.
+
+    >>> visible_lines("a\tb\n\x1b[2Jc\r\u202ed")
+    'a\tb\n\\x1b[2Jc\\r\\u202ed'
+    """
+    return _escaped(text, but="\n\t")
+
+
+def _escaped(text: str, but: str = "") -> str:
+    return "".join(
+        each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def perplexity(loss: float) -> float:

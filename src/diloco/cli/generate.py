@@ -15,6 +15,7 @@ from diloco.config.flags import parse_options
 from diloco.devices import check_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.trained.sampling import Sampling
+from diloco.units import visible_lines
 
 if TYPE_CHECKING:
     from diloco.trained.generate import TextStream
@@ -179,9 +180,7 @@ def _chat(trained: Trained, given: GenerateOptions, prompt: str) -> int:
 
 def _shown(text: str) -> str:
     """The same text, printed at once."""
-    from diloco.monitor.wording import visible
-
-    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+    sys.stdout.write(visible_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
     return text
 
@@ -227,14 +226,10 @@ class _Sample:
 
 def _show(samples: Sequence[_Sample]) -> None:
     """Print the samples one after the other: those that have ended, and what there is of the next."""
-    from diloco.monitor.wording import visible
-
     for sample in samples:
-        text = sample.unshown()
-        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+        _shown(sample.unshown())
         if not sample.ended_by:
             break
-    sys.stdout.flush()
 
 
 def _read(path: Path) -> str:

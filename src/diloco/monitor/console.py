@@ -19,7 +19,7 @@ from rich.text import Text
 from diloco import events
 from diloco.monitor import wording
 from diloco.monitor.progress import RunProgress
-from diloco.units import format_bytes, format_count, format_duration, format_perplexity, perplexity
+from diloco.units import format_bytes, format_count, format_duration, format_perplexity, perplexity, visible_lines
 
 __all__ = ["LiveConsole", "PlainConsole"]
 
@@ -64,7 +64,7 @@ class PlainConsole:
             case events.SampleGenerated():
                 at = "" if event.final else f" at step {event.step:,}"
                 self._write(f"\nsample{at}, going on from {event.prompt!r}")
-                sample = wording.visible(event.prompt + event.text).strip("\n")
+                sample = visible_lines(event.prompt + event.text).strip("\n")
                 self._write("\n".join(f"  {text}" for text in sample.split("\n")) + ("" if event.final else "\n"))
             case events.RunFinished():
                 self._row()
@@ -81,7 +81,7 @@ class PlainConsole:
 
     def _note(self, event: events.Event) -> None:
         width = _width(self._progress)
-        text = wording.visible(wording.line(event, self._progress)).replace("\n", "\n" + " " * (width + 2))
+        text = visible_lines(wording.line(event, self._progress)).replace("\n", "\n" + " " * (width + 2))
         self._write(f"{_done(event.step, self._progress):>{width}}  {text}")
 
     def _header(self) -> None:
@@ -153,7 +153,7 @@ class LiveConsole:
                 if event.final:
                     self._live.stop()
                 self._print(Text(f"\nsample at step {event.step:,}" if not event.final else "\nsample", style="bold"))
-                prompt, text = (self._text(wording.visible(part)) for part in (event.prompt, event.text.rstrip("\n")))
+                prompt, text = (self._text(visible_lines(part)) for part in (event.prompt, event.text.rstrip("\n")))
                 self._print(Padding(Text.assemble((prompt, "bold cyan"), text), (0, 0, 0, 2)))
             case events.RunFinished():
                 self._live.stop()
@@ -185,7 +185,7 @@ class LiveConsole:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(justify="right", style="dim", no_wrap=True, width=_width(self._progress))
         grid.add_column(overflow="fold")
-        words = self._text(wording.visible(wording.line(event, self._progress)))
+        words = self._text(visible_lines(wording.line(event, self._progress)))
         grid.add_row(Text(_done(event.step, self._progress)), Text(words, style=style.get(type(event), "")))
         return grid
 
@@ -194,7 +194,7 @@ class LiveConsole:
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         for name, value in rows:
-            grid.add_row(Text(name), Text(self._text(wording.visible(value))))
+            grid.add_row(Text(name), Text(self._text(visible_lines(value))))
         return Padding(grid, (0, 0, 0, 2))
 
     def _text(self, text: str) -> str:

@@ -8,23 +8,11 @@ from typing import Any
 
 from diloco import events
 from diloco.monitor.progress import RunProgress
-from diloco.units import format_bytes, format_count, format_duration, format_perplexity, format_ratio
+from diloco.units import format_bytes, format_count, format_duration, format_perplexity, format_ratio, visible_lines
 
-__all__ = ["Rows", "ending", "facts", "fragments_in_flight", "line", "summary", "table", "title", "visible"]
+__all__ = ["Rows", "ending", "facts", "fragments_in_flight", "line", "summary", "table", "title"]
 
 Rows = Sequence[tuple[str, str]]  # (name, value) pairs in the order to print them
-
-
-def visible(text: str) -> str:
-    r"""``text`` with every character that a terminal would obey rather than show escaped; newlines and tabs stay.
-
-    >>> visible("a\tb\n\x1b[2Jc\r\u202ed")
-    'a\tb\n\\x1b[2Jc\\r\\u202ed'
-    """
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
 
 
 def table(rows: Rows, *, width: int = 80, indent: str = "  ") -> str:
@@ -41,7 +29,7 @@ def table(rows: Rows, *, width: int = 80, indent: str = "  ") -> str:
         lead = f"{indent}{name:<{names}}  "
         # paths and digests are not cut: they are there to be copied
         wrap = textwrap.TextWrapper(width, lead, " " * len(lead), break_long_words=False, break_on_hyphens=False)
-        lines.append(wrap.fill(visible(value)) or lead.rstrip())
+        lines.append(wrap.fill(visible_lines(value)) or lead.rstrip())
     return "\n".join(lines)
 
 
