@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.protocol.faults import faults_seen
 from diloco.watch.history import ProcessHistory, RunHistory
-from diloco.watch.records import Record, finite, number, text, whole
+from diloco.watch.records import Record, finite, first, number, text, whole
 
 __all__ = ["GONE", "Seen", "fetched", "member_rows"]
 
@@ -53,13 +53,13 @@ def member_rows(run: RunHistory, seen: Sequence[Seen], now_s: float) -> dict[str
             "replica": replica,
             "peer": peer.peer_id if peer else "",
             "state": peer.state if peer else _state(run, replica, process),
-            "step": _first(whole(status, "step"), process.step if process and process.last else None),
+            "step": first(whole(status, "step"), process.step if process and process.last else None),
             "fetched": fetched(process.fetched) if process else None,
             "heard_s": None if peer is None or peer.heard_s is None else round(max(0.0, now_s - peer.heard_s), 1),
             "way": peer.way if peer else "",
             "round_trip_s": finite(peer.round_trip_s if peer else None),
-            "sent_bytes": _first(whole(status, "sent_bytes"), whole(last, "sent_bytes")),
-            "received_bytes": _first(whole(status, "received_bytes"), whole(last, "received_bytes")),
+            "sent_bytes": first(whole(status, "sent_bytes"), whole(last, "sent_bytes")),
+            "received_bytes": first(whole(status, "received_bytes"), whole(last, "received_bytes")),
             "link_bits_per_s": finite(number(status, "link_bits_per_s")),
             "steps_per_s": finite(1 / process.step_s) if process and process.step_s else None,
             "pace": finite(number(status, "pace")),
@@ -81,10 +81,6 @@ def fetched(record: Record) -> dict[str, int] | None:
     names = ("received_bytes", "expected_bytes", "fragment", "fragment_received_bytes", "fragment_expected_bytes")
     values = {name: value for name in names if (value := whole(record, name)) is not None}
     return values if len(values) == len(names) else None
-
-
-def _first(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)
 
 
 def _state(run: RunHistory, replica: int, process: ProcessHistory | None) -> str:

@@ -11,7 +11,7 @@ from diloco import __version__
 from diloco.watch.alerts import Thresholds, find_alerts
 from diloco.watch.history import OF_OUTER_STEPS, ProcessHistory, RunHistory
 from diloco.watch.members import Seen, fetched, member_rows
-from diloco.watch.records import Record, finite, number, numbers, text, whole
+from diloco.watch.records import Record, finite, first, number, numbers, text, whole
 from diloco.watch.series import Series
 
 __all__ = ["CHUNK_ROWS", "MOST_LINES", "Watched", "difference", "page_data"]
@@ -120,8 +120,8 @@ def _header(history: RunHistory, *, silent: bool) -> dict[str, Any]:
         "loss": recent[column["loss"]] if recent else None,
         "heldout_loss": told[-1][3] if told else finite(number(summary, "heldout_loss")),
         "best_heldout_loss": finite(min(best, default=None)),
-        "sent_bytes": _first(whole(summary, "sent_bytes_per_replica"), whole(last, "sent_bytes")),
-        "data_parallel_bytes": _first(
+        "sent_bytes": first(whole(summary, "sent_bytes_per_replica"), whole(last, "sent_bytes")),
+        "data_parallel_bytes": first(
             whole(summary, "data_parallel_bytes_per_replica"), None if per_step is None else round(per_step * step)
         ),
         "merged": history.grid.merged if history.grid.newest else None,
@@ -212,7 +212,3 @@ def _settings(runs: Sequence[Mapping[str, str]]) -> list[list[str | list[str]]]:
     keys = sorted({key for run in runs for key in run if not _APART.match(key)}) if len(runs) > 1 else []
     given = [run for run in runs if run]
     return [[key, [run.get(key, "") for run in runs]] for key in keys if len({run.get(key, "") for run in given}) > 1]
-
-
-def _first(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)

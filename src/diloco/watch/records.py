@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.events import SCHEMA_VERSION
 
-__all__ = ["Record", "Tail", "number", "numbers", "parse", "text", "whole"]
+__all__ = ["Record", "Tail", "finite", "first", "is_record", "number", "numbers", "parse", "text", "whole"]
 
 Record = Mapping[str, Any]
 
@@ -75,6 +75,11 @@ def numbers(record: Record, name: str) -> tuple[int, ...]:
     values = record.get(name)
     given = values[:_MOST_NUMBERS] if isinstance(values, list | tuple) else ()
     return tuple(each for each in given if whole({"": each}, "") is not None)
+
+
+def first(*values: int | None) -> int | None:
+    """The first that is known."""
+    return next((value for value in values if value is not None), None)
 
 
 def text(record: Record, name: str) -> str:
