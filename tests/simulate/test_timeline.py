@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.simulate.cluster import Cluster
 from diloco.simulate.overheads import Overheads
-from diloco.simulate.timeline import LANES, Span, peak_bytes_per_s, timeline
+from diloco.simulate.timeline import Lane, Span, peak_bytes_per_s, timeline
 from diloco.simulate.traffic import Traffic, outer_traffic
 from diloco.simulate.utilization import Simulated, simulate
 from diloco.transport.links import Link
@@ -111,7 +112,7 @@ def test_overlap_hides_what_it_can() -> None:
 def test_spans_of_a_lane_do_not_overlap(run: Run) -> None:
     spans = run.spans()
     for replica in range(run.cluster.num_replicas):
-        for lane in LANES:
+        for lane in get_args(Lane):
             own = of_lane(spans, replica, lane)
             assert all(before.stop_s <= after.start_s for before, after in pairwise(own)), (replica, lane)
             assert all(span.start_s <= span.stop_s for span in own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import get_args
 from xml.etree import ElementTree
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from diloco.simulate import pictures
 from diloco.simulate.pictures import draw_timeline
-from diloco.simulate.timeline import LANES, Span
+from diloco.simulate.timeline import Lane, Span
 from tests.simulate.svg import SVG, boxes, names, texts
 
 
@@ -111,7 +112,7 @@ def test_of_many_replicas_and_fragments_the_first_are_drawn_and_the_colours_come
 
 
 def test_the_longest_legend_and_row_names_fit_on_the_page(tmp_path: Path) -> None:
-    many = [Span(15, lane, 1.0, 2.0, "", fragment) for fragment in range(40) for lane in LANES]
+    many = [Span(15, lane, 1.0, 2.0, "", fragment) for fragment in range(40) for lane in get_args(Lane)]
     draw_timeline(many, tmp_path / "a.svg", title="")
     tree = ElementTree.parse(tmp_path / "a.svg").getroot()
     _, _, width, height = (float(number) for number in tree.get("viewBox", "").split())
@@ -138,7 +139,7 @@ def test_a_timeline_of_any_length_has_a_unit(tmp_path: Path, stop_s: float, unit
 
 
 def test_every_lane_has_its_row_and_look() -> None:
-    assert set(pictures.ROWS) == set(LANES)
+    assert set(pictures.ROWS) == set(get_args(Lane))
     inks = itertools.starmap(_contrast, zip(pictures.FRAGMENT_COLOURS, pictures.FRAGMENT_INKS, strict=True))
     assert min(inks) >= 4.5  # what WCAG asks of text
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from tyro.conf import arg
 
@@ -83,27 +83,26 @@ def run(arguments: Sequence[str]) -> int:
 def _check(options: PlanOptions, target: float) -> None:
     """Refuse what can be refused before anything is measured."""
 
-    def refuse(words: str) -> NoReturn:
-        raise ConfigurationError(f"{words}")
-
     if not 0 < target < 1:
-        refuse(f"--target-utilization {options.target_utilization} must be above 0 and below 100 %.")
+        raise ConfigurationError(f"--target-utilization {options.target_utilization} must be above 0 and below 100 %.")
     if options.config is not None and options.preset is None:
-        refuse("--config needs --preset NAME: a run cannot be made of a model by numbers.")
+        raise ConfigurationError("--config needs --preset NAME: a run cannot be made of a model by numbers.")
     if options.config is not None and not options.config.absolute().parent.is_dir():
-        refuse(f"--config {options.config}: there is no folder {options.config.absolute().parent}.")
+        raise ConfigurationError(f"--config {options.config}: there is no folder {options.config.absolute().parent}.")
     if options.measure and options.preset is None and not options.step_time:
-        refuse("--measure needs --preset NAME or --step-time: a model by numbers cannot be run.")
+        raise ConfigurationError("--measure needs --preset NAME or --step-time: a model by numbers cannot be run.")
     if options.steps is not None and options.steps < 1:
-        refuse(f"--steps {options.steps} must be at least 1.")
+        raise ConfigurationError(f"--steps {options.steps} must be at least 1.")
     if min(options.price_per_hour or 0.0, options.price_per_gb) < 0:
-        refuse(
+        raise ConfigurationError(
             f"--price-per-hour {options.price_per_hour} and --price-per-gb {options.price_per_gb} must be 0 or more."
         )
     if not options.step_time and not options.measure:
-        refuse("--step-time 0.8s or --measure is required, to know how long an inner step takes.")
+        raise ConfigurationError("--step-time 0.8s or --measure is required, to know how long an inner step takes.")
     if not options.bandwidth and not (options.measure and options.peers):
-        refuse("--bandwidth 500Mbit or --measure --peers HOST:PORT is required, to know what the links carry.")
+        raise ConfigurationError(
+            "--bandwidth 500Mbit or --measure --peers HOST:PORT is required, to know what the links carry."
+        )
 
 
 def finetune_memory(folder: Path, rank: int, base_dtype: str = "float32") -> dict[str, Any]:

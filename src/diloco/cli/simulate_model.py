@@ -13,7 +13,7 @@ import numpy as np
 from diloco.algorithm.codec import make_codec
 from diloco.algorithm.mean_encoding import MeanEncoding
 from diloco.cli.sites import each
-from diloco.cli.tables import columns
+from diloco.cli.tables import columns, facts_table
 from diloco.errors import ConfigurationError
 from diloco.simulate.bandwidth import METHODS, Method, Needed, bandwidth_needed, method_named, utilization_curve
 from diloco.simulate.cluster import Cluster
@@ -192,7 +192,7 @@ def _print_on_link(records: Sequence[dict[str, Any]], facts: dict[str, str], opt
         print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
         return
     link = f"{', '.join(format_rate(parse_rate_bits_per_s(text, '')) for text in options.bandwidth)}"
-    _print_facts(facts | {"link": f"{link}, {', '.join(options.latency)} one way"})
+    print(facts_table(facts | {"link": f"{link}, {', '.join(options.latency)} one way"}, indent=""), end="\n\n")
     rows = [
         [
             record["method"],
@@ -226,7 +226,7 @@ def _print_needed(found: dict[Method, tuple[Needed, ...]], facts: dict[str, str]
         ]
         print(json.dumps(records, indent=2))
         return
-    _print_facts(facts | {"latency": f"{', '.join(options.latency)} one way"})
+    print(facts_table(facts | {"latency": f"{', '.join(options.latency)} one way"}, indent=""), end="\n\n")
     first = next(iter(found.values()))
     header = ["bandwidth for", *(f"{100 * needed.target:g} %" for needed in first)]
     rows = [
@@ -242,12 +242,6 @@ def _print_needed(found: dict[Method, tuple[Needed, ...]], facts: dict[str, str]
         for method, all_needed in found.items()
     ]
     print(columns(header, rows))
-
-
-def _print_facts(facts: dict[str, str]) -> None:
-    for name, words in facts.items():
-        print(f"{name:9} {words}")
-    print()
 
 
 def _plot(

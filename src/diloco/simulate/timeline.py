@@ -15,15 +15,13 @@ from diloco.simulate.cluster import Cluster
 from diloco.simulate.utilization import Simulated, SimulatedRound
 from diloco.units import format_bytes
 
-__all__ = ["LANES", "Lane", "Span", "peak_bytes_per_s", "timeline"]
+__all__ = ["Lane", "Span", "peak_bytes_per_s", "timeline"]
 
 Floats = NDArray[np.float64]
 
 Lane = Literal["compute", "wait", "spent", "send", "receive"]
 """compute: inner steps; wait: for the average of a merge; spent: encoding, outer steps and merging (`Overheads`);
 send, receive: payload on the replica's link. The first three take turns."""
-
-LANES: tuple[Lane, ...] = ("compute", "wait", "spent", "send", "receive")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from diloco.devices import to_device
 from diloco.errors import ConfigurationError, DataError
 from diloco.model.language_model import LanguageModel, documents_of
 from diloco.model.loss import ENDS, NOT_COUNTED
+from diloco.units import perplexity
 
 __all__ = [
     "Evaluation",
@@ -42,7 +43,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """``exp(loss)``; infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return perplexity(self.loss)
 
     @property
     def bits_per_token(self) -> float:
