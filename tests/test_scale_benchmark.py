@@ -40,7 +40,7 @@ def run(number: int, churn: Churn, *, schedule: SyncSchedule = BLOCKING, cycles:
 @pytest.mark.parametrize("jitter", [0.0, 0.3])
 @pytest.mark.parametrize("schedule", [BLOCKING, STREAMING])
 def test_without_losses_it_is_the_simulator(number: int, jitter: float, schedule: SyncSchedule) -> None:
-    overheads = Overheads(goodput=0.9, round_trips=2, send_s_per_value=1e-8, merge_s_per_value=2e-8, pause_s=0.01)
+    overheads = Overheads(goodput=0.9, round_trips=2, send_s_per_value=1e-8, merge_s_per_value=2e-8)
     place = replace(cluster(number, jitter=jitter), overheads=overheads)
     ours = simulate_churn(SMALL, schedule, FLOAT32, place, Churn(), cycles=3, warm_up=2)
     theirs = simulate(SMALL.traffic(schedule, [FLOAT32], number), place, steps=60, measure_from=30)

@@ -99,7 +99,7 @@ class ChurnRun:
         """As `diloco.simulate.utilization` sends, between the members; all leaves at the end of the step."""
         members = np.flatnonzero(self.present)
         parcel, overheads = self._traffic_between(len(members)).parcels[fragment], self.cluster.overheads
-        self.spent_s[members] += overheads.pause_s + overheads.send_s_per_value * parcel.numel
+        self.spent_s[members] += overheads.send_s_per_value * parcel.numel
         began_s = (self.computed_s[step - 1] + self.waited_s + self.spent_s)[members]
         lasted_s = (self.computed_s[step] - self.computed_s[step - 1])[members]
         ready_s = handed_in_s(parcel, began_s, lasted_s, self.bandwidth[members]) + self.shift_s[members]
@@ -132,7 +132,7 @@ class ChurnRun:
         now_s = self.now_s(step)
         here = sent.members[self._working(now_s)[sent.members]]
         self.waited_s[here] += np.maximum(0.0, np.minimum(sent.until_s, self.dies_s[here]) - now_s[here])
-        self.spent_s[here] += overheads.pause_s + overheads.merge_s_per_value * int(self.sizes[fragment])
+        self.spent_s[here] += overheads.merge_s_per_value * int(self.sizes[fragment])
         self.counts["rounds"] += 1
         self.counts["void_rounds"] += sent.void
         if sent.void:

@@ -19,5 +19,6 @@ def spans() -> tuple[Span, ...]:
     """Streaming DiLoCo with two replicas on a link so slow that they wait."""
     schedule = SyncSchedule(inner_steps=20, num_fragments=4, overlap_steps=2)
     traffic = outer_traffic(schedule, [10**6] * 4, [make_codec("float32")], 2)
-    cluster = Cluster.of([Link(1e7, 0.05)] * 2, [1.0, 1.2], overheads=Overheads(pause_s=0.15))
+    spending = Overheads(send_s_per_value=1.5e-7, merge_s_per_value=1.5e-7)
+    cluster = Cluster.of([Link(1e7, 0.05)] * 2, [1.0, 1.2], overheads=spending)
     return timeline(simulate(traffic, cluster, steps=50, history=True), cluster, 50)

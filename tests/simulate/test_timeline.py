@@ -58,7 +58,6 @@ def runs(draw: st.DrawFn, *, endless: bool = False) -> Run:
         round_trips=draw(st.sampled_from([0.0, 3.0])),
         send_s_per_value=draw(st.sampled_from([0.0, 1e-7])),
         merge_s_per_value=draw(st.sampled_from([0.0, 2e-7])),
-        pause_s=draw(st.sampled_from([0.0, 0.05])),
     )
     cluster = Cluster.of(
         links,

@@ -41,11 +41,10 @@ class Overheads:
     # time that the training loop stands still for a send, per value: pseudo-gradient, encoding
     send_s_per_value: float = 0.0
     merge_s_per_value: float = 0.0  # and for a merge: outer step, merge
-    pause_s: float = 0.0  # and for each of them whatever the size
 
     def __post_init__(self) -> None:
         work = (self.average_s_per_value, self.send_s_per_value, self.merge_s_per_value)
-        others = (self.round_trips, self.queue_trips, *work, self.pause_s)
+        others = (self.round_trips, self.queue_trips, *work)
         if not 0 < self.goodput <= 1 or not all(0 <= value < math.inf for value in others):
             raise ConfigurationError(
                 f"{self} cannot be simulated: the goodput must be above 0 and at most 1, everything else 0 or more."

@@ -200,7 +200,7 @@ class _Run:
     def send(self, fragment: int, outer_step: int, step: int) -> None:
         parcel, overheads = self.traffic.parcels[fragment], self.cluster.overheads
         began_s = self.now_s(step)
-        self.spent_s = self.spent_s + (overheads.pause_s + overheads.send_s_per_value * parcel.numel)
+        self.spent_s = self.spent_s + overheads.send_s_per_value * parcel.numel
         last_began_s, lasted_s = self.now_s(step - 1), self.computed_s[step] - self.computed_s[step - 1]
         if self.late_steps is not None:
             trained = self.late_steps.trained_last
@@ -241,7 +241,7 @@ class _Run:
         waits_s = np.maximum(0.0, sent.times.committed_s + self.beside_s[fragment] - now_s)
         self.waited_s = self.waited_s + waits_s
         self.longest_wait_s = np.maximum(self.longest_wait_s, waits_s)
-        merges_s = overheads.pause_s + overheads.merge_s_per_value * parcel.numel
+        merges_s = overheads.merge_s_per_value * parcel.numel
         self.spent_s = self.spent_s + merges_s
         self.rounds += 1
         if self.keep:
