@@ -29,7 +29,7 @@ def study(tmp_path: Path, text: str) -> Path:
 
 
 def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -> None:
-    runs = read_study(study(tmp_path, STUDY)).runs()
+    runs = read_study(study(tmp_path, STUDY))
     assert [run.name for run in runs] == [
         "inner_steps=10_overlap_steps=1_name=fp4",
         "inner_steps=10_overlap_steps=1_name=float32",
@@ -44,7 +44,7 @@ def test_runs_are_all_combinations_and_each_is_a_configuration(tmp_path: Path) -
 def test_tables_that_are_values_stay_tables_and_long_names_are_told_apart(tmp_path: Path) -> None:
     tables = ", ".join(f'{{momentum = {momentum}, extra = "{"x" * 200}"}}' for momentum in (0.9, 0.8))
     text = f'[axes]\n"inner.arguments" = [{tables}]'
-    runs = read_study(study(tmp_path, text)).runs()
+    runs = read_study(study(tmp_path, text))
     assert runs[0].settings["inner.arguments"]["momentum"] == 0.9
     assert len({run.name for run in runs}) == 2
     assert all(len(run.name) <= 100 for run in runs)

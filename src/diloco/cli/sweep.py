@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     jobs = usable_cores() if given.jobs is None else given.jobs
     if jobs < 1:
         raise ConfigurationError(f"--jobs {jobs} was given. At least one run is needed at a time.")
-    runs = read_study(given.study).runs()
+    runs = read_study(given.study)
     if repeated := [run.name for run in runs if [each.name for each in runs].count(run.name) > 1]:
         raise ConfigurationError(f"Two runs of the study would be called {repeated[0]}.")
 

@@ -16,7 +16,7 @@ from diloco.config.keys import Values, keys_of
 from diloco.config.toml import in_toml, parse_toml
 from diloco.errors import ConfigurationError
 
-__all__ = ["Run", "Study", "read_study"]
+__all__ = ["Run", "read_study"]
 
 _LONGEST_NAME = 100
 _NOT_VARIED = ("out", "checkpoint.resume")
@@ -35,29 +35,11 @@ class Run:
         return "".join(f"{key} = {in_toml(value)}\n" for key, value in self.settings.items())
 
 
-@dataclass(frozen=True)
-class Study:
-    """A base and axes."""
+def read_study(path: Path) -> tuple[Run, ...]:
+    """The runs of the study in a TOML file: every combination of the axes' points, the last axis fastest.
 
-    base: Values  # key -> value, of all runs
-    # keys that are varied together -> the values that they take, one tuple of values for each point
-    axes: Mapping[tuple[str, ...], tuple[tuple[Any, ...], ...]]
-
-    def runs(self) -> tuple[Run, ...]:
-        """Every combination of the axes' points, the last axis fastest."""
-        runs = []
-        for points in itertools.product(*self.axes.values()):
-            pairs = zip(self.axes, points, strict=True)
-            varied = {key: value for keys, values in pairs for key, value in zip(keys, values, strict=True)}
-            runs.append(Run(_name(varied), self.base | varied, varied))
-        return tuple(runs)
-
-
-def read_study(path: Path) -> Study:
-    """The study in a TOML file: ``[base]`` with any keys of a run, ``[axes]`` with a list of values for a key.
-
-    Several keys, separated by commas, are varied together: ``"schedule.inner_steps, schedule.overlap_steps" =
-    [[10, 1], [30, 3]]`` is two points and not four.
+    ``[base]`` has any keys of a run, and ``[axes]`` a list of values for a key. Several keys, separated by commas, are
+    varied together: ``"schedule.inner_steps, schedule.overlap_steps" = [[10, 1], [30, 3]]`` is two points and not four.
 
     Raises:
         ConfigurationError: if the file can't be read, or a key or value can't be one of a run.
@@ -74,14 +56,19 @@ def read_study(path: Path) -> Study:
             "each key that is varied."
         )
     base = _checked(_flat(tables.get("base", {})), f"{path}, [base]")
-    axes = {}
+    axes: dict[tuple[str, ...], tuple[tuple[Any, ...], ...]] = {}  # keys varied together -> their points
     for names, points in _flat(tables.get("axes", {})).items():
         keys = tuple(name.strip() for name in names.split(","))
         axes[keys] = tuple(_point(keys, point, f"{path}, [axes]") for point in _listed(names, points, path))
     _refuse_repeated([*itertools.chain(*axes)], path)
     if not axes:
         raise ConfigurationError(f"{path} has no [axes], so there is nothing to vary.")
-    return Study(base, axes)
+    runs = []
+    for chosen in itertools.product(*axes.values()):
+        pairs = zip(axes, chosen, strict=True)
+        varied = {key: value for keys, values in pairs for key, value in zip(keys, values, strict=True)}
+        runs.append(Run(_name(varied), base | varied, varied))
+    return tuple(runs)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
