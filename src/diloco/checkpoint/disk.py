@@ -5,13 +5,15 @@ The moves never leave a checkpoints folder without what was complete before: see
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +31,8 @@ __all__ = [
     "delete",
     "hidden_name",
     "move_in",
-    "point_latest_at",
+    "new_folder",
+    "replace_file",
     "sync_folder",
     "write_file",
     "write_whole",
@@ -154,16 +157,57 @@ def move_in(partial: Path, place: Path) -> None:
         delete(aside)
 
 
-def point_latest_at(place: Path) -> None:
-    """Make ``latest`` name this checkpoint."""
-    latest = place.with_name(LATEST)
-    partial = hidden_name(latest, "partial")
+def replace_file(place: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file beside ``place``, see it to the disk, and give it that name; nothing half-written is left.
+
+    Raises:
+        OSError: when it can't be written; an earlier file is still there.
+    """
+    partial = hidden_name(place, "partial")
     try:
-        write_file(partial, [f"{place.name}\n".encode()])
-        os.replace(partial, latest)
-    finally:
-        partial.unlink(missing_ok=True)
+        write_file(partial, chunks)
+        os.replace(partial, place)
+    except BaseException:
+        with suppress(OSError):  # not there, or below a file
+            partial.unlink()
+        raise
     sync_folder(place.parent)
+
+
+@contextmanager
+def new_folder(place: Path, *, last: str, replaces: bool = False) -> Iterator[Path]:
+    """A folder to fill, which becomes ``place`` where the block ends, and is gone where it raises.
+
+    An empty folder at ``place``, perhaps a mounted disk or where somebody works, stays the same one: the files are
+    moved into it, the one called ``last`` last.
+
+    Args:
+        replaces: whether it takes the place of another folder, which stays until then.
+
+    Raises:
+        OSError: when it can't be written, or something is there that it doesn't replace.
+    """
+    fills = place.is_dir() and not any(place.iterdir())
+    partial = hidden_name(place / place.name if fills else place, "partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        sync_folder(partial)
+        if fills:
+            if os.listdir(place) != [partial.name]:
+                raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(place))
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
+                os.replace(path, place / path.name)
+            partial.rmdir()
+            sync_folder(place)
+        elif replaces:
+            move_in(partial, place)
+        else:
+            os.replace(partial, place)
+            sync_folder(place.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def delete(path: Path) -> None:

@@ -20,7 +20,16 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.checkpoint.disk import HIDDEN_NAME, FileFacts, delete, hidden_name, move_in, point_latest_at, sync_folder
+from diloco.checkpoint.disk import (
+    HIDDEN_NAME,
+    LATEST,
+    FileFacts,
+    delete,
+    hidden_name,
+    move_in,
+    replace_file,
+    sync_folder,
+)
 from diloco.checkpoint.manifest import Manifest, running_versions, write_manifest
 from diloco.checkpoint.parts import in_file_order, tensor_chunks, whole, write_files, write_part
 from diloco.checkpoint.reading import find_checkpoint, list_checkpoints
@@ -91,7 +100,7 @@ def save_checkpoint(
                 write_manifest(partial, manifest)
                 sync_folder(partial)
                 move_in(partial, place)
-                point_latest_at(place)
+                replace_file(folder / LATEST, [f"{place.name}\n".encode()])
     except BaseException:
         if group.leads:
             shutil.rmtree(partial, ignore_errors=True)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -18,6 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from diloco.checkpoint.disk import new_folder
 from diloco.data.heldout import split_lazily
 from diloco.data.settings import DataSettings
 from diloco.data.sources import read_source
@@ -117,13 +115,11 @@ class TokenWriter:
         place = Path(os.path.realpath(place))  # a link stays one, and "." gets a name
         if place.exists() and (not place.is_dir() or any(place.iterdir())):
             raise ConfigurationError(f"{place} is there already; give another place.")
-        self.place = place
+        self.place = self.folder = place  # the latter: where it is written, once it is
         self.tokenizer = tokenizer
         self._dtype = tokenizer.dtype.newbyteorder("<")
-        partial = f".{place.name}.{secrets.token_hex(4)}.partial"
-        self._is_there = place.exists()  # perhaps a mounted disk, or where somebody works: no other can take its place
-        self.folder = place / partial if self._is_there else place.with_name(partial)  # what is written so far
-        self._splits = {name: _SplitWriter(self.folder, name, shard_tokens) for name in SPLITS}
+        self._shard_tokens = shard_tokens
+        self._splits: dict[str, _SplitWriter] = {}
 
     @contextmanager
     def writing(self, made: Mapping[str, Any]) -> Iterator[TokenWriter]:
@@ -136,21 +132,21 @@ class TokenWriter:
             DataError: it can't be written, such as for want of room.
         """
         try:
-            self.folder.mkdir(parents=True)
-            yield self
-            for split in self._splits.values():
-                split.close()
-            self._finish(made)
-        except BaseException as error:
-            for split in self._splits.values():
-                split.drop()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise DataError(
-                    f"{self.place} can't be written: {error}. Give a place that can be written to, with enough room. "
-                    "Nothing is left of what was written."
-                ) from error
-            raise
+            with new_folder(self.place, last=MANIFEST) as self.folder:
+                self._splits = {name: _SplitWriter(self.folder, name, self._shard_tokens) for name in SPLITS}
+                try:
+                    yield self
+                    for split in self._splits.values():
+                        split.close()
+                    self._finish(made)
+                finally:
+                    for split in self._splits.values():
+                        split.drop()
+        except OSError as error:
+            raise DataError(
+                f"{self.place} can't be written: {error}. Give a place that can be written to, with enough room. "
+                "Nothing is left of what was written."
+            ) from error
 
     @property
     def bytes(self) -> int:
@@ -192,14 +188,6 @@ class TokenWriter:
             file.write(json.dumps(members, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        if not self._is_there:
-            os.replace(self.folder, self.place)
-            return
-        if os.listdir(self.place) != [self.folder.name]:
-            raise FileExistsError(errno.EEXIST, "somebody else wrote there meanwhile", str(self.place))
-        for part in sorted(self.folder.iterdir(), key=lambda part: part.name == MANIFEST):
-            os.replace(part, self.place / part.name)
-        self.folder.rmdir()
 
 
 class _SplitWriter:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from diloco.checkpoint.disk import delete, hidden_name, move_in, sync_folder, write_file
+from diloco.checkpoint.disk import new_folder, replace_file
 from diloco.checkpoint.parts import tensor_chunks
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
@@ -80,10 +80,8 @@ def export_huggingface(
     if trained.has_template:
         tokenizer = chat = trained.chat_tokenizer()
         made.generation_config.eos_token_id = sorted({chat.eos_id, chat.answer_end})
-    is_empty = folder.is_dir() and not any(folder.iterdir())  # perhaps a mounted disk, or where somebody works
-    partial = hidden_name(folder / folder.name if is_empty else folder, "partial")
-    with _written(partial, folder), _without_progress():
-        partial.mkdir(parents=True)
+    written = new_folder(folder, last="config.json", replaces=overwrite)
+    with _as_checkpoint_error(folder), _without_progress(), written as partial:
         made.save_pretrained(partial, max_shard_size=max_shard_size)
         tokenizer.save(partial)
         _complete_tokenizer_config(partial / "tokenizer_config.json", longest)
@@ -91,11 +89,6 @@ def export_huggingface(
         for path in partial.iterdir():
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
-        sync_folder(partial)
-        if is_empty:
-            _move_out(partial, folder)
-        else:
-            move_in(partial, folder)
     return made
 
 
@@ -111,12 +104,9 @@ def export_safetensors(trained: Trained, file: Path, *, dtype: Dtype = "float32"
         raise ConfigurationError(f"{file} was given; its name must end in .safetensors.")
     _check_place(file, overwrite, is_export=file.is_file())
     _check_finite(trained.model.to(DTYPES[dtype]), dtype)
-    partial = hidden_name(file, "partial")
-    with _written(partial, file):
+    with _as_checkpoint_error(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(partial, tensor_chunks(dict(trained.model.named_parameters())))
-        os.replace(partial, file)
-        sync_folder(file.parent)
+        replace_file(file, tensor_chunks(dict(trained.model.named_parameters())))
 
 
 def export_adapter(trained: Trained, folder: Path, *, overwrite: bool = False) -> None:
@@ -198,28 +188,13 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
-def _move_out(partial: Path, folder: Path) -> None:
-    """The files of a folder into the one that it is in; what makes it a model comes last."""
-    for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
-        os.replace(path, folder / path.name)
-    partial.rmdir()
-    sync_folder(folder)
-
-
 @contextmanager
-def _written(partial: Path, place: Path) -> Iterator[None]:
-    """Clear away what was half-written when something goes wrong."""
+def _as_checkpoint_error(place: Path) -> Iterator[None]:
+    """Say of what can't be written that nothing has changed."""
     try:
         yield
-    except BaseException as error:
-        if partial.is_dir():
-            delete(partial)
-        else:
-            with suppress(OSError):  # not there, or below a file
-                partial.unlink()
-        if isinstance(error, OSError | SafetensorError):
-            raise CheckpointError(f"{place} can't be written: {error}. What was there before still is.") from error
-        raise
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{place} can't be written: {error}. What was there before still is.") from error
 
 
 @contextmanager
