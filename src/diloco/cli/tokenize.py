@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from rich.console import Console
 from tyro.conf import arg
 
 from diloco.config.flags import parse_flags
@@ -56,11 +56,13 @@ def run(arguments: Sequence[str]) -> int:
     from diloco.data.token_writer import tokenize
 
     started_s = time.monotonic()
-    shown = _Counter(sys.stderr.isatty())
-    try:
-        folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=shown)
-    finally:
-        shown.end()
+    with Console(stderr=True).status("reading") as status:  # on a terminal
+
+        def told(documents: int, size_bytes: int) -> None:
+            rate = size_bytes / 1e6 / max(1e-9, time.monotonic() - started_s)
+            status.update(f"{documents:,} documents, {format_bytes(size_bytes)}, {rate:.1f} MB/s")
+
+        folder = tokenize(settings.data, settings.out, shard_tokens=settings.shard_tokens, progress=told)
     elapsed_s = time.monotonic() - started_s
     for name, split in folder.splits.items():
         print(
@@ -70,24 +72,3 @@ def run(arguments: Sequence[str]) -> int:
     size = sum(split.bytes for split in folder.splits.values())
     print(f"{settings.out}: {folder.vocab_size:,} ids, {elapsed_s:.1f} s, {size / 1e6 / elapsed_s:.1f} MB of text/s")
     return 0
-
-
-class _Counter:
-    """A line on the standard error, updated about once a second, if that is a terminal."""
-
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
-        self._started_s = self._next_s = time.monotonic()
-
-    def __call__(self, documents: int, size_bytes: int) -> None:
-        now_s = time.monotonic()
-        if not self._shown or now_s < self._next_s:
-            return
-        self._next_s = now_s + 1
-        rate = size_bytes / 1e6 / max(1e-9, now_s - self._started_s)
-        words = f"{documents:,} documents, {format_bytes(size_bytes)}, {rate:.1f} MB/s"
-        print(f"\r{words:<60}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._shown:
-            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
