@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from diloco.config.keys import Values
 from diloco.errors import ConfigurationError
 from diloco.model.settings import parse_source
 
-__all__ = ["EPOCHS", "finetune_line", "outer_values", "take_value", "take_word", "with_steps"]
+__all__ = ["finetune_line", "outer_values", "with_steps"]
 
-EPOCHS = 3.0  # how often all conversations are learned from, where nothing else is said
 SHORT_RUN_ROUNDS = 50  # with fewer rounds the outer optimizer has no momentum
 FEW_STEPS = 50  # with fewer a model hardly learns, whatever the data
 
@@ -144,30 +142,3 @@ def _sequence_length(source: str) -> int:
         config = json.loads((Path(parsed.place).expanduser() / "config.json").read_text("utf-8"))
         return min(_LONGEST, int(config.get("max_position_embeddings") or config.get("n_positions") or _LONGEST))
     return _LONGEST
-
-
-def take_word(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
-    """``arguments`` without a switch, and whether it was there."""
-    return [word for word in arguments if word != flag], flag in arguments
-
-
-def take_value(arguments: Sequence[str], flag: str) -> tuple[list[str], str | None]:
-    """``arguments`` without a flag and its value, and the value.
-
-    Raises:
-        ConfigurationError: no value follows it.
-
-    >>> take_value(["a", "--epochs", "2", "b"], "--epochs"), take_value(["--epochs=2"], "--epochs")
-    ((['a', 'b'], '2'), ([], '2'))
-    """
-    rest = list(arguments)
-    for place, word in enumerate(rest):
-        name, equals, value = word.partition("=")
-        if name != flag:
-            continue
-        if equals:
-            return [*rest[:place], *rest[place + 1 :]], value
-        if place + 1 == len(rest):
-            raise ConfigurationError(f"{flag} needs a value.")
-        return [*rest[:place], *rest[place + 2 :]], rest[place + 1]
-    return rest, None
