@@ -14,11 +14,11 @@ import pytest
 
 from diloco import events
 from diloco.cli import main
-from diloco.cli.train_processes import about_run
+from diloco.cli.train_processes import monitor_settings
 from diloco.config import load_configuration
 from diloco.errors import ConfigurationError
 from diloco.monitor.settings import MonitorSettings, WandbSettings
-from diloco.monitor.sinks import About, Sinks, make_sinks
+from diloco.monitor.sinks import Sinks, make_sinks
 from diloco.monitor.wandb_runs import WandbSink, run_id
 from diloco.train.roles import Role
 from tests.monitor.made_events import evaluated, started, step
@@ -95,10 +95,10 @@ def exit_codes(records: list[dict[str, Any]]) -> list[int]:
 def test_a_run_and_its_continuation_are_one_run_offline(tmp_path: Path) -> None:
     """Settings, group, curves, evaluations, samples and summary; the second part has the identifier of the first."""
     folder = tmp_path / "run"
-    settings = WandbSettings(mode="offline", project="p", tags=("t",))
+    settings = WandbSettings(mode="offline", project="p", tags=("t",), name="run-replica-1", group="run")
     config = {"train": {"steps": 9}, "data": {"paths": (Path("a"),)}}
     for first in (0, 3):
-        sink = WandbSink(settings, folder, every_steps=2, about=About(name="run-replica-1", group="run", config=config))
+        sink = WandbSink(settings, folder, every_steps=2, config=config)
         sink.handle(started(first))
         for number in range(first + 1, first + 4):
             sink.handle(step(number, loss=10.0 - number))
@@ -135,7 +135,7 @@ def test_a_server_that_cannot_be_reached_costs_a_sentence(
     monkeypatch.setattr("diloco.monitor.wandb_runs.LONGEST_START_S", 0.5)
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1:9\nlogin user\npassword {'k' * 40}\n")
     (tmp_path / "netrc").chmod(0o600)
-    sink = WandbSink(WandbSettings(mode="online"), tmp_path / "run", every_steps=1, about=About(name="run"))
+    sink = WandbSink(WandbSettings(mode="online"), tmp_path / "run", every_steps=1, config={})
     sink.handle(started())
     sink.handle(step(1, 2.0))
     sink.close()
@@ -157,7 +157,7 @@ def test_online_without_a_key_is_refused_before_anything_is_written(tmp_path: Pa
 def test_without_wandb_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'diloco\[wandb\]'"):
-        WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, about=About(name="run"))
+        WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, config={})
 
 
 @pytest.mark.parametrize("settings", [{"every_steps": 0}, {"finish_timeout_s": 0.0}])
@@ -184,7 +184,7 @@ def test_a_service_that_takes_nothing_is_given_up_and_training_goes_on(
 ) -> None:
     stuck = Stuck(monkeypatch)
     monkeypatch.setattr("diloco.monitor.wandb_runs.MOST_WAITING", 3)
-    sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, about=About(name="run"))})
+    sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, config={})})
     sinks.handle(started())
     for number in range(1, 6):
         sinks.handle(step(number, 1.0))
@@ -200,7 +200,7 @@ def test_what_wandb_raises_in_its_thread_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stuck = Stuck(monkeypatch)
-    sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, about=About(name="run"))})
+    sinks = Sinks({"W&B": WandbSink(WandbSettings(mode="offline"), tmp_path, every_steps=1, config={})})
     sinks.handle(started())
     sinks.handle(step(1, 1.0))
     stuck.go_on.set()
@@ -232,7 +232,5 @@ def test_all_replicas_of_a_run_stand_together(
     monkeypatch: pytest.MonkeyPatch, flags: str, role: Role | None, folder: str, name: str, group: str | None
 ) -> None:
     monkeypatch.setattr("platform.node", lambda: "NODE")
-    about = about_run(load_configuration(flags.split()), Path(folder), role)
-    assert about.name == name
-    assert about.group == group
-    assert about.config["monitor"]["wandb"]["mode"] == "off"
+    wandb = monitor_settings(load_configuration(flags.split()), Path(folder), role).wandb
+    assert (wandb.name, wandb.group) == (name, group)

@@ -20,7 +20,8 @@ from diloco.cli.run_folder import (
 )
 from diloco.config.configuration import Configuration
 from diloco.config.run_plan import CONFIG_FILE, RunPlan, words_for_others
-from diloco.monitor.sinks import About, Sinks, make_sinks
+from diloco.monitor.settings import MonitorSettings
+from diloco.monitor.sinks import Sinks, make_sinks
 from diloco.train.roles import Role
 from diloco.train.settings import TrainSettings
 from diloco.transport.address import Address
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from diloco.train.fleet.swarm_fleet import SwarmFleet
     from diloco.train.fleet.torch_fleet import TorchFleet
 
-__all__ = ["about_run", "launch_ranks", "train_alone", "train_peer", "train_rank"]
+__all__ = ["launch_ranks", "monitor_settings", "train_alone", "train_peer", "train_rank"]
 
 
 def train_alone(plan: RunPlan, folder: Path) -> int:
@@ -147,28 +148,29 @@ def _on_own_device(settings: TrainSettings, role: Role) -> TrainSettings:
 
 
 def _watch(configuration: Configuration, folder: Path, role: Role | None = None) -> Sinks:
-    """The sinks of the process that trains in ``folder``; ``role`` as for `about_run`."""
-    monitor, about = configuration.monitor, about_run(configuration, folder, role)
-    if role is not None and (role.position or (role.replica and monitor.wandb.replicas == "first")):
-        monitor = dataclasses.replace(monitor, wandb=dataclasses.replace(monitor.wandb, mode="off"))
-    return make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), about=about)
+    """The sinks of the process that trains in ``folder``; ``role`` as for `monitor_settings`."""
+    monitor = monitor_settings(configuration, folder, role)
+    return make_sinks(monitor, folder, is_terminal=sys.stdout.isatty(), config=dataclasses.asdict(configuration))
 
 
-def about_run(configuration: Configuration, folder: Path, role: Role | None = None) -> About:
-    """What tells this process apart in a tracker: one run where all replicas are in it, else one of a group.
+def monitor_settings(configuration: Configuration, folder: Path, role: Role | None = None) -> MonitorSettings:
+    """Those of this process, which a tracker tells apart: one run where all replicas are in it, else one of a group.
 
     Args:
         role: which rank it is; None: all replicas are in it, or it is a peer of a swarm.
     """
     wandb, group = configuration.monitor.wandb, None
-    name = wandb.name or folder.resolve().name
+    name, mode = wandb.name or folder.resolve().name, wandb.mode
     if role is not None:
         home = folder.resolve()
         home = home.parent if role.position else home
         home = home.parent if role.replica else home
         group = wandb.name or home.name
         name = f"{group}-replica-{role.replica}" if role.replica else group
+        if role.position or (role.replica and wandb.replicas == "first"):
+            mode = "off"
     elif configuration.transport.name == "hivemind":
         group = configuration.swarm.run
         name = f"{name}-{platform.node()}"
-    return About(name=name, group=wandb.group or group, config=dataclasses.asdict(configuration))
+    wandb = dataclasses.replace(wandb, mode=mode, name=name, group=wandb.group or group)
+    return dataclasses.replace(configuration.monitor, wandb=wandb)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,7 @@ from diloco.events import Event, Sink
 from diloco.monitor.settings import MonitorSettings
 from diloco.plugins import find
 
-__all__ = ["About", "Sinks", "make_sinks", "say"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """What tells runs apart in a tracker such as W&B."""
-
-    name: str = ""  # of the run, or of this replica of it; "": that of its folder
-    group: str | None = None  # shared by the replicas of the run; None where all are in this process
-    config: Mapping[str, Any] = field(default_factory=dict)  # the settings by section
+__all__ = ["Sinks", "make_sinks", "say"]
 
 
 class Sinks:
@@ -75,12 +65,15 @@ class Sinks:
         say(f"{name} failed at step {step} and is no longer written ({_words(error)}); training goes on.")
 
 
-def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, about: About | None = None) -> Sinks:
+def make_sinks(
+    settings: MonitorSettings, folder: Path, *, is_terminal: bool, config: Mapping[str, Any] | None = None
+) -> Sinks:
     """The sinks that ``settings`` ask for: a console, ``folder``/metrics.jsonl, ``folder``/tensorboard, trackers.
 
     Args:
         folder: of the run; created if it does not exist.
         is_terminal: whether the standard output is a terminal that can move its cursor.
+        config: the settings of the run by section, for trackers.
 
     Raises:
         ConfigurationError: for settings that cannot work, before anything is written.
@@ -99,7 +92,7 @@ def make_sinks(settings: MonitorSettings, folder: Path, *, is_terminal: bool, ab
     if settings.wandb.mode != "off":
         from diloco.monitor.wandb_runs import WandbSink
 
-        sinks["W&B"] = WandbSink(settings.wandb, folder, every_steps=settings.every_steps, about=about or About())
+        sinks["W&B"] = WandbSink(settings.wandb, folder, every_steps=settings.every_steps, config=config or {})
     for name, make in makers.items():
         sinks[name] = make(folder)
     if settings.tensorboard:

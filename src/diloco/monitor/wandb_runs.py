@@ -21,7 +21,7 @@ from diloco import events
 from diloco.errors import ConfigurationError
 from diloco.monitor.files import Curves
 from diloco.monitor.settings import WandbSettings
-from diloco.monitor.sinks import About, say
+from diloco.monitor.sinks import say
 
 __all__ = ["WandbSink", "run_id"]
 
@@ -42,6 +42,7 @@ class WandbSink:
         settings: with a mode other than off.
         folder: of the run; wandb's own files go to its subfolder wandb.
         every_steps: steps between two points, unless the settings have a number.
+        config: the settings of the run by section.
 
     Raises:
         ConfigurationError: if wandb can't be imported, or has no API key in mode online.
@@ -53,13 +54,13 @@ class WandbSink:
         folder: Path,
         *,
         every_steps: int,
-        about: About,
+        config: Mapping[str, Any],
     ) -> None:
         self._wandb = _load_wandb(settings.mode)
         self._settings = settings
         self._folder = folder
         self._curves = Curves(settings.every_steps or every_steps)
-        self._about = about
+        self._config = config
         self._writes: queue.Queue[_Write | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -153,10 +154,10 @@ class WandbSink:
             resume="allow",
             project=settings.project,
             entity=settings.entity,
-            name=self._about.name or self._folder.resolve().name,
-            group=self._about.group,
+            name=settings.name or self._folder.resolve().name,
+            group=settings.group,
             tags=list(settings.tags),
-            config={**_plain(self._about.config), "run": run, "facts": dict(started.facts)},
+            config={**_plain(self._config), "run": run, "facts": dict(started.facts)},
             allow_val_change=True,  # some settings may change when a run goes on
             reinit="create_new",  # a run of the surrounding program stays as it is
             settings=self._wandb.Settings(
