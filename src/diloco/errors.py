@@ -25,7 +25,8 @@ A message says what was given, what would work, and, where it is not plain, what
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "CheckpointError",
@@ -45,6 +46,7 @@ __all__ = [
     "RunOverError",
     "TransportError",
     "ViewChangedError",
+    "from_extra",
     "nearest",
 ]
 
@@ -164,3 +166,23 @@ def nearest(given: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     close = difflib.get_close_matches(given, choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known are: {', '.join(choices)}."
+
+
+@contextmanager
+def from_extra(extra: str, needs: str) -> Iterator[None]:
+    """Around an import of what comes with an extra of this package; ``needs`` says what needs which other package.
+
+    Raises:
+        ConfigurationError: if it can't be imported; it says how to install it.
+
+    >>> with from_extra("hf", "this needs no_such_package"):
+    ...     import no_such_package
+    Traceback (most recent call last):
+    diloco.errors.ConfigurationError: this needs no_such_package, which can't be imported (No module ...
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{needs}, which can't be imported ({error}): pip install 'diloco[{extra}]'."
+        ) from error

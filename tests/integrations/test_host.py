@@ -10,7 +10,7 @@ from torch import nn
 
 from diloco import SyncSchedule
 from diloco.errors import ConfigurationError
-from diloco.integrations.host import StepWatch, bare_model, bare_optimizer, replica_share, required
+from diloco.integrations.host import StepWatch, bare_model, bare_optimizer, replica_share
 from diloco.integrations.hosted_replica import HostedReplica
 
 
@@ -86,11 +86,6 @@ def test_globals_are_shown_and_hidden_and_kept() -> None:
     replica.end()
     replica.hide()
     assert model.weight.item() == began
-
-
-def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
-    with pytest.raises(ConfigurationError, match=r"Install it with pip install 'diloco\[hf\]'"):
-        required("diloco_has_no_such_module", "hf")
 
 
 @pytest.mark.parametrize("seed", [None, 0, 5])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import secrets
 import socket
 import time
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from diloco.config.flags import parse_options
-from diloco.errors import ConfigurationError, DiLoCoError
+from diloco.errors import ConfigurationError, DiLoCoError, from_extra
 from diloco.watch.alerts import Thresholds
 from diloco.watch.followed import FollowedFolder, FollowedSwarm
+from diloco.watch.page import export_page, plotly_script
 from diloco.watch.page_data import page_data
 
 if TYPE_CHECKING:
@@ -75,31 +75,23 @@ class WatchOptions:
 def run(arguments: Sequence[str]) -> int:
     """Serve the page until interrupted, or write it; returns 0."""
     options = parse_options(WatchOptions, "watch", DESCRIPTION, arguments)
-    _need("plotly")
+    plotly_script()  # or it is refused
     folders = [FollowedFolder(folder) for folder in options.folders]
     swarm = FollowedSwarm(options.run, options.join) if options.run else None
     if options.export is not None:
         asyncio.run(_export(options, folders, swarm, options.export))
         return 0
-    _need("starlette")
-    _need("uvicorn")
+    with from_extra("watch", "A live page needs starlette and uvicorn"):
+        import starlette  # noqa: F401  # both, before anything listens
+        import uvicorn  # noqa: F401
     with _listening(options) as listening, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(options, folders, swarm, listening))
     return 0
 
 
-def _need(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigurationError(
-            f"`diloco watch` needs {package}, which is not installed: pip install 'diloco[watch]'."
-        )
-
-
 async def _export(
     options: WatchOptions, folders: Sequence[FollowedFolder], swarm: FollowedSwarm | None, path: Path
 ) -> None:
-    from diloco.watch.page import export_page
-
     for folder in folders:
         while folder.read():
             pass

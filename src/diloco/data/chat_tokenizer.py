@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from diloco.data.rows import Example
 from diloco.data.settings import HUB_PREFIX
 from diloco.data.tokenizer import Tokenizer
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import ConfigurationError, DataError, from_extra
 from diloco.waiting import fetching
 
 __all__ = ["ChatTokenizer", "Message", "has_template"]
@@ -38,12 +38,8 @@ class ChatTokenizer(Tokenizer):
     """
 
     def __init__(self, place: str, template: Path | None = None) -> None:
-        try:
+        with from_extra("finetune", "A conversation needs transformers"):
             from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ConfigurationError(
-                f"Conversations need transformers, which can't be imported ({error}): pip install 'diloco[finetune]'."
-            ) from error
         source = place.removeprefix(HUB_PREFIX)
         try:
             with fetching(source, "models"):

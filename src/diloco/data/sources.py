@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from diloco.data.settings import HUB_PREFIX, DataSettings, SourceSettings
 from diloco.data.text import checked_text, missing_field, read_documents
-from diloco.errors import ConfigurationError, DataError
+from diloco.errors import ConfigurationError, DataError, from_extra
 from diloco.waiting import fetching
 
 __all__ = ["DocumentSource", "open_source", "parse_hub_name", "read_source", "read_texts"]
@@ -157,12 +157,8 @@ def parse_hub_name(text: str) -> tuple[str, str | None, str | None]:
 
 
 def _open_data_set(place: str, settings: SourceSettings) -> DocumentSource:
-    try:
+    with from_extra("hf", f"{place} needs datasets"):
         import datasets
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{place} needs datasets, which is not installed: pip install 'diloco[hf]'."
-        ) from error
     path, config, split = parse_hub_name(place)
     for key, said, given in (("split", split, settings.split), ("config", config, settings.config)):
         if said and given and said != given:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigurationError, DataError, NoDataError, nearest
+from diloco.errors import DataError, NoDataError, from_extra, nearest
 
 __all__ = [
     "FOLDER_SUFFIXES",
@@ -242,13 +242,9 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
 
 def _parquet_rows(path: Path, text_field: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row of a ``.parquet`` file, with its place in words: one field of it, or with None all."""
-    try:
+    with from_extra("parquet", f"{path} needs pyarrow"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{path} needs pyarrow, which is not installed: pip install 'diloco[parquet]'."
-        ) from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if text_field is not None and text_field not in file.schema_arrow.names:

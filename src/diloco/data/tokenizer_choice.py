@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco.data.settings import HUB_PREFIX, DataSettings
 from diloco.data.tokenizer import EOS, ByteTokenizer, Tokenizer, byte_letters, checked_utf8
-from diloco.errors import ConfigurationError, DataError, nearest
+from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.waiting import fetching
 
 __all__ = ["given_tokenizer", "load_hub_tokenizer", "load_tokenizer", "make_tokenizer", "train_bpe"]
@@ -157,13 +157,8 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
 
 
 def _converted(place: str, name: str) -> Tokenizer:
-    try:
+    with from_extra("hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"data.tokenizer={name!r} has no tokenizer.json and needs transformers, which is not installed: "
-            "pip install 'diloco[hf]'."
-        ) from error
     try:
         with fetching(place, "models"):
             loaded: Any = AutoTokenizer.from_pretrained(place)

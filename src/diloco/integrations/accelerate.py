@@ -7,13 +7,14 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from diloco.integrations.host import StepWatch, refuse_unfit, required, unwrapped
+from diloco.errors import from_extra
+from diloco.integrations.host import StepWatch, refuse_unfit, unwrapped
 from diloco.integrations.hosted_replica import DiLoCoArguments, Figures, load_state, save_state
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
-required("accelerate", "hf")
-from accelerate import Accelerator  # noqa: E402  # once it is sure to be there
+with from_extra("hf", "AcceleratedDiLoCo needs accelerate"):
+    from accelerate import Accelerator
 
 __all__ = ["AcceleratedDiLoCo"]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ __all__ = [
     "names_of",
     "refuse_unfit",
     "replica_share",
-    "required",
     "unwrapped",
 ]
 
@@ -41,20 +38,6 @@ _UNFIT = {
     "Lightning's checkpoints keep only what the first rank says of a callback": ("ModelParallelStrategy",),
 }
 """Why something can't be served, and what: packages and classes, and how Accelerate calls them."""
-
-
-def required(module: str, extra: str) -> ModuleType:
-    """The module, imported.
-
-    Raises:
-        ConfigurationError: if it is not installed; it says how to install it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{module} can't be imported ({error}). Install it with pip install 'diloco[{extra}]'."
-        ) from error
 
 
 def refuse_unfit(names: Iterable[str], given: str) -> None:

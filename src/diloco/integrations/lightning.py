@@ -13,14 +13,14 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from diloco.errors import CheckpointError, ConfigurationError
-from diloco.integrations.host import names_of, refuse_unfit, required
+from diloco.errors import CheckpointError, ConfigurationError, from_extra
+from diloco.integrations.host import names_of, refuse_unfit
 from diloco.integrations.hosted_replica import DiLoCoArguments, HostedReplica, Parameters, exact_state, restore
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
-required("lightning", "lightning")
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402  # once it is sure to be there
+with from_extra("lightning", "DiLoCoCallback needs lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 __all__ = ["Connect", "DiLoCoCallback"]
 

@@ -8,8 +8,7 @@ from typing import Any, Self, Unpack
 
 from torch import nn
 
-from diloco.errors import CheckpointError, ConfigurationError
-from diloco.integrations.host import required
+from diloco.errors import CheckpointError, ConfigurationError, from_extra
 from diloco.integrations.hosted_replica import (
     DiLoCoArguments,
     HostedReplica,
@@ -22,15 +21,9 @@ from diloco.integrations.hosted_replica import (
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.base import Transport
 
-required("accelerate", "hf")
-required("transformers", "hf")
-from transformers import (  # noqa: E402  # once it is sure to be there
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+with from_extra("hf", "DiLoCoCallback needs transformers and accelerate"):
+    import accelerate  # noqa: F401  # without which there is no Trainer
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["DiLoCoCallback"]
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, from_extra
 from diloco.model.huggingface import HuggingFaceModel
 from diloco.model.settings import ModelSettings, parse_source
 
@@ -34,12 +34,8 @@ def lora_config(settings: ModelSettings) -> LoraConfig:
     Raises:
         ConfigurationError: ``peft`` is not installed.
     """
-    try:
+    with from_extra("finetune", "LoRA needs peft"):
         from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigurationError(
-            f"LoRA needs peft, which can't be imported ({error}): pip install 'diloco[finetune]'."
-        ) from error
     targets: str | list[str] = list(settings.lora_targets)
     alpha = 2 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
     return LoraConfig(

@@ -13,7 +13,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diloco.errors import CheckpointError, ConfigurationError
+from diloco.errors import CheckpointError, from_extra
 
 __all__ = [
     "CONFIG_NAME",
@@ -35,10 +35,8 @@ def import_transformers() -> Any:
     Raises:
         ConfigurationError: it is not installed, or broken.
     """
-    try:
+    with from_extra("hf", "A model of transformers needs that package"):
         import transformers
-    except ImportError as error:
-        raise ConfigurationError(f"transformers can't be imported ({error}): pip install 'diloco[hf]'.") from error
     return transformers
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from diloco import events
-from diloco.errors import ConfigurationError
+from diloco.errors import ConfigurationError, from_extra
 from diloco.monitor.files import Curves
 from diloco.monitor.settings import WandbSettings
 from diloco.monitor.sinks import say
@@ -179,12 +179,8 @@ def run_id(folder: Path) -> str:
 
 
 def _load_wandb(mode: str) -> Any:
-    try:
+    with from_extra("wandb", f"monitor.wandb.mode={mode!r} needs wandb"):
         import wandb
-    except ImportError as error:
-        raise ConfigurationError(
-            f"monitor.wandb.mode={mode!r} needs wandb, which can't be imported ({error}): pip install 'diloco[wandb]'."
-        ) from error
     if mode == "online" and not _has_key(wandb.setup().settings):
         raise ConfigurationError(
             "monitor.wandb.mode='online' needs an API key: use `wandb login`, WANDB_API_KEY, or mode 'offline'."
