@@ -14,7 +14,7 @@ from diloco.config.keys import Key, Values, flatten, keys_of, nearest_key
 from diloco.errors import ConfigurationError
 from diloco.units import visible
 
-__all__ = ["in_toml", "parse_toml", "read_toml", "to_toml", "write_values"]
+__all__ = ["in_toml", "parse_toml", "read_tables", "read_toml", "to_toml", "write_values"]
 
 _ONCE_SINGLE = {"evaluation.sample_prompt": "evaluation.sample_prompts"}
 """Keys in the records of earlier versions that had one value where there are several today."""
@@ -28,12 +28,21 @@ def read_toml(path: Path, settings_type: type) -> Values:
     Raises:
         ConfigurationError: the file cannot be read or is not TOML, a key is unknown, or a value has the wrong type.
     """
+    return _read_table(read_tables(path, "the configuration file"), "", keys_of(settings_type), str(path))
+
+
+def read_tables(path: Path, called: str) -> dict[str, Any]:
+    """What a TOML file holds, as it is there; the file is ``called`` so in messages.
+
+    Raises:
+        ConfigurationError: the file cannot be read or is not TOML.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigurationError(f"the configuration file {path} cannot be read: {reason}.") from error
-    return parse_toml(text, settings_type, where=str(path))
+        raise ConfigurationError(f"{called} {path} cannot be read: {reason}.") from error
+    return _tables(text, str(path))
 
 
 def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
@@ -46,11 +55,14 @@ def parse_toml(text: str, settings_type: type, *, where: str) -> Values:
     Traceback (most recent call last):
     diloco.errors.ConfigurationError: run.toml: unknown key 'train.stesp'; did you mean 'train.steps'?
     """
+    return _read_table(_tables(text, where), "", keys_of(settings_type), where)
+
+
+def _tables(text: str, where: str) -> dict[str, Any]:
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of a number of too many digits, and of too many levels
         raise ConfigurationError(f"{where} is not valid TOML: {visible(str(error))}.") from error
-    return _read_table(table, "", keys_of(settings_type), where)
 
 
 def _read_table(table: Mapping[str, Any], prefix: str, known: Mapping[str, Key], where: str) -> Values:

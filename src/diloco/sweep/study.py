@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from diloco.config.configuration import Configuration
 from diloco.config.keys import Values, keys_of
-from diloco.config.toml import in_toml, parse_toml
+from diloco.config.toml import in_toml, parse_toml, read_tables
 from diloco.errors import ConfigurationError
 
 __all__ = ["Run", "read_study"]
@@ -44,12 +43,7 @@ def read_study(path: Path) -> tuple[Run, ...]:
     Raises:
         ConfigurationError: if the file can't be read, or a key or value can't be one of a run.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"The study {path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from error
+    tables = read_tables(path, "the study")
     if unknown := sorted(tables.keys() - {"base", "axes"}):
         raise ConfigurationError(
             f"{path} has [{unknown[0]}]. A study has [base], with keys of a run, and [axes], with a list of values for "
