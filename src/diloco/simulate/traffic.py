@@ -18,6 +18,7 @@ from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.model.presets import count_parameters
 from diloco.model.settings import ModelSettings
+from diloco.train.resolve import LAYERS_PER_FRAGMENT
 
 __all__ = [
     "AT_END_OF_STEP",
@@ -132,8 +133,6 @@ def layer_releases(num_layers: int, layers: Sequence[int]) -> Releases:
 Release = Literal["layer", "step"]
 """When a fragment may leave. layer: each layer once its gradient is there, within the step of sending, as the paper's
 simulator has it; step: all of it after the step, as in this trainer."""
-
-LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6.
 
 
 @dataclass(frozen=True, kw_only=True)

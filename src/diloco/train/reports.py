@@ -12,6 +12,7 @@ from torch import nn
 
 from diloco.algorithm.exchange import data_parallel_bytes
 from diloco.algorithm.fragments import trainable_parameters
+from diloco.checkpoint.parts import whole
 from diloco.cores import usable_cores
 from diloco.events import Evaluated, SampleGenerated
 from diloco.model.language_model import LanguageModel
@@ -191,10 +192,7 @@ def leave_adapter(session: Session, home: Path) -> None:
         return
     from diloco.model.adapters import ADAPTER_FOLDER, save_adapter
 
-    values = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in session.global_params().items()
-    }
+    values = {name: whole(value) for name, value in session.global_params().items()}
     if session.fleet.group.position == 0:
         save_adapter(home / ADAPTER_FOLDER, model, values)
         session.corpus.tokenizer.save(home / ADAPTER_FOLDER)

@@ -18,7 +18,7 @@ from diloco.errors import ConfigurationError
 from diloco.train.refusals import check_averaging, check_lengths, check_means, check_name, check_transport, refuse_if
 from diloco.train.settings import RunSettings
 
-__all__ = ["CODEC_NAMES", "make_schedule", "notes", "resolve"]
+__all__ = ["CODEC_NAMES", "LAYERS_PER_FRAGMENT", "make_schedule", "notes", "resolve"]
 
 CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "fp4", "int2", "topk2")
 """The codecs of `diloco.algorithm.codec`, which imports torch; a test compares the two."""
@@ -28,7 +28,8 @@ AVERAGE_NAMES = ("mean", "rda", "senders")
 MERGE_RULES = ("alpha", "rebase")
 
 _GRADIENT_CODECS = ("float32", "float16", "bfloat16")  # what data-parallel training can send its gradients as
-_LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6: three layers per fragment at every scale.
+
+LAYERS_PER_FRAGMENT = 3  # Streaming DiLoCo, Fig. 6: three layers per fragment at every scale.
 
 _MANY_ROUNDS, _HIGH_GAIN = 50, 2.0
 """Where few rounds and a high gain don't fit: stock Nesterov lost up to 10 % in runs of 6 rounds (yeto, 27B)."""
@@ -245,7 +246,7 @@ def _fragments_and_overlap(settings: RunSettings, num_layers: int | None) -> tup
         if num_layers is None:
             raise ConfigurationError("fragments.num_fragments is required because the depth of this model is unknown.")
         # One fragment more for what is in no layer; no more than H, so that no two need the same step.
-        number = min(math.ceil(num_layers / _LAYERS_PER_FRAGMENT) + 1, longest_cycle)
+        number = min(math.ceil(num_layers / LAYERS_PER_FRAGMENT) + 1, longest_cycle)
     if num_layers is not None and fragments.strategy in ("strided", "sequential"):
         refuse_if(
             number - 1 > num_layers,

@@ -10,11 +10,11 @@ from typing import Any
 
 from diloco.watch.records import Record, finite, number, numbers, text, whole
 
-__all__ = ["Grid", "Participation", "ToldRound"]
+__all__ = ["MOST_FRAGMENTS", "Grid", "Participation", "ToldRound"]
 
 OUTER_STEPS = 64  # columns that are kept: of every fragment, the newest
+MOST_FRAGMENTS = 256
 
-_MOST_FRAGMENTS = 256
 _MOST_REPLICAS = 1_024
 
 
@@ -179,7 +179,7 @@ class Grid:
 
     def _cell(self, fragment: int, outer_step: int) -> ToldRound | None:
         """Of a round, which may be new; None if it is too old to be kept."""
-        if fragment not in self.newest and len(self.newest) >= _MOST_FRAGMENTS:
+        if fragment not in self.newest and len(self.newest) >= MOST_FRAGMENTS:
             return None
         newest = self.newest[fragment] = max(outer_step, self.newest.get(fragment, 0))
         if outer_step <= newest - OUTER_STEPS:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.watch.grid import Grid, ToldRound
+from diloco.watch.grid import MOST_FRAGMENTS, Grid, ToldRound
 from diloco.watch.records import Record, number, numbers, text, whole
 from diloco.watch.series import Series
 
@@ -18,7 +18,6 @@ __all__ = ["OF_OUTER_STEPS", "ProcessHistory", "RunHistory", "Spike"]
 _SPIKE = 2.0  # gradient norms of this many times their median are kept; what is alarming is for others to say
 
 _MEDIAN_OF = 101
-_MOST_FRAGMENTS = 256
 _PLACES = ("step", "tokens", "time_s")
 OF_OUTER_STEPS = ("mean_norm", "mean_cosine", "momentum_cosine", "gain", "spread")
 _OF_STEPS = ("loss", "gradient_norm", "learning_rate", "step_s", "mfu", "compute", "sent_bytes")
@@ -155,7 +154,7 @@ class ProcessHistory:
             if any(value is not None for value in means):
                 self.outer.add(self._place(mine), dict(zip(OF_OUTER_STEPS, means, strict=True)))
             self._rounds = {}
-        if len(self._rounds) < _MOST_FRAGMENTS:
+        if len(self._rounds) < MOST_FRAGMENTS:
             self._rounds[fragment] = record
 
     def _stepped(self, record: Record) -> None:
