@@ -166,22 +166,17 @@ def test_a_link_without_limits_leaves_spans_without_length() -> None:
     assert not of_lane(spans, 0, "wait", "spent")
 
 
-def test_a_scenario_is_that_scenario_alone() -> None:
+def test_the_peak_rate_of_a_scenario_is_that_of_it_alone_and_one_alone_is_drawn() -> None:
     bandwidths = np.array([1e6, 8e6, 1e9])
     run = slow_pair(num_fragments=2, overlap_steps=1)
     many = replace(run.cluster, bandwidth_bits_per_s=bandwidths[:, None])
     simulated = simulate(run.traffic, many, steps=20, history=True)
     for index, bandwidth in enumerate(bandwidths):
         alone = slow_pair(bandwidth=float(bandwidth), num_fragments=2, overlap_steps=1)
-        assert timeline(simulated, many, 20, (index,)) == alone.spans()
         assert peak_bytes_per_s(simulated)[index] == peak_bytes_per_s(alone.simulated())
-
-
-@pytest.mark.parametrize(("steps", "scenario"), [(0, ()), (20, (0,)), (20, (0, 1))])
-def test_no_steps_and_wrong_scenarios_are_refused(steps: int, scenario: tuple[int, ...]) -> None:
-    run = slow_pair()
-    with pytest.raises(ConfigurationError, match="one index for each of the axes"):
-        timeline(run.simulated(), run.cluster, steps, scenario)
+    for result, steps in ((simulated, 20), (run.simulated(), 0)):
+        with pytest.raises(ConfigurationError, match="at least one step, and one scenario"):
+            timeline(result, many, steps)
 
 
 def test_a_simulation_without_its_rounds_is_refused() -> None:

@@ -15,7 +15,7 @@ __all__ = ["Rows", "ending", "facts", "fragments_in_flight", "line", "summary", 
 Rows = Sequence[tuple[str, str]]  # (name, value) pairs in the order to print them
 
 
-def table(rows: Rows, *, width: int = 80, indent: str = "  ") -> str:
+def table(rows: Rows, *, width: int = 80) -> str:
     """Two aligned columns within ``width`` characters; long values continue under their own column.
 
     >>> print(table([("codec", "fp4"), ("schedule", "every fragment each 100 steps")], width=32))
@@ -26,7 +26,7 @@ def table(rows: Rows, *, width: int = 80, indent: str = "  ") -> str:
     names = max((len(name) for name, _ in rows), default=0)
     lines = []
     for name, value in rows:
-        lead = f"{indent}{name:<{names}}  "
+        lead = f"  {name:<{names}}  "
         # paths and digests are not cut: they are there to be copied
         wrap = textwrap.TextWrapper(width, lead, " " * len(lead), break_long_words=False, break_on_hyphens=False)
         lines.append(wrap.fill(visible_lines(value)) or lead.rstrip())

@@ -25,6 +25,9 @@ from diloco.transport.torch_distributed.doctor import examine
 
 __all__ = ["MeasuredStep", "measure_links", "measure_step", "synchronisation_s"]
 
+_STEPS, _AT_MOST_S = 5, 60.0  # inner steps that are timed, and how long that may take
+_ROUNDS = 5
+
 
 @dataclass(frozen=True)
 class MeasuredStep:
@@ -38,14 +41,12 @@ class MeasuredStep:
     device: str  # that was timed
 
 
-def measure_step(
-    settings: RunSettings, device: torch.device, *, steps: int = 5, at_most_s: float = 60.0
-) -> MeasuredStep:
+def measure_step(settings: RunSettings, device: torch.device) -> MeasuredStep:
     """Time inner steps (forward, backward, clipping, optimizer) of the model of ``settings`` on random tokens, and
     sends and merges of the whole model.
 
     If a batch is computed in pieces, one piece is timed and counted as often as there are pieces. The first step is not
-    counted. Once a step has been timed, none begins after ``at_most_s``.
+    counted. Once a step has been timed, none begins after a minute.
 
     Args:
         settings: resolved, with the vocabulary known.
@@ -68,7 +69,7 @@ def measure_step(
             precision=train.precision,
         )
         began_s = time.perf_counter()
-        while len(taken_s) <= steps and (len(taken_s) < 2 or time.perf_counter() - began_s < at_most_s):
+        while len(taken_s) <= _STEPS and (len(taken_s) < 2 or time.perf_counter() - began_s < _AT_MOST_S):
             started_s = time.perf_counter()
             # reading the loss, and the norm in `apply`, waits for the device
             float(inner.accumulate_gradients(tokens[:, :-1], tokens[:, 1:]))
@@ -91,12 +92,12 @@ def measure_step(
 
 
 def synchronisation_s(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4", rounds: int = 5
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, *, codec: str = "fp4"
 ) -> tuple[float, float]:
-    """Time a send and a merge of all of ``model`` by a lone replica: the medians of ``rounds``, in seconds."""
+    """Time a send and a merge of all of ``model`` by a lone replica: the medians of five, in seconds."""
     diloco = DiLoCo(model, optimizer, schedule=SyncSchedule(inner_steps=1), codec=codec)
     sends_s, merges_s = [], []
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         started_s = time.perf_counter()
         diloco.begin()
         _settle(device)

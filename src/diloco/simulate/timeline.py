@@ -36,7 +36,7 @@ class Span:
     fragment: int | None = None  # p, where it is about one
 
 
-def timeline(simulated: Simulated, cluster: Cluster, steps: int, scenario: tuple[int, ...] = ()) -> tuple[Span, ...]:
+def timeline(simulated: Simulated, cluster: Cluster, steps: int) -> tuple[Span, ...]:
     """The spans of the first ``steps`` inner steps, by replica and start.
 
     A replica's spans of compute, wait and spent follow each other without gaps, from 0 to the end of the last step and
@@ -44,11 +44,10 @@ def timeline(simulated: Simulated, cluster: Cluster, steps: int, scenario: tuple
     that leaves in parts stands where it would if it left in one piece and was out at the same time.
 
     Args:
-        simulated: of these or more steps, with ``history=True``.
-        scenario: which of the scenarios, an index for each of their axes.
+        simulated: of these or more steps, with ``history=True``, and of one scenario.
 
     Raises:
-        ConfigurationError: without a history, for no steps, for a scenario that does not exist, and with grace.
+        ConfigurationError: without a history, for no steps, for several scenarios, and with grace.
     """
     shape = simulated.compute_s.shape
     if cluster.grace:
@@ -57,21 +56,18 @@ def timeline(simulated: Simulated, cluster: Cluster, steps: int, scenario: tuple
             "show. Leave grace out."
         )
     _check_history(simulated)
-    fits = len(scenario) == len(shape) - 1 and all(
-        -size <= index < size for index, size in zip(scenario, shape, strict=False)
-    )
-    if steps < 1 or not fits:
+    if steps < 1 or len(shape) > 1:
         raise ConfigurationError(
-            f"steps={steps} and scenario={scenario} select nothing: at least one step is needed, and one index for "
-            f"each of the axes {shape[:-1]}."
+            f"a timeline was asked for of {steps} steps of a simulation of the shape {shape}. It shows at least one "
+            "step, and one scenario, of the shape (replicas,)."
         )
     computed_s = cluster.computed_s(steps)
     rounds = [each for each in simulated.history if each.send_step <= steps]
     spans: list[Span] = []
     for replica in range(shape[-1]):
 
-        def at(array: Floats, where: tuple[int, ...] = (*scenario, replica)) -> float:
-            return float(np.broadcast_to(array, shape)[where])
+        def at(array: Floats, of: int = replica) -> float:
+            return float(np.broadcast_to(array, shape)[of])
 
         compute_s = computed_s[:, min(replica, computed_s.shape[-1] - 1)]
         own = [*_loop(replica, rounds, at, compute_s), *_transfers(replica, rounds, at)]

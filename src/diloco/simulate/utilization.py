@@ -146,10 +146,10 @@ def simulate(
     )
 
 
-def simulate_cycles(traffic: Traffic, cluster: Cluster, *, cycles: int = 2, warm_up: int = 2) -> Simulated:
-    """The steady state: ``cycles`` times H steps, after every fragment has been through ``warm_up`` rounds."""
+def simulate_cycles(traffic: Traffic, cluster: Cluster, *, cycles: int = 2) -> Simulated:
+    """The steady state: ``cycles`` times H steps, after every fragment has been through two rounds."""
     period = traffic.schedule.inner_steps
-    begin = (warm_up + 1) * period
+    begin = 3 * period
     return simulate(traffic, cluster, steps=begin + cycles * period, measure_from=begin)
 
 
