@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from diloco.data.corpus import build_corpus, open_stream
@@ -16,6 +15,9 @@ from diloco.data.settings import DataSettings, SourceSettings
 from diloco.data.sources import open_source, parse_hub_name
 from diloco.errors import ConfigurationError, DataError
 from tests.data.streams import numbered
+from tests.lazy import Lazy
+
+datasets = Lazy("datasets")
 
 TEXTS = [*numbered(250), "", "last"]
 

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from diloco.data.text import FOLDER_SUFFIXES, read_documents, read_standard_library
 from diloco.errors import ConfigurationError, DataError
+from tests.lazy import Lazy
+
+pyarrow, parquet = Lazy("pyarrow"), Lazy("pyarrow.parquet")
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -22,7 +23,7 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def write_parquet(path: Path, **columns: Sequence[object]) -> Path:
-    pyarrow.parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), path)
+    parquet.write_table(pyarrow.table({name: list(values) for name, values in columns.items()}), path)
     return path
 
 

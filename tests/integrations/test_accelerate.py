@@ -8,17 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from diloco import SyncSchedule
 from diloco.errors import ConfigurationError
 from diloco.events import Event, RoundSent
-from diloco.integrations.accelerate import AcceleratedDiLoCo
 from diloco.transport.base import Transport
 from tests.integrations.reference import assert_equal, example, options, trained_by_us
 from tests.integrations.turns import in_turns
+from tests.lazy import Lazy
+
+accelerate, ours = Lazy("accelerate"), Lazy("diloco.integrations.accelerate")
 
 
 def logits(module: nn.Module, tokens: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(given: Any, transport: Transport | None = None) -> nn.Module:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=given.accumulation)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=given.accumulation)
     model: nn.Module = example("accelerate_loop").train(accelerator, given, transport)
     return model
 
@@ -59,14 +59,14 @@ class Loop:
     """Micro-batches of a small model, at will."""
 
     def __init__(self, accumulation: int, scale: float | None = None, **arguments: Any) -> None:
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
         if scale is not None:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.events: list[Event] = []
-        self.diloco = AcceleratedDiLoCo(
+        self.diloco = ours.AcceleratedDiLoCo(
             self.accelerator, self.model, self.optimizer, on_event=self.events.append, **arguments
         )
 
@@ -104,7 +104,7 @@ def test_steps_are_those_of_the_optimizer_where_a_loop_accumulates_by_itself() -
 
 def test_deepspeed_is_refused() -> None:
     with (
-        mock.patch.object(Accelerator, "distributed_type", DistributedType.DEEPSPEED),
+        mock.patch.object(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.DEEPSPEED),
         pytest.raises(ConfigurationError, match="DeepSpeed keeps the parameters to itself"),
     ):
-        AcceleratedDiLoCo(Accelerator(cpu=True), nn.Linear(1, 1), None)
+        ours.AcceleratedDiLoCo(accelerate.Accelerator(cpu=True), nn.Linear(1, 1), None)

@@ -12,26 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from datasets import Dataset
-from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer as LightningTrainer
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from diloco import DiLoCo, SyncSchedule
 from diloco.algorithm.fragments import local_shard
 from diloco.algorithm.outer_optimizer import Sgd
 from diloco.errors import ConfigurationError
-from diloco.integrations import lightning, transformers
-from diloco.integrations.accelerate import AcceleratedDiLoCo
 from diloco.transport.base import Transport
 from tests.finetuning import write_base
 from tests.integrations.turns import in_turns
+from tests.lazy import Lazy
+
+accelerate, ours_of_accelerate = Lazy("accelerate"), Lazy("diloco.integrations.accelerate")
+datasets, peft, trl = Lazy("datasets"), Lazy("peft"), Lazy("trl")
+pl, ours_of_lightning = Lazy("lightning.pytorch"), Lazy("diloco.integrations.lightning")
+transformers, ours_of_transformers = Lazy("transformers"), Lazy("diloco.integrations.transformers")
 
 # what these libraries say about themselves and each other is no concern of ours
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,12 +54,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_base(tmp_path_factory.mktemp("base"))
 
 
-def lora(targets: str | list[str] = "all-linear") -> LoraConfig:
-    return LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
+def lora(targets: str | list[str] = "all-linear") -> Any:
+    return peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
 
 
-def adapted(base: Path, adapters: LoraConfig, **how: Any) -> PeftModel:
-    return get_peft_model(AutoModelForCausalLM.from_pretrained(base, **how), adapters)
+def adapted(base: Path, adapters: Any, **how: Any) -> Any:
+    return peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, **how), adapters)
 
 
 def batches(replica: int) -> Tensor:
@@ -87,22 +83,20 @@ class Trained:
         return self
 
 
-def train_by_trl(trainer: Trainer, transport: Transport) -> Trained:
+def train_by_trl(trainer: Any, transport: Transport) -> Trained:
     trained = Trained(trainer.model)
-    callback = transformers.DiLoCoCallback(transport=transport, **OURS).add_to(trainer)
+    callback = ours_of_transformers.DiLoCoCallback(transport=transport, **OURS).add_to(trainer)
     trainer.train()
     return trained.end(trainer.model, callback.diloco)
 
 
 def sft(base: Path, out: Path, transport: Transport, *, checkpointing: bool = False) -> Trained:
-    from trl import SFTConfig, SFTTrainer
-
     rows = [{"prompt": f"{transport.replica}{number}?", "completion": str(number)} for number in range(8)]
-    trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(base),
-        args=SFTConfig(output_dir=str(out), max_length=32, gradient_checkpointing=checkpointing, **QUIET),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(base),
+    trainer = trl.SFTTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(base),
+        args=trl.SFTConfig(output_dir=str(out), max_length=32, gradient_checkpointing=checkpointing, **QUIET),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(base),
         peft_config=lora(),
     )
     return train_by_trl(trainer, transport)
@@ -113,15 +107,13 @@ def sft_with_checkpointing(base: Path, out: Path, transport: Transport) -> Train
 
 
 def dpo(base: Path, out: Path, transport: Transport) -> Trained:
-    from trl import DPOConfig, DPOTrainer
-
     rows = [{"prompt": f"{transport.replica}{n}?", "chosen": str(n), "rejected": "no"} for n in range(8)]
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
-    trainer = DPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(base),
-        args=DPOConfig(output_dir=str(out), max_length=32, gradient_checkpointing=False, **QUIET),
-        train_dataset=Dataset.from_list(rows),
+    trainer = trl.DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(base),
+        args=trl.DPOConfig(output_dir=str(out), max_length=32, gradient_checkpointing=False, **QUIET),
+        train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
         peft_config=lora(),
     )
@@ -131,27 +123,27 @@ def dpo(base: Path, out: Path, transport: Transport) -> Trained:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of one. Accelerate takes FSDP for GPUs alone, so it is told that the rank has one."""
-    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    accelerate.PartialState(cpu=True)
+    accelerate.PartialState._shared_state["distributed_type"] = accelerate.DistributedType.MULTI_GPU
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     dist.destroy_process_group()
 
 
 def by_accelerate(base: Path, out: Path, transport: Transport) -> Trained:
     """Sharded by FSDP2."""
-    plugin = FullyShardedDataParallelPlugin(
+    plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
-    accelerator = Accelerator(fsdp_plugin=plugin)
+    accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
     assert accelerator.is_fsdp2
     model = adapted(base, lora())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     trained = Trained(model)
     model, optimizer = accelerator.prepare(model, optimizer)
-    with AcceleratedDiLoCo(accelerator, model, optimizer, transport=transport, **OURS) as diloco:
+    with ours_of_accelerate.AcceleratedDiLoCo(accelerator, model, optimizer, transport=transport, **OURS) as diloco:
         for tokens in batches(transport.replica):
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
@@ -162,24 +154,23 @@ def by_accelerate(base: Path, out: Path, transport: Transport) -> Trained:
         return trained.end(model, diloco)
 
 
-class Module(LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: tuple[Tensor], index: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
 def by_lightning(base: Path, out: Path, transport: Transport) -> Trained:
+    class Module(pl.LightningModule):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: tuple[Tensor], index: int) -> Tensor:
+            loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
     module = Module(adapted(base, lora()))
     trained = Trained(module)
-    callback = lightning.DiLoCoCallback(transport=transport, **OURS)
-    trainer = LightningTrainer(
+    callback = ours_of_lightning.DiLoCoCallback(transport=transport, **OURS)
+    trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=STEPS,
         logger=False,

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from diloco import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundSent
-from diloco.integrations.lightning import DiLoCoCallback
 from diloco.transport.base import Transport
 from tests.integrations.reference import assert_equal, example, options, schedule_of, trained_by_us
 from tests.integrations.turns import in_turns
+from tests.lazy import Lazy
+
+pl, ours = Lazy("lightning.pytorch"), Lazy("diloco.integrations.lightning")
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -42,15 +41,15 @@ def logits(module: nn.Module, tokens: Tensor) -> Tensor:
     return found
 
 
-def fitted(given: Any, transport: Transport | None = None, **others: Any) -> Trainer:
+def fitted(given: Any, transport: Transport | None = None, **others: Any) -> Any:
     lightning = example("lightning_module")
-    made: Trainer = lightning.make_trainer(given, transport, **(QUIET | others))
+    made = lightning.make_trainer(given, transport, **(QUIET | others))
     made.fit(lightning.Bytes(given), ckpt_path=given.resume)
     return made
 
 
-def callback(given: Any, transport: Transport | None = None, **others: Any) -> DiLoCoCallback:
-    return DiLoCoCallback(transport=transport, schedule=schedule_of(given), codec=given.codec, **others)
+def callback(given: Any, transport: Transport | None = None, **others: Any) -> Any:
+    return ours.DiLoCoCallback(transport=transport, schedule=schedule_of(given), codec=given.codec, **others)
 
 
 def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_one_replica_is_one_of_ours(tmp_path: Path) -> None:
 def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
     given = [options(tmp_path / str(m), "", m, 2) for m in (0, 1)]
 
-    def train(replica: int, transport: Transport) -> Trainer:
+    def train(replica: int, transport: Transport) -> Any:
         mine = callback(given[replica], transport, parameters="local")
         return fitted(given[replica], transport, callbacks=[mine], enable_checkpointing=False)
 
@@ -79,8 +78,8 @@ def test_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -
     """Saved with a round in flight."""
     given = options(tmp_path, "--codec int8")
     checkpoints = [
-        ModelCheckpoint(tmp_path, "all-{step}", every_n_train_steps=22, save_top_k=-1),
-        ModelCheckpoint(tmp_path, "weights-{step}", every_n_train_steps=21, save_top_k=-1, save_weights_only=True),
+        pl.callbacks.ModelCheckpoint(tmp_path, "all-{step}", every_n_train_steps=22, save_top_k=-1),
+        pl.callbacks.ModelCheckpoint(tmp_path, "weights-{step}", every_n_train_steps=21, save_top_k=-1, save_weights_only=True),
     ]
     straight = fitted(given, callbacks=[callback(given), *checkpoints])
     initial = example("lightning_module").Bytes(given).state_dict()
@@ -97,7 +96,7 @@ def test_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -
 
 @pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_a_checkpoint_without_diloco_is_begun_from_only_if_asked(tmp_path: Path) -> None:
-    plain = ModelCheckpoint(tmp_path, "plain", every_n_train_steps=1)
+    plain = pl.callbacks.ModelCheckpoint(tmp_path, "plain", every_n_train_steps=1)
     fitted(options(tmp_path, "--steps 1"), callbacks=[plain])
     given = options(tmp_path, f"--steps 3 --resume {tmp_path / 'plain.ckpt'}")
     with pytest.raises(CheckpointError, match="a checkpoint without DiLoCo's state"):
@@ -108,41 +107,44 @@ def test_a_checkpoint_without_diloco_is_begun_from_only_if_asked(tmp_path: Path)
     assert mine.diloco.steps == 2
 
 
-class Small(LightningModule):
-    """One weight, whose gradient is infinite where the batch is."""
+def small() -> Any:
+    """A class of modules with one weight, whose gradient is infinite where the batch is."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1, bias=False)
-        self.validated: list[float] = []
+    class Small(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False)
+            self.validated: list[float] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.layer.weight.sum() * batch.sum()
-        return loss
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = self.layer.weight.sum() * batch.sum()
+            return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.validated.append(self.layer.weight.item())
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.validated.append(self.layer.weight.item())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.125)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.125)
+
+    return Small
 
 
 def test_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: Path) -> None:
     """12 batches are 3 steps, of which the scaler skips the second."""
     events: list[Event] = []
-    mine = DiLoCoCallback(schedule=SyncSchedule(inner_steps=3), on_event=events.append)
+    mine = ours.DiLoCoCallback(schedule=SyncSchedule(inner_steps=3), on_event=events.append)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     batches = torch.ones(12, 1)
     batches[5] = float("inf")
-    made = Trainer(
+    made = pl.Trainer(
         **QUIET,
         max_epochs=1,
         accumulate_grad_batches=4,
         callbacks=[mine],
         enable_checkpointing=False,
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        plugins=[pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)],
     )
-    made.fit(Small(), DataLoader(batches))
+    made.fit(small()(), DataLoader(batches))
     assert mine.diloco is not None
     assert mine.diloco.steps == made.global_step == 3
     (sent,) = (event for event in events if isinstance(event, RoundSent))
@@ -152,10 +154,10 @@ def test_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: Path) 
 @pytest.mark.parametrize("parameters", ["global", "local"])
 @pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_validated_are_the_parameters_asked_for(parameters: Any) -> None:
-    module = Small()
+    module = small()()
     began = module.layer.weight.item()
-    mine = DiLoCoCallback(schedule=SyncSchedule(inner_steps=5), parameters=parameters)
-    made = Trainer(**QUIET, max_steps=4, val_check_interval=2, callbacks=[mine], enable_checkpointing=False)
+    mine = ours.DiLoCoCallback(schedule=SyncSchedule(inner_steps=5), parameters=parameters)
+    made = pl.Trainer(**QUIET, max_steps=4, val_check_interval=2, callbacks=[mine], enable_checkpointing=False)
     made.fit(module, DataLoader(torch.ones(4, 1)), DataLoader(torch.ones(1, 1)))
     _, *validated = module.validated  # the first one is Lightning's sanity check
     moved = 0.0 if parameters == "global" else 0.125  # no round has moved the global ones
@@ -163,24 +165,23 @@ def test_validated_are_the_parameters_asked_for(parameters: Any) -> None:
     assert module.layer.weight.item() == began - 4 * moved
 
 
-class Manual(Small):
-    """Steps twice with each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for _ in range(2):
-            self.optimizers().step()
-        return batch.sum()
-
-
 @pytest.mark.filterwarnings("ignore:The loop ended after")
 def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
+    Small = small()
+
+    class Manual(Small):
+        """Steps twice with each batch."""
+
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for _ in range(2):
+                self.optimizers().step()
+            return batch.sum()
+
     arguments = QUIET | {"max_steps": 4, "enable_checkpointing": False}
     with pytest.raises(ConfigurationError, match="took 2 steps of the optimizer with one batch"):
-        Trainer(**arguments, callbacks=[DiLoCoCallback()]).fit(Manual(), DataLoader(torch.ones(4, 1)))
+        pl.Trainer(**arguments, callbacks=[ours.DiLoCoCallback()]).fit(Manual(), DataLoader(torch.ones(4, 1)))
 
     class ModelParallelStrategy:
         pass
@@ -189,8 +190,8 @@ def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
         strategy = ModelParallelStrategy()
 
     with pytest.raises(ConfigurationError, match="FSDP2 with Accelerate"):
-        DiLoCoCallback().setup(Pretending(), Small(), "fit")  # type: ignore[arg-type]  # all that setup looks at
-    mine = DiLoCoCallback()
-    Trainer(**(arguments | {"max_steps": 1}), callbacks=[mine]).fit(Small(), DataLoader(torch.ones(4, 1)))
+        ours.DiLoCoCallback().setup(Pretending(), Small(), "fit")  # type: ignore[arg-type]  # all that setup looks at
+    mine = ours.DiLoCoCallback()
+    pl.Trainer(**(arguments | {"max_steps": 1}), callbacks=[mine]).fit(Small(), DataLoader(torch.ones(4, 1)))
     with pytest.raises(ConfigurationError, match="a second fit"):
-        Trainer(**arguments, callbacks=[mine]).fit(Small(), DataLoader(torch.ones(4, 1)))
+        pl.Trainer(**arguments, callbacks=[mine]).fit(Small(), DataLoader(torch.ones(4, 1)))

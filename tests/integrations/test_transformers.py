@@ -12,16 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from diloco import SyncSchedule
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.events import Event, RoundSent
-from diloco.integrations.transformers import DiLoCoCallback
 from diloco.transport.base import Transport
 from tests.integrations import reference
 from tests.integrations.reference import assert_equal, example, schedule_of, trained_by_us
 from tests.integrations.turns import in_turns
+from tests.lazy import Lazy
+
+transformers, ours = Lazy("transformers"), Lazy("diloco.integrations.transformers")
 
 options = functools.partial(reference.options, of="hf_trainer")
 QUIET: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 25}
@@ -34,21 +35,21 @@ def logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 def trainer(
     given: Any, transport: Transport | None = None, more: dict[str, Any] | None = None, **callback: Any
-) -> Trainer:
+) -> Any:
     """As the example's, with other arguments of the callback."""
     hf = example("hf_trainer")
     arguments = hf.make_arguments(given, **(QUIET | (more or {})))
     data = example("hf_trainer").share(given)
     few = torch.utils.data.Subset(data, range(8))
-    made = Trainer(hf.make_model(given), arguments, hf.collate, data, {"some": few, "others": few})
-    DiLoCoCallback(
+    made = transformers.Trainer(hf.make_model(given), arguments, hf.collate, data, {"some": few, "others": few})
+    ours.DiLoCoCallback(
         **({"transport": transport, "schedule": schedule_of(given), "codec": given.codec} | callback)
     ).add_to(made)
     return made
 
 
-def callback_of(made: Trainer) -> DiLoCoCallback:
-    (found,) = (each for each in made.callback_handler.callbacks if isinstance(each, DiLoCoCallback))
+def callback_of(made: Any) -> Any:
+    (found,) = (each for each in made.callback_handler.callbacks if isinstance(each, ours.DiLoCoCallback))
     return found
 
 
@@ -77,32 +78,35 @@ def test_two_replicas_are_two_of_ours(tmp_path: Path) -> None:
         assert_equal(mine, theirs)
 
 
-class Watching(TrainerCallback):
-    """Remembers what the model held while it was evaluated, and after 25 steps, when it stops the training."""
+def watching() -> Any:
+    """A callback that remembers what the model held while it was evaluated, and after 25 steps, when it stops."""
 
-    def __init__(self) -> None:
-        self.evaluated: list[dict[str, Tensor]] = []
-        self.local: dict[str, Tensor] = {}
+    class Watching(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.evaluated: list[dict[str, Tensor]] = []
+            self.local: dict[str, Tensor] = {}
 
-    def on_evaluate(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        self.evaluated.append(copy.deepcopy(model.state_dict()))
+        def on_evaluate(self, *_: Any, model: nn.Module, **__: Any) -> None:
+            self.evaluated.append(copy.deepcopy(model.state_dict()))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        if state.global_step == 25:
-            self.local = copy.deepcopy(model.state_dict())
-            control.should_training_stop = True
+        def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+            if state.global_step == 25:
+                self.local = copy.deepcopy(model.state_dict())
+                control.should_training_stop = True
+
+    return Watching()
 
 
 def test_evaluated_and_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -> None:
     """Saved with a round in flight, after the evaluation of two data sets."""
-    given, watching, again = options(tmp_path, "--codec int8"), Watching(), Watching()
+    given, watched, again = options(tmp_path, "--codec int8"), watching(), watching()
     straight = trainer(given, more={"save_steps": 22, "eval_strategy": "steps", "eval_steps": 22})
-    straight.add_callback(watching)
+    straight.add_callback(watched)
     straight.train()
     saved = load_file(tmp_path / "checkpoint-22" / "model.safetensors")
     initial = example("hf_trainer").make_model(given).state_dict()
-    assert len(watching.evaluated) == 2
-    for held in (saved, *watching.evaluated):  # nothing was merged by then, so the global ones are the initial ones
+    assert len(watched.evaluated) == 2
+    for held in (saved, *watched.evaluated):  # nothing was merged by then, so the global ones are the initial ones
         for name, values in initial.items():
             assert torch.equal(held[name], values), name
 
@@ -110,7 +114,7 @@ def test_evaluated_and_saved_are_the_global_parameters_and_resuming_is_exact(tmp
     resumed.add_callback(again)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-22"))
     for name, values in straight.model.state_dict().items():
-        assert torch.equal(again.local[name], watching.local[name]), name
+        assert torch.equal(again.local[name], watched.local[name]), name
         assert torch.equal(resumed.model.state_dict()[name], values), name
         assert not torch.equal(again.local[name], values), name
 
@@ -145,16 +149,14 @@ def test_two_replicas_in_one_folder_are_refused(tmp_path: Path) -> None:
         in_turns(train)
 
 
-class Overflowing(TrainerCallback):
-    """The gradients of the second step are infinite."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        if state.global_step == 1:
-            next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]  # it has one
-
-
 def test_micro_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: Path) -> None:
     """12 micro-batches are 3 steps, of which the scaler skips the second."""
+
+    class Overflowing(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+            if state.global_step == 1:
+                next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]  # it has one
+
     given = options(tmp_path, "--accumulation 4 --inner-steps 3 --overlap-steps 0")
     events: list[Event] = []
     made = trainer(given, more={"max_steps": 3, "save_strategy": "no", "max_grad_norm": 0.0}, on_event=events.append)
@@ -173,13 +175,13 @@ def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="enable_jit_checkpoint, which saves without asking any callback"):
         trainer(given, more={"enable_jit_checkpoint": True}).train()
     with pytest.raises(ConfigurationError, match="parameters='both' was given"):
-        DiLoCoCallback(parameters="both")  # type: ignore[arg-type]  # that is the point
+        ours.DiLoCoCallback(parameters="both")  # type: ignore[arg-type]  # that is the point
     made = trainer(given, more={"max_steps": 1, "save_strategy": "no"}, schedule=SyncSchedule(inner_steps=1))
     made.train()
     with pytest.raises(ConfigurationError, match="a second train"):
         made.train()
     twice = trainer(given, more={"max_steps": 1, "save_strategy": "no"}, schedule=SyncSchedule(inner_steps=1))
-    [callback] = [each for each in twice.callback_handler.callbacks if isinstance(each, DiLoCoCallback)]
+    [callback] = [each for each in twice.callback_handler.callbacks if isinstance(each, ours.DiLoCoCallback)]
     twice.add_callback(callback)
     with pytest.raises(ConfigurationError, match="with the same DiLoCoCallback twice"):
         twice.train()
@@ -201,6 +203,6 @@ def test_the_best_model_at_the_end_is_of_global_parameters(tmp_path: Path) -> No
     history = {entry["step"]: entry["eval_some_loss"] for entry in made.state.log_history if "eval_some_loss" in entry}
     assert made.evaluate()["eval_some_loss"] == pytest.approx(min(history.values()))
     best = json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())["best_model_checkpoint"]
-    loaded = LlamaForCausalLM.from_pretrained(best)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(best)
     for name, values in made.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], values), name

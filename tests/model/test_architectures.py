@@ -12,13 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.architectures import native_settings, native_weights
 from diloco.model.huggingface_folder import is_huggingface_folder
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
 
 CLASSES = {
     ("swiglu", False): "LlamaForCausalLM",
@@ -63,7 +65,7 @@ def tokens_for(chosen: ModelSettings, seed: int = 3) -> Tensor:
     return torch.randint(chosen.vocab_size, (2, 24), generator=torch.Generator().manual_seed(seed))
 
 
-def difference(native: Transformer, other: PreTrainedModel) -> float:
+def difference(native: Transformer, other: Any) -> float:
     tokens = tokens_for(native.settings)
     with torch.no_grad():
         return float((native(tokens) - other(tokens).logits).abs().max())
@@ -101,11 +103,11 @@ def test_a_saved_stock_model_is_read_as_the_native_one(
     weights = native_weights(folder, found)
     assert weights.keys() == dict(native.named_parameters()).keys()
     assert all(torch.equal(weights[name], parameter) for name, parameter in native.named_parameters())
-    assert difference(native, AutoModelForCausalLM.from_pretrained(folder)) < 1e-4
+    assert difference(native, transformers.AutoModelForCausalLM.from_pretrained(folder)) < 1e-4
 
 
 def test_half_precision_weights_are_read_as_float32(stock: Path) -> None:
-    other = AutoModelForCausalLM.from_pretrained(stock).to(torch.bfloat16)
+    other = transformers.AutoModelForCausalLM.from_pretrained(stock).to(torch.bfloat16)
     other.save_pretrained(stock)
     weights = native_weights(stock, native_settings(stock))
     assert {value.dtype for value in weights.values()} == {torch.float32}

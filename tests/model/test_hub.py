@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM
 
 from diloco.model.build import build_language_model
 from diloco.model.settings import ModelSettings
 from diloco.waiting import LOGGER
 from tests.huggingface import config_of
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
 
 COMMIT = "c" * 40
 CHUNK_BYTES = 10_000  # at a time onto the disk
@@ -65,7 +67,7 @@ class _Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    AutoModelForCausalLM.from_config(config_of("Llama")).save_pretrained(tmp_path / "given")
+    transformers.AutoModelForCausalLM.from_config(config_of("Llama")).save_pretrained(tmp_path / "given")
     with Hub(tmp_path / "given") as serving:
         address = f"http://127.0.0.1:{serving.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", address)

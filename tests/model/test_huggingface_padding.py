@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.build import build_language_model
 from diloco.model.settings import ModelSettings
 from diloco.trained.load import load_parameters
 from tests.huggingface import config_of, write_config
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
 
 PAD = 7
 
@@ -49,7 +51,7 @@ def test_sizes_that_do_not_go_together_are_told_before_anything_starts(tmp_path:
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    wrapped = AutoModelForCausalLM.from_config(config_of("Llama"))
+    wrapped = transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
     broken = "model.layers.1.mlp.up_proj.weight"
     with torch.no_grad():
         wrapped.get_parameter(broken)[0, 0] = torch.nan

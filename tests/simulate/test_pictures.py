@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pytest
 
@@ -16,6 +15,9 @@ from diloco.simulate import pictures
 from diloco.simulate.pictures import SUFFIXES, check_picture_path, draw_timeline, draw_utilization
 from diloco.simulate.timeline import Span
 from tests.simulate.svg import names, texts
+from tests.lazy import Lazy
+
+matplotlib = Lazy("matplotlib")
 
 GRID = np.logspace(-1, 3, 50)
 CURVES = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from diloco.checkpoint.reading import open_checkpoint
 from diloco.checkpoint.shards import Shards
@@ -23,6 +22,9 @@ from diloco.trained.export import export_huggingface, export_safetensors
 from diloco.trained.load import Trained, load_parameters, load_trained, read_weights
 from diloco.transport.replica_group import ReplicaGroup
 from tests.runs import train, write_text
+from tests.lazy import Lazy
+
+transformers = Lazy("transformers")
 
 TEXTS = ["alpha beta 12.", " gamma\n\n  héllo\tdelta", "", "日本語 don't \x00", "a" * 99]
 
@@ -43,7 +45,7 @@ def exported(run: Path) -> Path:
     return run.parent / "hf"
 
 
-def loss_of(model: PreTrainedModel | LanguageModel, tokens: torch.Tensor) -> float:
+def loss_of(model: Any, tokens: torch.Tensor) -> float:
     with torch.no_grad():
         logits = model(tokens) if isinstance(model, LanguageModel) else model(tokens).logits
     return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
@@ -54,9 +56,9 @@ def same(left: Any, right: Any) -> bool:
 
 
 def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Path) -> None:
-    trained, other = load_trained(run), AutoModelForCausalLM.from_pretrained(exported)
+    trained, other = load_trained(run), transformers.AutoModelForCausalLM.from_pretrained(exported)
     assert (type(other).__name__, other.dtype) == ("Qwen3ForCausalLM", torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     for text in TEXTS:
         ids = trained.tokenizer.encode(text)
         assert tokenizer(text)["input_ids"] == ids
@@ -71,21 +73,21 @@ def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Pat
 def test_the_byte_tokenizer_is_exported_too(run: Path, tmp_path: Path) -> None:
     train(write_text(tmp_path), tmp_path / "run", "--steps 1 --inner.warmup-steps 0")
     export_huggingface(load_trained(tmp_path / "run"), tmp_path / "hf")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in TEXTS:
         assert tokenizer(text)["input_ids"] == list(text.encode())
         assert tokenizer.decode(list(text.encode())) == text
     assert (tokenizer.eos_token_id, len(tokenizer)) == (256, 257)
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "LlamaForCausalLM"
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "LlamaForCausalLM"
 
 
 def test_configurations_say_which_token_ends_and_begins_a_document(exported: Path, run: Path) -> None:
     end = load_trained(run).tokenizer.eos_id
-    other = AutoModelForCausalLM.from_pretrained(exported)
+    other = transformers.AutoModelForCausalLM.from_pretrained(exported)
     assert (other.config.eos_token_id, other.config.bos_token_id, other.config.pad_token_id) == (end, end, None)
     generation = other.generation_config
     assert (generation.eos_token_id, generation.bos_token_id, generation.pad_token_id) == (end, end, end)
-    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id) == (end, end, None)
     assert tokenizer.model_max_length == other.config.max_position_embeddings == 16
     assert other.generate(max_new_tokens=5, do_sample=False).shape[1] > 1
@@ -165,7 +167,7 @@ def test_a_replica_that_is_a_process_is_found_in_its_own_folder(run: Path, tmp_p
 def test_half_precision(run: Path, tmp_path: Path, dtype: Any) -> None:
     export_huggingface(load_trained(run), tmp_path / "hf", dtype=dtype, max_shard_size="1KB")
     assert len(list(tmp_path.glob("hf/*.safetensors"))) > 1
-    other = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert other.dtype == getattr(torch, dtype)
     expected = {name: value.to(other.dtype).float() for name, value in read_weights(run).items()}
     assert same(read_weights(tmp_path / "hf"), expected)
