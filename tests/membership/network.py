@@ -84,9 +84,9 @@ class Network:
         self._left |= limits.own
         self.on_the_way: dict[tuple[int, int], deque[Any]] = {pair: deque() for pair in permutations(self.alive, 2)}
         self._ends_up = set(self.on_the_way)
-        self._connections = {frozenset(pair): 0 for pair in self.on_the_way}
-        self._silent: set[frozenset[int]] = set()
-        self._deaf: set[tuple[int, int]] = set()
+        self._connections = dict.fromkeys(self.on_the_way, 0)
+        self._cut: set[tuple[int, int]] = set()
+        self._unheard: set[tuple[int, int]] = set()  # (a, b): nothing of b reaches a any more
         self._unreachable: set[int] = set()
         self._sends_left: dict[int, int] = {}
         self._number = 0
@@ -102,7 +102,7 @@ class Network:
             return
         if sender in self._sends_left:
             self._sends_left[sender] -= 1
-        if (sender, receiver) in self._ends_up and not self._is_silent(receiver, sender):
+        if (sender, receiver) in self._ends_up and (receiver, sender) not in self._unheard:
             self.on_the_way[sender, receiver].append(message)
 
     def hang_up(self, rank: int, other: int) -> None:
@@ -113,7 +113,7 @@ class Network:
 
     def connection(self, rank: int, other: int) -> int | None:
         """A number for the connection of ``rank`` to ``other``, of its own for each; None where there is none."""
-        return self._connections[frozenset((rank, other))] if (rank, other) in self._ends_up else None
+        return self._connections[rank, other] if (rank, other) in self._ends_up else None
 
     # For who decides what happens next.
 
@@ -121,21 +121,25 @@ class Network:
         """Whether a message is there to be delivered, or an end of a connection to be noticed."""
         if what == "deliver":
             return bool(self.on_the_way[a, b]) and b in self.alive and (b, a) in self._ends_up
+        if a not in self.alive or (a, b) not in self._ends_up:
+            return False
         hung_up = (b, a) not in self._ends_up and (self._abrupt or not self.on_the_way[b, a])
-        return (b not in self.alive or hung_up or self._is_silent(a, b)) and a in self.alive and (a, b) in self._ends_up
+        return b not in self.alive or hung_up or (a, b) in self._unheard
 
     def choices(self) -> list[tuple[str, int, int]]:
         """What can happen next by itself."""
-        return [(what, a, b) for what in ("deliver", "notice") for a, b in self.on_the_way if self.can(what, a, b)]
+        some = [pair for pair, messages in self.on_the_way.items() if messages]
+        found = [("deliver", a, b) for a, b in some if self.can("deliver", a, b)]
+        return found + [("notice", a, b) for a, b in self.on_the_way if self.can("notice", a, b)]
 
     def trouble(self) -> list[tuple[str, int, int]]:
         """What can go wrong next."""
         found = [(kind, rank, 0) for kind in ("ends", "machines") if self._left[kind] for rank in sorted(self.alive)]
         if self._left["cuts"]:
-            pairs = [(a, b) for a, b in sorted(self._ends_up) if a < b and frozenset((a, b)) not in self._silent]
+            pairs = [(a, b) for a, b in sorted(self._ends_up) if a < b and (a, b) not in self._cut]
             found += [("cuts", a, b) for a, b in pairs]
         if self._left["deaf"]:
-            found += [("deaf", a, b) for a, b in sorted(self._ends_up) if not self._is_silent(a, b)]
+            found += [("deaf", a, b) for a, b in sorted(self._ends_up) if (a, b) not in self._unheard]
         if self._left["returns"]:
             found += [("returns", rank, 0) for rank in sorted(self.nodes) if rank not in self.alive]
         for kind in self._own:
@@ -152,12 +156,13 @@ class Network:
             self.nodes[a].lose(b, gone=b not in self.alive and b not in self._unreachable)
         elif what == "cuts":
             self._left["cuts"] -= 1
-            self._silent.add(frozenset((a, b)))
+            self._cut |= {(a, b), (b, a)}
+            self._unheard |= {(a, b), (b, a)}
             self._lose_some(a, b, number)
             self._lose_some(b, a, number // 4)
         elif what == "deaf":
             self._left["deaf"] -= 1
-            self._deaf.add((a, b))
+            self._unheard.add((a, b))
             self._lose_some(b, a, number)
         elif what == "returns":
             self._left["returns"] -= 1
@@ -177,12 +182,6 @@ class Network:
         """``rank`` looks again, its ways to all who live carry everything, and nobody ends any more."""
         self._return(rank)
         self._sends_left.clear()
-        for other in self.alive:
-            self._deaf -= {(rank, other), (other, rank)}
-
-    def _is_silent(self, a: int, b: int) -> bool:
-        """Whether nothing of ``b`` reaches ``a`` any more."""
-        return frozenset((a, b)) in self._silent or (a, b) in self._deaf
 
     def end(self, rank: int) -> None:
         self.alive.discard(rank)
@@ -198,10 +197,10 @@ class Network:
         for pair, messages in self.on_the_way.items():
             if rank in pair:
                 messages.clear()
-                self._silent.discard(frozenset(pair))
-                self._deaf.discard(pair)
+                self._cut.discard(pair)
+                self._unheard.discard(pair)
                 self._ends_up.discard(pair)
-                self._connections[frozenset(pair)] += 1
+                self._connections[pair] += 1
                 if self.alive.issuperset(pair):
                     self._ends_up.add(pair)
         self.nodes[rank] = self.make(rank)

@@ -1,4 +1,4 @@
-"""How members agree on the next view, on a network that delivers as it likes and loses what it likes."""
+"""How members agree on the next view, report by report; on networks in `tests/protocol/test_view_properties.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diloco.membership import proofs
 from diloco.membership.change import Change
@@ -15,63 +13,6 @@ from diloco.membership.proofs import SignedVote
 from diloco.membership.quorum import Policy
 from diloco.membership.reports import Report
 from diloco.membership.view import View
-from tests.membership.members import check_agreement, run
-from tests.membership.network import LIMITS, NUMBERS, Limits
-
-
-@settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 5), st.integers(1, 3), st.integers(1, 2))
-def test_processes_that_end_leave_survivors_that_agree_and_go_on(
-    numbers: list[int], replicas: int, ends: int, size: int
-) -> None:
-    """Property: wherever they end, also in the middle of a broadcast; everybody knows that they have ended."""
-    survivors = run(Limits(ends=ends), numbers, replicas=replicas, size=size)
-    check_agreement(survivors)
-    whole = [m for m in survivors if sum(o.rank // size == m.rank // size for o in survivors) == size]
-    assert not [member.stopped for member in whole if member.stopped]
-    for member in whole:
-        assert member.view.members == tuple(sorted({each.rank // size for each in whole}))
-
-
-@settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 5), LIMITS, st.integers(1, 2))
-def test_silent_machines_and_cut_connections_never_make_two_histories(
-    numbers: list[int], replicas: int, limits: Limits, size: int
-) -> None:
-    """Property: who goes on agrees on the view, on every view before it, and on every round."""
-    check_agreement(run(limits, numbers, replicas=replicas, size=size))
-
-
-@settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 5), LIMITS, st.integers(1, 4), st.integers(1, 2))
-def test_a_round_that_somebody_gives_up_is_void_for_all_and_every_other_one_is_not(
-    numbers: list[int], replicas: int, limits: Limits, gives_up: int, size: int
-) -> None:
-    """Property: also for those who hear of it by a report, and who begin it only in a later view."""
-    limits = replace(limits, own={"gives up": gives_up})
-    check_agreement(run(limits, numbers, replicas=replicas, size=size), whole=False)
-
-
-@settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(2, 5), st.integers(1, 4), st.integers(1, 2))
-def test_who_leaves_never_counts_as_silent(numbers: list[int], replicas: int, leaves: int, size: int) -> None:
-    """Property: however few are left, they go on."""
-    members = run(Limits(own={"leaves": leaves}), numbers, replicas=replicas, size=size)
-    check_agreement(members)
-    assert {member.stopped for member in members} <= {"", "left", "excluded"}
-    for member in members:
-        if not member.stopped:
-            left = {replica for following in member.adopted for replica, _ in following.left}
-            assert left == {other.rank // size for other in members if other.stopped}
-
-
-@settings(max_examples=100, deadline=None)
-@given(NUMBERS, st.integers(1, 4))
-def test_fewer_than_asked_for_never_go_on(numbers: list[int], least: int) -> None:
-    survivors = run(Limits(ends=2), numbers, replicas=4, least=least)
-    check_agreement(survivors)
-    assert all(len(member.view.members) >= least for member in survivors if not member.stopped)
-    assert all(member.stopped for member in survivors) == (len(survivors) < least)
 
 
 def told(rank: int, **known: Any) -> Report:

@@ -80,7 +80,11 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
     assert len({rank.view for rank in going_on}) <= 1, "two histories"
     for rank in ranks:
         assert not rank.exchanging, "a thread waits for ever"
+    adopted: dict[int, object] = {}
     for rank in going_on:
+        for each in rank.changes:
+            facts = (each.view, each.from_step, each.commits, each.joined)
+            assert adopted.setdefault(each.previous.id, facts) == facts, "two histories"
         assert rank.step == rank.STEPS, "it never became a member"
         assert sorted(rank.outcomes) == list(range(rank.first_step, rank.STEPS + 1)), "a round was never decided"
         for step, committed in rank.outcomes.items():

@@ -1,7 +1,4 @@
-"""Views, rounds and votes of ranks that talk to each other, on a network that does what it likes.
-
-The same properties as in ``tests/membership/test_change.py``, of the code that runs.
-"""
+"""Views, rounds and votes of ranks that talk to each other, on a network that does what it likes."""
 
 from __future__ import annotations
 
