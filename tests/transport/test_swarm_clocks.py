@@ -47,10 +47,10 @@ def moved(rank: int, keys: Path, number: int, at: Sequence[str], by_s: float) ->
     told(LIMIT_S)
 
 
-def test_two_times_of_one_network_become_the_later_one(tmp_path: Path) -> None:
+def test_two_times_of_one_network_become_the_later_one(keys: Path) -> None:
     with Processes() as processes:
-        processes.start(1, moved, tmp_path, 0, (), -HOUR_S)
-        processes.start(1, moved, tmp_path, 1, processes.heard(0), -HOUR_S)
+        processes.start(1, moved, keys, 0, (), -HOUR_S)
+        processes.start(1, moved, keys, 1, processes.heard(0), -HOUR_S)
         processes.heard(1)
         processes.tell(1, HOUR_S)
         assert processes.heard(1) == "there"
@@ -59,28 +59,28 @@ def test_two_times_of_one_network_become_the_later_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("off_s", [HOUR_S, -HOUR_S, 10.0])
-def test_who_joins_may_have_any_clock(tmp_path: Path, off_s: float) -> None:
+def test_who_joins_may_have_any_clock(keys: Path, off_s: float) -> None:
     with Processes() as processes:
-        processes.start(1, member, tmp_path, 0, (), 0.0, 1)
+        processes.start(1, member, keys, 0, (), 0.0, 1)
         at = processes.heard(0)
-        processes.start(1, member, tmp_path, 1, at, off_s, 2)
+        processes.start(1, member, keys, 1, at, off_s, 2)
         through_it = processes.heard(1)
-        processes.start(1, member, tmp_path, 2, through_it, 0.0, 3)
+        processes.start(1, member, keys, 2, through_it, 0.0, 3)
         processes.heard(2)
 
 
 @pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
-def test_a_member_whose_clock_is_set_lets_others_come_back(tmp_path: Path, step_s: float) -> None:
+def test_a_member_whose_clock_is_set_lets_others_come_back(keys: Path, step_s: float) -> None:
     with Processes() as processes:
-        processes.start(1, member, tmp_path, 0, (), 0.0, 1)
+        processes.start(1, member, keys, 0, (), 0.0, 1)
         at = processes.heard(0)
-        processes.start(1, member, tmp_path, 1, at, 0.0, 2)
+        processes.start(1, member, keys, 1, at, 0.0, 2)
         processes.heard(1)
         processes.tell(0, step_s)
         assert processes.heard(0) == (0, 1)
         processes.tell(1, None)
         processes.results(LIMIT_S, [1])
-        processes.start(1, member, tmp_path, 1, at, 0.0, 2)
+        processes.start(1, member, keys, 1, at, 0.0, 2)
         processes.heard(2)
         processes.tell(0, 0.0)
         assert processes.heard(0) == (0, 1)

@@ -44,16 +44,16 @@ def test_a_peer_ends_in_time_whatever_has_become_of_its_daemon(swarms: Swarms, n
     os.close(exited)
 
 
-def peer(rank: int, folder: Path) -> None:
+def peer(rank: int, keys: Path) -> None:
     """In a process: a peer that stands until the test ends it."""
-    transport = Swarms(folder).peer(0).transport
+    transport = Swarms(keys).peer(0).transport
     report(daemon_of(transport))
     told()
 
 
-def test_the_daemon_has_a_session_of_its_own_and_ends_with_a_peer_that_is_killed(tmp_path: Path) -> None:
+def test_the_daemon_has_a_session_of_its_own_and_ends_with_a_peer_that_is_killed(keys: Path) -> None:
     with Processes() as processes:
-        processes.start(1, peer, tmp_path)
+        processes.start(1, peer, keys)
         daemon = processes.heard(0)
         assert os.getsid(daemon) == daemon, "Ctrl-C in the terminal of its peer does not reach it"
         exited = os.pidfd_open(daemon)

@@ -169,11 +169,10 @@ class Live:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("live")
-    swarms = Swarms(folder)
+def live(keys: Path) -> Iterator[Live]:
+    swarms = Swarms(keys)
     members = swarms.meet(2, secret="the words of this run")
-    stranger = Stranger(folder / "stranger.key", "the words of this run", swarms.addresses_of(members[0]))
+    stranger = Stranger(keys / "9.key", "the words of this run", swarms.addresses_of(members[0]))
     yield Live(members, stranger)
     stranger.close()
     swarms.close()
