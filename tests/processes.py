@@ -38,6 +38,7 @@ PRELOADED = [
     "hypothesis",
     "pytest",
     "hivemind",
+    "encodings.idna",  # which a process that looks up its first host would import
     "diloco.cli.train",
     "diloco.train.run",
 ]
