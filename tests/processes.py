@@ -38,7 +38,13 @@ PRELOADED = [
     "hypothesis",
     "pytest",
     "hivemind",
-    "encodings.idna",  # which a process that looks up its first host would import
+    # what commands import late
+    "encodings.idna",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "tokenizers",
+    "pydantic.main",
+    "diloco.monitor.console",
     "diloco.cli.train",
     "diloco.train.run",
 ]

@@ -79,7 +79,9 @@ def test_saved_are_the_global_parameters_and_resuming_is_exact(tmp_path: Path) -
     given = options(tmp_path, "--codec int8")
     checkpoints = [
         pl.callbacks.ModelCheckpoint(tmp_path, "all-{step}", every_n_train_steps=22, save_top_k=-1),
-        pl.callbacks.ModelCheckpoint(tmp_path, "weights-{step}", every_n_train_steps=21, save_top_k=-1, save_weights_only=True),
+        pl.callbacks.ModelCheckpoint(
+            tmp_path, "weights-{step}", every_n_train_steps=21, save_top_k=-1, save_weights_only=True
+        ),
     ]
     straight = fitted(given, callbacks=[callback(given), *checkpoints])
     initial = example("lightning_module").Bytes(given).state_dict()

@@ -33,9 +33,7 @@ def logits(module: nn.Module, tokens: Tensor) -> Tensor:
     return found
 
 
-def trainer(
-    given: Any, transport: Transport | None = None, more: dict[str, Any] | None = None, **callback: Any
-) -> Any:
+def trainer(given: Any, transport: Transport | None = None, more: dict[str, Any] | None = None, **callback: Any) -> Any:
     """As the example's, with other arguments of the callback."""
     hf = example("hf_trainer")
     arguments = hf.make_arguments(given, **(QUIET | (more or {})))

@@ -28,7 +28,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2, which the native decoder can't be, trained for 4 steps."""
     folder = tmp_path_factory.mktemp("models")
     shape = {"vocab_size": 257, "n_positions": 64, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=None, eos_token_id=256)).save_pretrained(folder / "gpt2")
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=None, eos_token_id=256)).save_pretrained(
+        folder / "gpt2"
+    )
     data = ["--data", str(write_text(folder)), "--out", str(folder / "run")]
     assert main(["train", "--model", f"hf:{folder / 'gpt2'}", *SHORT.split(), *data]) == 0
     assert main(["export", str(folder / "run"), "--to", "hf", str(folder / "out")]) == 0
@@ -41,7 +43,9 @@ def test_the_export_is_the_model_that_was_trained(run: Path) -> None:
     assert (other.config.bos_token_id, other.config.eos_token_id) == (256, 256)
     trained = load_trained(run)
     tokens = torch.tensor([trained.tokenizer.encode("alpha beta")])
-    assert transformers.AutoTokenizer.from_pretrained(run.parent / "out")("alpha beta")["input_ids"] == tokens[0].tolist()
+    assert (
+        transformers.AutoTokenizer.from_pretrained(run.parent / "out")("alpha beta")["input_ids"] == tokens[0].tolist()
+    )
     with torch.no_grad():
         assert torch.equal(other(tokens).logits, trained.model(tokens))
     with pytest.raises(
