@@ -14,8 +14,8 @@ from diloco.errors import ConfigurationError
 from diloco.simulate import pictures
 from diloco.simulate.pictures import SUFFIXES, check_picture_path, draw_timeline, draw_utilization
 from diloco.simulate.timeline import Span
-from tests.simulate.svg import names, texts
 from tests.lazy import Lazy
+from tests.simulate.svg import names, texts
 
 matplotlib = Lazy("matplotlib")
 

@@ -21,8 +21,8 @@ from diloco.model.transformer import Transformer
 from diloco.trained.export import export_huggingface, export_safetensors
 from diloco.trained.load import Trained, load_parameters, load_trained, read_weights
 from diloco.transport.replica_group import ReplicaGroup
-from tests.runs import train, write_text
 from tests.lazy import Lazy
+from tests.runs import train, write_text
 
 transformers = Lazy("transformers")
 

@@ -12,8 +12,8 @@ from diloco.cli import main
 from diloco.errors import ConfigurationError
 from diloco.trained.export import export_huggingface
 from diloco.trained.load import load_trained, read_weights
-from tests.runs import write_text
 from tests.lazy import Lazy
+from tests.runs import write_text
 
 transformers = Lazy("transformers")
 
