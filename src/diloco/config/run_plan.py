@@ -21,13 +21,10 @@ from diloco.errors import ConfigurationError
 from diloco.model.settings import native_keys, parse_source
 from diloco.plugins import absolute, is_own
 from diloco.train.resolve import notes, resolve
-from diloco.transport.hivemind.settings import SwarmSettings
 
 __all__ = ["RunPlan", "command_to_go_on", "plan_run", "words_for_others"]
 
 CONFIG_FILE = "config.toml"
-
-_LISTEN = SwarmSettings().listen
 
 OWN_CODE = ("codec.name", "outer.name", "outer.average", "merge.rule", "inner.name")
 """Settings that may name code of the user's own."""
@@ -36,6 +33,8 @@ PROCESS_KEYS = ("transport.replica", "transport.position", "transport.rendezvous
 """Which of the processes this one is; in no record."""
 
 PEER_KEYS = tuple(f"swarm.{name}" for name in ("join", "identity", "listen", "announce"))  # the same for a peer
+
+_OF_THIS_CALL = ("out", "train.stop_after", "checkpoint.resume")  # where it goes, when it stops, what it goes on from
 
 WIRE_KEYS = (
     *(f"transport.{name}" for name in ("on_failure", "min_replicas", "restarts", "host", "ports", "interface")),
@@ -138,8 +137,7 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
     )
     # What the run began from is in its checkpoint; the record keeps the name.
     configuration = _resolved(build(Configuration, wanted | {"train.init_from": None}))
-    init_from = saved["train.init_from"]
-    recorded = dataclasses.replace(configuration, train=dataclasses.replace(configuration.train, init_from=init_from))
+    recorded = build(Configuration, flatten(configuration) | {"train.init_from": saved["train.init_from"]})
     return RunPlan(
         configuration=configuration,
         record=_record(recorded),
@@ -207,16 +205,9 @@ def _flags(key: Key) -> tuple[str, ...]:
 
 def _record(configuration: Configuration, *, given: Values | None = None) -> str:
     """The text of ``config.toml``: `diloco train config.toml` begins the same run again."""
-    lasting = dataclasses.replace(
-        configuration,
-        out=None,
-        train=dataclasses.replace(configuration.train, stop_after=None),
-        checkpoint=dataclasses.replace(configuration.checkpoint, resume=None),
-        transport=dataclasses.replace(
-            configuration.transport, replica=None, position=0, rendezvous=None, inner_store=None
-        ),
-        swarm=dataclasses.replace(configuration.swarm, join=(), identity=None, listen=_LISTEN, announce=()),
-    )
+    keys = keys_of(Configuration)
+    left_out = {name: keys[name].default for name in (*PROCESS_KEYS, *PEER_KEYS, *_OF_THIS_CALL)}
+    lasting = build(Configuration, flatten(configuration) | left_out)
     beneath = preset_values(lasting.preset, steps=lasting.train.steps)
     header = f"# As resolved by diloco {__version__}; `diloco train config.toml` begins this run again."
     without = {f"model.{name}" for name in native_keys(lasting.model.source)}
