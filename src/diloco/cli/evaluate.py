@@ -163,18 +163,15 @@ def _evaluate_answers(trained: Trained, settings: Configuration, given: Evaluate
             f"{trained.path} was trained on conversations, which stand alone: leave out --stride and --by-document."
         )
     tokenizer = trained.chat_tokenizer()
+    batch_size, sequences = _amounts(settings, given)
     with _told() as progress:
         evaluation = evaluate(
             trained.model,
             tokenizer,
             heldout_rows(settings.data, tokenizer, length, given.questions or given.data),
             sequence_length=length,
-            batch_size=given.batch_size or settings.train.batch_size * 8,
-            sequences=0
-            if given.questions
-            else settings.evaluation.sequences
-            if given.sequences is None
-            else given.sequences,
+            batch_size=batch_size,
+            sequences=sequences,
             progress=progress,
         )
     record: dict[str, Any] = {
@@ -207,7 +204,7 @@ def _evaluate(
     from diloco.trained.evaluate import document_streams, evaluate, evaluate_windows
 
     model, tokenizer = trained.model, trained.tokenizer
-    batch_size = given.batch_size or settings.train.batch_size * 8  # as during training, for the same bits
+    batch_size, sequences = _amounts(settings, given)
     masks = settings.train.document_masks
     with _told() as progress:
         if given.stride is None and not given.by_document:
@@ -217,7 +214,7 @@ def _evaluate(
                 tokens,
                 sequence_length=length,
                 batch_size=batch_size,
-                sequences=settings.evaluation.sequences if given.sequences is None else given.sequences,
+                sequences=sequences,
                 document_masks=masks,
                 progress=progress,
             )
@@ -231,6 +228,12 @@ def _evaluate(
             document_masks=masks,
             progress=progress,
         )
+
+
+def _amounts(settings: Configuration, given: EvaluateOptions) -> tuple[int, int]:
+    """Sequences at a time, and in all (0: as many as there are); by default as during training, for the same bits."""
+    sequences = settings.evaluation.sequences if given.sequences is None else given.sequences
+    return given.batch_size or settings.train.batch_size * 8, 0 if given.questions else sequences
 
 
 @contextmanager
