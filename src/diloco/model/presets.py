@@ -8,14 +8,12 @@ companion's table (2503.09799) to 3 % (4B, stated to one digit, to 5 %).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.model.settings import ModelSettings
 
-__all__ = ["Preset", "count_parameters", "get_preset", "preset_aliases", "preset_names"]
+__all__ = ["Preset", "count_parameters", "get_preset", "preset_names"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +64,13 @@ def count_parameters(model: ModelSettings, vocab_size: int | None = None) -> int
 
 
 def get_preset(name: str) -> Preset:
-    """The preset called ``name``, or whose alias it is.
+    """The preset called ``name``, or whose alias it is: "1b" is OpenDiLoCo's, Streaming DiLoCo's "streaming-1b" only.
 
     Raises:
         ConfigurationError: for an unknown name; the message gives the nearest one.
 
-    >>> get_preset("opendiloco-150m").name
-    '150m'
+    >>> get_preset("opendiloco-150m").name, get_preset("35m").name
+    ('150m', 'streaming-35m')
     """
     listed = _ALIASES.get(name, name)
     if listed not in _PRESETS:
@@ -87,15 +85,6 @@ def preset_names() -> tuple[str, ...]:
     ('tiny', 'tiny-muon', '2m')
     """
     return tuple(_PRESETS)
-
-
-def preset_aliases() -> Mapping[str, str]:
-    """Alias -> name. ``"1b"`` is OpenDiLoCo's; Streaming DiLoCo's is ``"streaming-1b"`` only.
-
-    >>> preset_aliases()["35m"], preset_aliases()["opendiloco-1b"]
-    ('streaming-35m', '1b')
-    """
-    return _ALIASES
 
 
 def _open_diloco(
@@ -183,5 +172,5 @@ _ALL = (
     _streaming("1b", nominal="1.3B", layers=24, width=2048, heads=32, alias=False),
     _streaming("4b", nominal="4B", layers=36, width=3072, heads=48),
 )
-_PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})
-_ALIASES: Mapping[str, str] = MappingProxyType({preset.alias: preset.name for preset in _ALL if preset.alias})
+_PRESETS = {preset.name: preset for preset in _ALL}
+_ALIASES = {preset.alias: preset.name for preset in _ALL if preset.alias}
