@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco.data.rows import Example
-from diloco.data.settings import HUB_PREFIX
 from diloco.data.tokenizer import Tokenizer
-from diloco.errors import ConfigurationError, DataError, from_extra
-from diloco.waiting import fetching
+from diloco.data.tokenizer_choice import library_tokenizer
+from diloco.errors import ConfigurationError, DataError
 
 __all__ = ["ChatTokenizer", "Message", "has_template"]
 
@@ -34,23 +33,12 @@ class ChatTokenizer(Tokenizer):
 
     Raises:
         ConfigurationError: ``transformers`` is not installed, or there is no such template.
-        DataError: as `Tokenizer`; and where the template can't be used.
+        DataError: as `library_tokenizer` and `Tokenizer`; and where the template can't be used.
     """
 
     def __init__(self, place: str, template: Path | None = None) -> None:
-        with from_extra("finetune", "A conversation needs transformers"):
-            from transformers import AutoTokenizer
-        source = place.removeprefix(HUB_PREFIX)
-        try:
-            with fetching(source, "models"):
-                library: Any = AutoTokenizer.from_pretrained(source)
-            content = library.backend_tokenizer.to_str()
-        except Exception as error:  # of many kinds
-            reason = " ".join(str(error).split())
-            raise DataError(f"The tokenizer of {place} can't be read: {reason}") from error
-        if library.eos_token is None:
-            raise DataError(f"{place} has no token to end a document with.")
-        super().__init__(content, eos=str(library.eos_token), source=place)
+        library = library_tokenizer(place, "finetune", "A conversation needs transformers")
+        super().__init__(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=place)
         if template is not None:
             try:
                 library.chat_template = template.read_text("utf-8")

@@ -14,7 +14,14 @@ from diloco.data.tokenizer import EOS, ByteTokenizer, Tokenizer, byte_letters, c
 from diloco.errors import ConfigurationError, DataError, from_extra, nearest
 from diloco.waiting import fetching
 
-__all__ = ["given_tokenizer", "load_hub_tokenizer", "load_tokenizer", "make_tokenizer", "train_bpe"]
+__all__ = [
+    "given_tokenizer",
+    "library_tokenizer",
+    "load_hub_tokenizer",
+    "load_tokenizer",
+    "make_tokenizer",
+    "train_bpe",
+]
 
 _KNOWN_EOS = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<EOS>", "[EOS]", "<｜end▁of▁sentence｜>")
 
@@ -137,7 +144,7 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
     if local.exists():
         if local.is_file() or (local / "tokenizer.json").is_file():
             return load_tokenizer(local)
-        return _converted(str(local), name)
+        return _converted(name)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -150,30 +157,46 @@ def load_hub_tokenizer(name: str) -> Tokenizer:
     except LocalEntryNotFoundError as error:
         raise _unreadable(name, error) from error
     except EntryNotFoundError:
-        return _converted(place, name)
+        return _converted(name)
     except Exception as error:  # of several kinds: no such repository, no access, no connection, no proper name
         raise _unreadable(name, error) from error
     return load_tokenizer(file)
 
 
-def _converted(place: str, name: str) -> Tokenizer:
-    with from_extra("hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers"):
+def library_tokenizer(name: str, extra: str, needs: str) -> Any:
+    """The tokenizer of ``hf:NAME`` or of a folder, as transformers has it.
+
+    Args:
+        extra, needs: as `from_extra` takes them.
+
+    Raises:
+        DataError: there is none, the hub cannot be reached, or no token ends a document.
+        ConfigurationError: transformers is not installed.
+    """
+    with from_extra(extra, needs):
         from transformers import AutoTokenizer
+    place = name.removeprefix(HUB_PREFIX)
+    local = Path(place).expanduser()
     try:
         with fetching(place, "models"):
-            loaded: Any = AutoTokenizer.from_pretrained(place)
-        content, eos = loaded.backend_tokenizer.to_str(), loaded.eos_token
+            library: Any = AutoTokenizer.from_pretrained(str(local) if local.exists() else place)
+        library.backend_tokenizer.to_str()
     except Exception as error:  # of many kinds
         raise _unreadable(name, error) from error
-    if eos is None:
+    if library.eos_token is None:
         raise DataError(f"{name} has no token to end a document with.")
-    return Tokenizer(content, eos=str(eos), source=name)
+    return library
+
+
+def _converted(name: str) -> Tokenizer:
+    library = library_tokenizer(name, "hf", f"data.tokenizer={name!r} has no tokenizer.json and needs transformers")
+    return Tokenizer(library.backend_tokenizer.to_str(), eos=str(library.eos_token), source=name)
 
 
 def _unreadable(name: str, error: Exception) -> DataError:
     reason = " ".join(str(error).split())
     return DataError(
-        f"data.tokenizer={name!r} cannot be read: {reason} Connect to the hub (HF_HUB_OFFLINE=1 forbids that), or give "
+        f"The tokenizer of {name} cannot be read: {reason} Connect to the hub (HF_HUB_OFFLINE=1 forbids that), or give "
         "the folder of a model or a tokenizer.json on this machine. No tokenizer was made."
     )
 
