@@ -164,8 +164,6 @@ def build_language_model(
             with drawing_from(seed):  # anew: how many draws loading took must not matter
                 add_adapters(model, settings)
         return model.to(device)
-    from diloco.model.build import build_foreign
-
     with drawing_from(seed):
         if not on_meta:
             return build_foreign(settings).to(device)

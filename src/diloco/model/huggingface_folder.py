@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "read_json",
     "stored_tensors",
     "weights_digest",
+    "without_progress_bars",
 ]
 
 CONFIG_NAME = "config.json"
@@ -38,6 +40,21 @@ def import_transformers() -> Any:
     with from_extra("hf", "A model of transformers needs that package"):
         import transformers
     return transformers
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Inside, ``transformers`` shows none."""
+    from transformers.utils import logging
+
+    progress: Any = logging
+    shown = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            progress.enable_progress_bar()
 
 
 def is_huggingface_folder(path: Path) -> bool:

@@ -16,7 +16,13 @@ import torch
 
 from diloco.errors import ConfigurationError, nearest
 from diloco.model.huggingface import HuggingFaceModel
-from diloco.model.huggingface_folder import CONFIG_NAME, has_weights, import_transformers, weights_digest
+from diloco.model.huggingface_folder import (
+    CONFIG_NAME,
+    has_weights,
+    import_transformers,
+    weights_digest,
+    without_progress_bars,
+)
 from diloco.model.settings import ModelSettings, parse_source
 from diloco.waiting import fetching
 
@@ -235,13 +241,9 @@ def _quantised(settings: ModelSettings) -> dict[str, Any]:
 def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) -> PreTrainedModel:
     """The weights of ``folder``, all of them and none left over but those that this kind of model has no use for."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     auto: Any = AutoModelForCausalLM
-    progress: Any = logging
-    bars = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()
-    try:
+    with without_progress_bars():
         wrapped, found = auto.from_pretrained(
             folder,
             config=config,
@@ -251,9 +253,6 @@ def _load(folder: Path, config: PretrainedConfig, quantised: Mapping[str, Any]) 
             output_loading_info=True,
             **quantised,
         )
-    finally:
-        if bars:
-            progress.enable_progress_bar()
     if missing := sorted(found["missing_keys"]):
         raise ConfigurationError(
             f"The weights in {folder} lack {', '.join(missing[:5])}. Give all weights of the configuration, or use "

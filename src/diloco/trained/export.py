@@ -18,6 +18,7 @@ from diloco.checkpoint.disk import new_folder, replace_file
 from diloco.checkpoint.parts import tensor_chunks
 from diloco.data.tokenizer import Tokenizer
 from diloco.errors import CheckpointError, ConfigurationError
+from diloco.model.huggingface_folder import without_progress_bars
 from diloco.model.transformer import Transformer
 from diloco.trained.load import ORIGIN_FILE, Trained
 
@@ -81,7 +82,7 @@ def export_huggingface(
         tokenizer = chat = trained.chat_tokenizer()
         made.generation_config.eos_token_id = sorted({chat.eos_id, chat.answer_end})
     written = new_folder(folder, last="config.json", replaces=overwrite)
-    with _as_checkpoint_error(folder), _without_progress(), written as partial:
+    with _as_checkpoint_error(folder), without_progress_bars(), written as partial:
         made.save_pretrained(partial, max_shard_size=max_shard_size)
         tokenizer.save(partial)
         _complete_tokenizer_config(partial / "tokenizer_config.json", longest)
@@ -195,17 +196,3 @@ def _as_checkpoint_error(place: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{place} can't be written: {error}. What was there before still is.") from error
-
-
-@contextmanager
-def _without_progress() -> Iterator[None]:
-    """No progress bars of ``transformers`` meanwhile."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
