@@ -84,22 +84,24 @@ class EmulatedRounds:
             self._decide(round_id, state)
         return state.verdict is not None
 
-    def is_in_flight(self, replica: int, round_id: RoundId) -> bool:
-        """Whether ``replica`` has contributed to a round and not taken its outcome."""
+    def missing(self, replica: int, round_id: RoundId) -> list[int]:
+        """Who has not contributed yet to a round that ``replica`` has in flight; without anybody missing it is decided.
+
+        Raises:
+            TransportError: if ``replica`` has not contributed to the round, or has taken its outcome.
+        """
         state = self._rounds.get(round_id)
-        return state is not None and replica in state.contributions and replica not in state.taken
-
-    def is_decided(self, round_id: RoundId) -> bool:
-        """Whether there is an outcome of a round that somebody has in flight."""
-        return self._rounds[round_id].verdict is not None
-
-    def missing(self, round_id: RoundId) -> list[int]:
-        """Who has not contributed yet to a round that somebody has in flight."""
-        return [member for member in self.view.members if member not in self._rounds[round_id].contributions]
+        if state is None or replica not in state.contributions or replica in state.taken:
+            raise TransportError(
+                f"replica {replica} waits for {round_id}, of which it has nothing in flight.", round=str(round_id)
+            )
+        return [member for member in self.view.members if member not in state.contributions]
 
     def bytes_of(self, replica: int, round_id: RoundId) -> tuple[int, int]:
         """What ``replica`` sends and receives in a decided round, also if that is void."""
-        return self._bytes(self._rounds[round_id], replica)
+        exchange, position = self._rounds[round_id].exchange, self.view.members.index(replica)
+        assert exchange is not None, "it is decided"
+        return exchange.sent_bytes(position), exchange.received_bytes(position)
 
     def take(self, replica: int, round_id: RoundId) -> Average:
         """The average of a decided round for ``replica``, which has it in flight and stands still until its commit.
@@ -111,7 +113,7 @@ class EmulatedRounds:
         state = self._rounds[round_id]
         verdict = state.verdict
         assert verdict is not None, "it is decided"
-        sent_bytes, received_bytes = self._bytes(state, replica)
+        sent_bytes, received_bytes = self.bytes_of(replica, round_id)
         waited_s = self.network.wait_until(replica, state.commit_at_s) if self.network else 0.0
         state.taken.add(replica)
         if len(state.taken) == len(self.view.members):
@@ -184,10 +186,5 @@ class EmulatedRounds:
             return 0.0
         if round_id in self._decided_before:  # its bytes had their place on the links before the checkpoint
             return self._decided_before.pop(round_id)
-        transfers = {m: Transfer(sent_s, *self._bytes(state, m)) for m, sent_s in sorted(state.sent_at_s.items())}
+        transfers = {m: Transfer(sent_s, *self.bytes_of(m, round_id)) for m, sent_s in sorted(state.sent_at_s.items())}
         return self.network.commit_time_s(transfers) + delay_s
-
-    def _bytes(self, state: _Round, replica: int) -> tuple[int, int]:
-        assert state.exchange is not None
-        position = self.view.members.index(replica)
-        return state.exchange.sent_bytes(position), state.exchange.received_bytes(position)

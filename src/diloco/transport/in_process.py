@@ -122,10 +122,6 @@ class InProcessTransport:
 
     def take(self, replica: int, round_id: RoundId, timeout_s: float | None) -> Average:
         """The average of a round for ``replica``, waiting until it is decided."""
-        if not self.rounds.is_in_flight(replica, round_id):
-            raise TransportError(
-                f"replica {replica} waits for {round_id}, of which it has nothing in flight.", round=str(round_id)
-            )
         self._wait(replica, round_id, self.rounds.timeout_s if timeout_s is None else timeout_s)
         sent_bytes, received_bytes = self.rounds.bytes_of(replica, round_id)
         endpoint = self._endpoints[replica]
@@ -144,7 +140,7 @@ class InProcessTransport:
 
     def _wait(self, replica: int, round_id: RoundId, timeout_s: float) -> None:
         """Wait until a round is decided."""
-        missing = self.rounds.missing(round_id)
+        missing = self.rounds.missing(replica, round_id)
         mine = threading.get_ident()
         if missing and (threading.active_count() == 1 or any(self.threads.get(each) == mine for each in missing)):
             raise RoundTimeoutError(
@@ -155,10 +151,9 @@ class InProcessTransport:
                 replicas=missing,
             )
         limit_s = timeout_s if math.isfinite(timeout_s) else None
-        self.changed.wait_for(lambda: self.rounds.is_decided(round_id) or self._refusal, limit_s)
+        self.changed.wait_for(lambda: self._refusal or not self.rounds.missing(replica, round_id), limit_s)
         self._refuse()
-        if not self.rounds.is_decided(round_id):
-            missing = self.rounds.missing(round_id)
+        if missing := self.rounds.missing(replica, round_id):
             raise RoundTimeoutError(
                 f"{round_id} was not decided within {timeout_s:g} s: nothing was heard of replica "
                 f"{', '.join(map(str, missing))}. Nothing was applied.",
