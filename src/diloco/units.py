@@ -53,6 +53,8 @@ def visible_lines(text: str) -> str:
 
 
 def _escaped(text: str, but: str = "") -> str:
+    if text.isprintable():
+        return text
     return "".join(
         each if each.isprintable() or each in but else each.encode("unicode_escape").decode() for each in text
     )

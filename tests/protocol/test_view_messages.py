@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from diloco.algorithm.averaging import RoundId
 from diloco.membership.ballot import Vote
 from diloco.membership.proofs import SignedVote
-from diloco.membership.quorum import Policy
+from diloco.membership.quorum import Policy, decide
 from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import Adopt, SendMessage
@@ -81,6 +81,15 @@ def test_messages_say_what_was_meant() -> None:
     report = Report(1, 4, **known, step=9, commits={(0, 1): "d"}, void=frozenset({(-1, 9)}))  # type: ignore[arg-type]
     view_id, said = read(1, json.loads(json.dumps(change_message(report, "why"))), view)
     assert (view_id, said.report, said.why) == (4, report, "why")  # type: ignore[union-attr]
+
+
+def test_what_many_members_agree_on_is_read_as_it_was_said() -> None:
+    """Else nobody could be ready for what the others are."""
+    view = View(0, tuple(range(1 << 30, (1 << 30) + 64)))
+    decision = decide(view, lost=view.members[:20], gone=(), joining=range(20), policy=Policy())
+    assert decision.members is not None
+    following = NextView(View(1, decision.members), view, 7, {}, decision.reason, tuple(range(20)))
+    assert next_view(json.loads(json.dumps(adopted(following))), view) == following
 
 
 JSON = st.recursive(

@@ -28,13 +28,13 @@ Pure: messages in, messages out; nothing here sends, waits or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
 from diloco.membership import proofs
 from diloco.membership.following import next_view, who_stays
-from diloco.membership.proofs import SignedVote
+from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.quorum import Policy
 from diloco.membership.reports import Agreed, News, NextView, Report
 from diloco.membership.view import View
@@ -70,25 +70,31 @@ class Change:
         self._ranks_per_replica = ranks_per_replica
         self._policy = policy
         self._votes = votes or {}
+        self._members = frozenset(view.members)
+        self._claims = mine.claims
         self._reports: dict[int, Report] = {mine.rank: mine}
-        self._stayed: tuple[Report, tuple[int, ...]] | None = None  # who stays, by a report of mine
+        self._looked_at: frozenset[SignedVote] | None = None  # signed votes that were shown when it was looked at them
+        self._stayed: tuple[int, ...] | None = None  # who stays, by what is known now
+        # ranks that may not say what mine says, and that may not be ready: a report is looked at when it comes, and not
+        # again with each other one
+        self._unlike, self._unready = self._ranks(view.members), self._ranks(view.members)
 
     @property
     def staying(self) -> tuple[int, ...]:
         """Members of the old view that are to be members of the next one, as `who_stays` says."""
-        if self._stayed is None or self._stayed[0] is not self.mine:  # it is asked for many times between two reports
-            self._stayed = self.mine, who_stays(self.view, self.mine, self._replica, self._policy)
-        return self._stayed[1]
+        if self._stayed is None:
+            self._stayed = who_stays(self.view, self.mine, self._replica, self._policy)
+        return self._stayed
 
     @property
     def lost(self) -> frozenset[int]:
         """Members of the old view that are not to be members of the next one."""
-        return frozenset(self.view.members) - frozenset(self.staying)
+        return self._members - frozenset(self.staying)
 
     @property
     def is_left_out(self) -> bool:
         """Whether this rank's replica is not to stay, as far as is known."""
-        return self._replica in self.lost
+        return self._replica not in self.staying
 
     @property
     def audience(self) -> tuple[int, ...]:
@@ -103,13 +109,14 @@ class Change:
             told: as far as they are believed.
             in_part: ranks of which not all is believed: they know something else than I do, and can't be ready with me.
         """
-        before = self.mine
+        before, whole = self.mine, [report for report in told if report.rank not in in_part]
         for report in told:
             self._reports.pop(report.rank, None)
-            if report.rank not in in_part:
-                self._reports[report.rank] = report
+            self._unlike.append(report.rank)
+            self._unready.append(report.rank)
             self._learn(report)
-        return self._advance(before)
+        self._reports.update((report.rank, report) for report in whole)
+        return self._advance(before, whole)
 
     def extend(self, **news: Unpack[News]) -> bool:
         """More happened; True if my report changed by it and must be told to all again.
@@ -121,15 +128,19 @@ class Change:
         for name in ("unheard", "behind"):
             more[name] = frozenset((self._replica, other) for other in more.get(name, ()) if other not in before.gone)
         self._learn(replace(Report(before.rank, before.view_id), **more))
-        return self._advance(before)
+        return self._advance(before, ())
 
     def outcome(self) -> NextView | None:
         """What to adopt, once all who stay are ready for it, or know that they may not go on; None until then."""
+        if self.mine.ready and not self._all(self._unready, lambda report: report.ready):
+            return None
         if (alike := self._alike()) is None:
             return None
         following = next_view(self.view, alike, self.staying, self._policy)
-        ready = all(report.agreed is not None and report.agreed.following == following for report in alike)
-        return following if following.view is None or (ready and all(report.ready for report in alike)) else None
+        if following.view is None:
+            return following
+        same = all(report.agreed is not None and report.agreed.following == following for report in alike)
+        return following if self.mine.ready and same else None
 
     def alone(self) -> NextView:
         """What a rank that is left out, and can't hear of those who stay, goes by: it takes part in nothing more."""
@@ -138,7 +149,9 @@ class Change:
         return NextView(None, self.view, self.mine.step + 1, self.mine.commits, reason, void=self.mine.void)
 
     def _learn(self, told: Report) -> None:
-        mine, members = self.mine, frozenset(self.view.members)
+        mine, members = self.mine, self._members
+        if mine.covers(told) and told.shown <= mine.shown:  # as of most reports, once all have been heard
+            return
         left = mine.left | frozenset(each for each in told.left if each[0] in members)
         joining = mine.joining | (told.joining - members)
         known = members | joining
@@ -154,19 +167,14 @@ class Change:
             shown=proofs.least(mine.shown | told.shown),
         )
 
-    def _advance(self, before: Report) -> bool:
+    def _advance(self, before: Report, whole: Collection[Report]) -> bool:
         """Show what is asked for, and be ready, if all who stay say the same as I do."""
-        held = {rank: report.held for rank, report in self._reports.items()}
-        shown = proofs.to_show(self._votes, self.mine.claims, held, self.mine.shown)
-        shown = proofs.least(self.mine.shown | shown)
-        behind = self.mine.behind
-        for liar in sorted(proofs.liars(shown, self._ranks_per_replica) - {self._replica}):
-            if (self._replica, liar) not in behind:
-                behind |= {(self._replica, liar)}
-                self.why += f"; replica {liar} voted one way and another on a round"
-        self.mine = replace(self.mine, shown=shown, behind=behind)
-        if self.mine.known != before.known:
+        self._show({report.rank: report.held for report in whole})
+        if self.mine is not before and self.mine.known != before.known:
             self.mine = replace(self.mine, ready=False)
+            if not self._still_stay(before):
+                self._stayed = None
+            self._unlike, self._unready = self._ranks(self.staying), self._ranks(self.staying)
         self._reports[self.mine.rank] = self.mine
         if not self.mine.ready and (alike := self._alike()) is not None:
             following = next_view(self.view, alike, self.staying, self._policy)
@@ -175,13 +183,48 @@ class Change:
                 self.mine = self._reports[self.mine.rank] = replace(self.mine, ready=True, agreed=agreed)
         return self.mine != before
 
+    def _show(self, held: Mapping[int, Commits]) -> None:
+        """Show what is asked for by now, and accuse who is shown to have voted one way and another.
+
+        Args:
+            held: as of `proofs.to_show`, of ranks that have just reported.
+        """
+        mine = self.mine
+        news = frozenset() if mine.shown is self._looked_at else mine.shown
+        more = proofs.to_show(self._votes, self._claims, held, news)
+        if not news and more <= mine.shown:
+            return
+        self._looked_at = shown = proofs.least(mine.shown | more)
+        behind = mine.behind
+        for liar in sorted(proofs.liars(shown, self._ranks_per_replica) - {self._replica}):
+            if (self._replica, liar) not in behind:
+                behind |= {(self._replica, liar)}
+                self.why += f"; replica {liar} voted one way and another on a round"
+        self.mine = replace(mine, shown=shown, behind=behind)
+
+    def _still_stay(self, before: Report) -> bool:
+        """Whether who stayed by what was known before does so still: nothing new speaks against any of them."""
+        mine, stayed = self.mine, self._stayed or ()
+        same = (before.gone, before.unsteady) == (mine.gone, mine.unsteady) and not mine.behind
+        apart = (pair for pair in mine.unheard - before.unheard if pair[0] in stayed and pair[1] in stayed)
+        return same and self._replica in stayed and not any(apart)
+
+    def _all(self, ranks: list[int], says: Callable[[Report], bool]) -> bool:
+        """Whether the report of each of ``ranks`` that stays ``says`` so; those of which it does are taken out."""
+        staying = self.staying
+        while ranks:
+            report = self._reports.get(ranks[-1])
+            if (report is None or not says(report)) and ranks[-1] // self._ranks_per_replica in staying:
+                return False
+            ranks.pop()
+        return True
+
     def _alike(self) -> list[Report] | None:
         """The reports of all who stay, if I do, all are there, each says what mine says, and nothing is unproven."""
-        if self.is_left_out:
+        if self.is_left_out or not self._all(self._unlike, lambda report: report.known == self.mine.known):
             return None
-        reports = [self._reports.get(rank) for rank in self._ranks(self.staying)]
-        alike = [report for report in reports if report is not None and report.known == self.mine.known]
-        return alike if len(alike) == len(reports) and not self._unproven(alike) else None
+        alike = [self._reports[rank] for rank in self._ranks(self.staying)]
+        return None if self._unproven(alike) else alike
 
     @property
     def unproven(self) -> frozenset[int]:

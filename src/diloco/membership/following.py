@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco.membership.quorum import Policy, decide, more_than_could_lie
-from diloco.membership.reports import NextView, Report
+from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
 
 __all__ = ["largest_set", "next_view", "who_stays", "within_reach"]
@@ -60,8 +60,7 @@ def next_view(view: View, told: Sequence[Report], staying: Sequence[int], policy
     left = {replica: step for replica, step in sorted(known.left)}  # two ranks of it may have named two steps
     decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=left)
     agreed = [report.agreed for report in told if report.agreed is not None]
-    needed = more_than_could_lie(len(told))
-    supported = [each for each in agreed if sum(each.following == other.following for other in agreed) >= needed]
+    supported = _supported(agreed, more_than_could_lie(len(told)))
     if supported and decision.members is not None:  # else others may have agreed on something else since
         return max(supported, key=lambda each: each.known).following
     members, joined = decision.members, tuple(sorted(joining - frozenset(view.members)))
@@ -123,6 +122,18 @@ def within_reach(member: int, members: Collection[int], unheard: Iterable[tuple[
         reached |= more
         waiting += more
     return frozenset(reached)
+
+
+def _supported(agreed: Iterable[Agreed], needed: int) -> list[Agreed]:
+    """Those whose view at least ``needed`` of them name; most name the same."""
+    alike: list[list[Agreed]] = []
+    for each in agreed:
+        same = next((others for others in alike if others[0].following == each.following), None)
+        if same is None:
+            alike.append([each])
+        else:
+            same.append(each)
+    return [each for others in alike if len(others) >= needed for each in others]
 
 
 def _said_by(pairs: Iterable[tuple[int, int]], needed: int) -> set[int]:

@@ -67,19 +67,21 @@ def unproven(
     >>> sorted(unproven({0: mean}, {0: mean, 1: {}}, (), 1)), sorted(unproven({0: mean}, {0: mean, 1: {}}, [vote], 1))
     ([0], [])
     """
-    votes: dict[int, dict[tuple[int, int], str]] = defaultdict(dict)
+    votes: dict[tuple[int, tuple[int, int]], set[str]] = defaultdict(set)
     for vote in shown:
         if vote.ok:
-            votes[vote.rank][vote.round] = vote.digest
-    found = set()
+            votes[vote.rank, vote.round].add(vote.digest)
+    claimants: dict[tuple[int, tuple[int, int], str], list[int]] = defaultdict(list)  # most claim the same
     for rank, commits in claims.items():
-        for other, theirs in held.items():
-            if (rank - other) % ranks_per_replica:
-                denied = commits.keys() - theirs.keys() - votes[other].keys()
-            else:
-                denied = {key for key, _ in commits.items() - theirs.items() - votes[other].items()}
-            if denied:
-                found.add(rank)
+        for key, digest in commits.items():
+            claimants[rank % ranks_per_replica, key, digest].append(rank)
+    found: set[int] = set()
+    for (position, key, digest), claiming in claimants.items():
+        for rank, theirs in held.items():
+            said = {theirs.get(key), *votes.get((rank, key), ())} - {None}
+            if digest not in said and (rank % ranks_per_replica == position or not said):
+                found.update(claiming)
+                break
     return frozenset(found)
 
 
@@ -98,11 +100,7 @@ def to_show(
         held: as in `unproven`, of those that have reported.
         shown: what has been shown by now.
     """
-    known = {(each.rank, each.round): each for each in shown}
-    return frozenset(
-        vote
-        for key, of_round in votes.items()
-        for rank, vote in of_round.items()
-        if (known.get((rank, key), vote).ok, known.get((rank, key), vote).digest) != (vote.ok, vote.digest)
-        or (key in claims and rank in held and held[rank].get(key) != vote.digest)
-    )
+    claimed = [(vote, held[rank].get(key)) for key in claims for rank in held if (vote := votes.get(key, {}).get(rank))]
+    other = [(vote, each) for each in shown if (vote := votes.get(each.round, {}).get(each.rank))]
+    denied = frozenset(vote for vote, digest in claimed if digest != vote.digest)
+    return denied.union(vote for vote, each in other if (vote.ok, vote.digest) != (each.ok, each.digest))

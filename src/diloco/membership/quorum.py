@@ -10,6 +10,8 @@ from diloco.membership.view import View
 
 __all__ = ["Decision", "Policy", "consequences", "decide", "enough_without", "more_than_could_lie"]
 
+_MOST_NAMED = 8  # members compare reasons, which travel as texts of bounded length
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -147,4 +149,5 @@ most: the smaller side stops.
 
 
 def _named(replicas: Collection[int]) -> str:
-    return f"replica{'s' if len(replicas) != 1 else ''} {', '.join(map(str, sorted(replicas)))}"
+    names, more = ", ".join(map(str, sorted(replicas)[:_MOST_NAMED])), len(replicas) - _MOST_NAMED
+    return f"replica{'s' if len(replicas) != 1 else ''} {names}{f' and {more} more' if more > 0 else ''}"

@@ -183,7 +183,10 @@ class Fields:
 
     def integers(self, name: str, least: int = 0, greatest: int = GREATEST) -> tuple[int, ...]:
         """A list of integers from ``least`` to ``greatest``."""
-        return tuple(_integer(name, value, least, greatest) for value in _list(name, self._of(name)))
+        values = _list(name, self._of(name))
+        if not _are_integers(values, least, greatest):
+            values = [_integer(name, value, least, greatest) for value in values]  # which says what is wrong
+        return tuple(values)
 
     def stretch(self, name: str, greatest: int) -> tuple[int, int]:
         """The start and the end of a part of ``greatest`` things."""
@@ -198,7 +201,12 @@ class Fields:
 
     def pairs(self, name: str, least: int = 0) -> frozenset[tuple[int, int]]:
         """A list of pairs of integers; ``least`` bounds the first of each."""
-        return frozenset(_pair(name, value, least) for value in _list(name, self._of(name)))
+        values = _list(name, self._of(name))
+        if {*map(type, values)} <= {list} and {*map(len, values)} <= {2}:
+            first, second = [value[0] for value in values], [value[1] for value in values]
+            if _are_integers(first, least, GREATEST) and _are_integers(second, 0, GREATEST):
+                return frozenset(zip(first, second, strict=True))
+        return frozenset(_pair(name, value, least) for value in values)  # which says what is wrong
 
     def digests(self, name: str) -> dict[tuple[int, int], str]:
         """A list of ``[fragment, outer step, digest]``, by round."""
@@ -259,6 +267,10 @@ def _integer(name: str, value: object, least: int, greatest: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= greatest:
         raise _wrong(name, value, f"an integer from {least} to {greatest}")
     return value
+
+
+def _are_integers(values: list[Any], least: int, greatest: int) -> bool:
+    return not values or ({*map(type, values)} == {int} and least <= min(values) and max(values) <= greatest)
 
 
 def _text(name: str, value: object, most: int) -> str:

@@ -8,7 +8,7 @@ one that accuses two is the one to go (`diloco.membership.following`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from diloco.membership.reports import NextView, Report
@@ -23,7 +23,7 @@ def believed(
     *,
     sender: int,
     me: int,
-    hears: Collection[int],
+    hears: Callable[[int], bool],
 ) -> Report:
     """What is believed of a report.
 
@@ -32,10 +32,10 @@ def believed(
         mine: what this rank knows already.
         sender: the replica whose rank sent it.
         me: this replica.
-        hears: replicas whose ranks are all connected, and not given up.
+        hears: whether the ranks of a replica are all connected, and not given up.
 
     >>> lie = Report(2, 0, unheard=frozenset({(0, 1), (2, 1)}), gone=frozenset({0, 1}))
-    >>> what = believed(lie, Report(0, 0), sender=2, me=0, hears={1, 2})
+    >>> what = believed(lie, Report(0, 0), sender=2, me=0, hears={1, 2}.__contains__)
     >>> sorted(what.unheard), sorted(what.gone)
     ([(2, 1)], [])
     """
@@ -44,10 +44,10 @@ def believed(
     if agreed is not None and (agreed.known > sum(map(len, report.known)) or not could_follow(agreed.following, mine)):
         agreed = None
     if mine.covers(report):  # nothing in it is news
-        return replace(report, agreed=agreed)
+        return report if agreed is report.agreed else replace(report, agreed=agreed)
 
     def speaks_of(replica: int) -> bool:
-        return replica == sender or (replica != me and replica not in hears)
+        return replica == sender or (replica != me and not hears(replica))
 
     unheard = frozenset(pair for pair in report.unheard if pair in mine.unheard or speaks_of(pair[0]))
     fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is told to all once more
@@ -58,7 +58,7 @@ def believed(
         unheard=unheard,
         behind=frozenset(pair for pair in report.behind if pair in mine.behind or speaks_of(pair[0])),
         unsteady=frozenset(pair for pair in report.unsteady if pair in mine.unsteady or speaks_of(pair[0])),
-        gone=frozenset(each for each in report.gone if each in ended or (each != me and each not in hears)),
+        gone=frozenset(each for each in report.gone if each in ended or (each != me and not hears(each))),
         left=left,
         left_commits=report.left_commits
         if fits and left and left == report.left

@@ -40,6 +40,7 @@ class ViewChange:
         self._contributions = contributions
         self._outbox = outbox
         self._said: dict[int, Report] = {}  # rank -> its last report, as it came
+        self._doubted: set[int] = set()  # ranks of whose last report not all is believed yet
         self._told: Report | None = None  # what this rank has said last
         self._awaited: set[int] = set()  # ranks that are to answer before it says more
         self._hurries = False
@@ -70,13 +71,14 @@ class ViewChange:
         self._said[said.report.rank] = replace(
             said.report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
         )
+        self._doubted.add(said.report.rank)
         return self._settle(change)
 
     def hurry(self) -> bool:
         """Wait for nobody's answer any more, as the change takes long; False if this rank does not wait already."""
         if self.known is None or self._hurries:
             return False
-        self._hurries = True
+        self._hurries, self._told = True, None  # who has told others something else is to be found
         self._tell(self.known)
         return True
 
@@ -93,6 +95,7 @@ class ViewChange:
             self._outbox.actions.append(CancelTimer(Timer("settle", self.known.view.id)))
         self.known = self._told = None
         self._said.clear()
+        self._doubted.clear()
         self._awaited.clear()
         self._hurries = False
 
@@ -113,39 +116,44 @@ class ViewChange:
         return self.known
 
     def _weigh(self, change: Change) -> None:
-        """Take in what has been said, as far as it is believed by now."""
+        """Take in what has been said, as far as it is believed by now.
+
+        What is known only grows, so what was believed stays so: a report that was, as a whole, is not weighed again.
+        """
         rounds, rules = self._contributions.rounds, self._rules
         assert rounds is not None
+
+        def hears(replica: int) -> bool:
+            known = replica in change.view.members or replica in change.mine.joining
+            return known and (rules.replica, replica) not in change.mine.unheard and self._is_near(replica)
+
         before = None
         while before != change.mine:
-            before = change.mine
-            apart = {other for one, other in before.unheard if one == rules.replica}
-            candidates = {*change.view.members, *before.joining}
-            hears = {each for each in candidates if all(map(self._is_there, rules.ranks((each,))))} - apart
-            told = {
-                rank: believed(
-                    replace(report, shown=frozenset(filter(rounds.is_vote, report.shown))),
-                    before,
-                    sender=rules.replica_of(rank),
-                    me=rules.replica,
-                    hears=hears,
-                )
-                for rank, report in self._said.items()
-            }
+            before, told = change.mine, dict[int, Report]()
+            for rank in sorted(self._doubted):
+                report = self._said[rank]
+                if report.shown:
+                    report = replace(report, shown=frozenset(filter(rounds.is_vote, report.shown)))
+                told[rank] = believed(report, before, sender=rules.replica_of(rank), me=rules.replica, hears=hears)
             change.absorb(*told.values(), in_part={rank for rank in told if told[rank].known != self._said[rank].known})
+            self._doubted = {rank for rank in told if told[rank] != self._said[rank]}
             # what others say, and this rank sees as well
             mine = {late for one, late in change.mine.behind if one == rules.replica}
-            spoilt = set(filter(self._contributions.conduct.has_spoilt, change.view.members))
-            seen = rounds.lacking() | rounds.owing() | spoilt
-            late = {late for _, late in change.mine.behind} & seen - mine - {rules.replica}
-            absent = {each for each in change.mine.joining if not all(map(self._is_there, rules.ranks((each,))))}
-            unheard = absent - apart - {rules.replica}
+            late = {late for _, late in change.mine.behind} - mine - {rules.replica}
+            if late:
+                spoilt = {each for each in late if self._contributions.conduct.has_spoilt(each)}
+                late &= rounds.lacking() | rounds.owing() | spoilt
+            pairs = {(rules.replica, each) for each in change.mine.joining if not self._is_near(each)}
+            unheard = {each for _, each in pairs - change.mine.unheard} - {rules.replica}
             if late or unheard:
                 change.extend(behind=frozenset(late), unheard=frozenset(unheard))
 
-    def _is_there(self, rank: int) -> bool:
-        """Whether a rank is connected: the member, where it is one."""
-        return self._roster.is_connected(rank) if self._roster.has(rank) else rank in self._roster.connections
+    def _is_near(self, replica: int) -> bool:
+        """Whether all ranks of a replica are connected: the members, where they are some."""
+        return all(
+            self._roster.is_connected(rank) if self._roster.has(rank) else rank in self._roster.connections
+            for rank in self._rules.ranks((replica,))
+        )
 
     def _settle(self, change: Change) -> NextView | None:
         """What to adopt, if all who stay are ready, or if none of them hears this rank any more."""
@@ -162,14 +170,19 @@ class ViewChange:
     def _tell(self, change: Change) -> None:
         """Say what this rank knows to all who may be there, if it is news and no answers are awaited."""
         mine, rules = change.mine, self._rules
-        heard_of = (each for each in change.staying if (rules.replica, each) not in mine.unheard)
-        answering = frozenset(rules.ranks(heard_of)) - {rules.rank}
-        waits = not (mine.ready or self._hurries or self._awaited.isdisjoint(answering))
-        if mine == self._told or waits:
+        if mine == self._told:
+            return
+
+        def answers(rank: int) -> bool:
+            replica = rules.replica_of(rank)
+            return rank != rules.rank and replica in change.staying and (rules.replica, replica) not in mine.unheard
+
+        if not (mine.ready or self._hurries) and any(map(answers, self._awaited)):
             return
         self._told = mine
-        self._awaited = {each for each in answering if each not in self._said or not self._said[each].covers(mine)}
         if mine.agreed is not None:
             self.agreed = mine.agreed.following.view
-        heard = {rank: report.of_itself for rank, report in self._said.items()}
+        others = filter(answers, rules.ranks(change.staying))
+        self._awaited = {each for each in others if each not in self._said or not self._said[each].covers(mine)}
+        heard = {rank: report.of_itself for rank, report in self._said.items()} if self._hurries else {}
         self._outbox.send(change.audience, change_message(replace(mine, heard=heard), change.why))

@@ -82,7 +82,7 @@ class Voting:
         """Decide whose contributions are summed, once all have been announced."""
         if self.frozen or state.begun is None or state.verdict is not None:
             return
-        if any(rank not in state.headers for rank in self.ranks):
+        if len(state.headers) < len(self.ranks):
             return
         verdict = state.judge(self.view.members, self._rules)
         if state.taking_over and state.donor is None:  # this rank's state is the majority's
@@ -140,6 +140,10 @@ class Voting:
             state.unshown.setdefault(sender, said)  # whether it is so, the headers tell that are still to come
             return
         state.votes[sender] = said.vote
+        mine = state.votes.get(self._rules.rank)
+        agrees = said.vote.ok and sender != self._rules.rank and (mine is None or mine.digest == said.vote.digest)
+        if agrees and len(state.votes) < len(self.ranks):
+            return  # nothing follows from it before all have voted
         said_by_now = tally(self.ranks, state.votes, me=self._rules.rank, groups=self._positions)
         if said_by_now.committed is False and self._rules.rank not in state.votes:
             state.against = sender
