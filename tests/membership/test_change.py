@@ -150,10 +150,18 @@ def test_the_order_in_which_they_came_is_kept() -> None:
     agree(ours, replace(ours.mine, rank=1))
     assert (following := ours.outcome()) is not None
     assert following.view == View(1, (0, 1), (1, 0))
-    ours = change(order=(1, 2, 0), joining=frozenset({4, 5}), unheard=frozenset())
+    ours = change(order=(1, 2, 0), joining=frozenset({5, 4}), unheard=frozenset())
     agree(ours, *(replace(ours.mine, rank=other) for other in (1, 2)))
     assert (following := ours.outcome()) is not None
-    assert following.view == View(1, (0, 1, 2, 4), (1, 2, 0, 4))
+    assert following.view == View(1, (0, 1, 2, 4, 5), (1, 2, 0, 4, 5))
+
+
+def test_those_who_join_together_have_a_way_to_each_other() -> None:
+    """Of two that have none the one with the lower number joins, whoever of the members knows it."""
+    ours = change(joining=frozenset({4, 5, 6}), unheard=frozenset())
+    assert ours.extend(apart=frozenset({(5, 4)}))
+    agree(ours, *(replace(ours.mine, rank=other) for other in (1, 2)))
+    assert members_of(ours) == (0, 1, 2, 4, 6)
 
 
 def test_who_is_behind_goes_where_the_others_are_enough() -> None:

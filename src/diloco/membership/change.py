@@ -127,6 +127,7 @@ class Change:
         before, more = self.mine, dict[str, Any](news)
         for name in ("unheard", "behind"):
             more[name] = frozenset((self._replica, other) for other in more.get(name, ()) if other not in before.gone)
+        more["unheard"] |= more.pop("apart", frozenset())
         self._learn(replace(Report(before.rank, before.view_id), **more))
         return self._advance(before, ())
 

@@ -56,7 +56,10 @@ def next_view(view: View, told: Sequence[Report], staying: Sequence[int], policy
     for report in told:
         commits.update(report.claims)
     wishing = known.joining - known.gone - {other for one, other in known.unheard if one in staying}
-    joining = frozenset({min(wishing)}) if wishing else frozenset()  # two may not have a way to each other yet
+    joining: set[int] = set()
+    for each in sorted(wishing):  # two of them may not have a way to each other yet
+        if joining.isdisjoint({one for pair in known.unheard if each in pair for one in pair}):
+            joining.add(each)
     left = {replica: step for replica, step in sorted(known.left)}  # two ranks of it may have named two steps
     decision = decide(view, lost=lost, gone=known.gone, joining=joining, policy=policy, left=left)
     agreed = [report.agreed for report in told if report.agreed is not None]

@@ -52,7 +52,7 @@ class Report:
 
     rank: int
     view_id: int
-    # pairs of replicas of which the first one can't hear the second one
+    # pairs of replicas of which the first one can't hear the second one; of two that want to join, as others say
     unheard: frozenset[tuple[int, int]] = frozenset()
     # pairs of replicas of which the first one hears the second one, and waited for its contribution too long, or has
     # seen that it lies
@@ -107,10 +107,12 @@ class Report:
 
 class News(TypedDict, total=False):
     """What happened to a view: replicas that this one can't hear (``unheard``), or hears and whose contribution it has
-    waited for too long (``behind``); the others are those of a `Report`."""
+    waited for too long (``behind``); pairs that want to join and have no connection to each other (``apart``); the
+    others are those of a `Report`."""
 
     unheard: frozenset[int]
     behind: frozenset[int]
+    apart: frozenset[tuple[int, int]]
     gone: frozenset[int]
     joining: frozenset[int]
     left: frozenset[tuple[int, int]]

@@ -49,7 +49,11 @@ def believed(
     def speaks_of(replica: int) -> bool:
         return replica == sender or (replica != me and not hears(replica))
 
-    unheard = frozenset(pair for pair in report.unheard if pair in mine.unheard or speaks_of(pair[0]))
+    unheard = frozenset(
+        pair
+        for pair in report.unheard  # of two that want to join anybody can say so: at worst they come one by one
+        if pair in mine.unheard or speaks_of(pair[0]) or mine.joining.issuperset(pair)
+    )
     fits = len(mine.left_commits | report.left_commits) <= MOST_ROUNDS  # all of it is told to all once more
     left = frozenset(each for each in report.left if each in mine.left or speaks_of(each[0]))
     ended = mine.gone | {replica for replica, _ in left}

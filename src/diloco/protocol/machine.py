@@ -198,7 +198,7 @@ class Machine:
             if name == "stop":
                 self._stop()
         elif kind in ("welcome", "refused"):
-            if sender in self._asked:
+            if sender in self._asked and (kind == "welcome" or self._may_refuse(sender)):
                 self.answers[sender] = read_answer(message, self.views.view), dict(self.roster.connections)
         elif kind == "facts":
             mine = self.agreement.hear(sender, message, is_member=self._is_member(sender))
@@ -284,6 +284,11 @@ class Machine:
             except ValueError as error:
                 words = f"replica {self.rules.replica_of(letter.sender)} sent what is no message: {error}"
                 self.ends.give_up(letter.sender, words)
+
+    def _may_refuse(self, sender: int) -> bool:
+        """Whether a rank that was asked decides on who joins: others are joining themselves, if a member was asked."""
+        members = {each for each in map(self.rules.replica_of, self._asked) if each in self.views.view.members}
+        return self.rules.replica_of(sender) in members or members <= {self.rules.replica}
 
     def _is_member(self, sender: int) -> bool:
         """Whether a rank is a member, as far as is known: before there are views, anybody may be."""

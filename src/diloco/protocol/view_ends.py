@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from diloco.membership.quorum import enough_without
 from diloco.membership.reports import Report
@@ -18,6 +19,7 @@ from diloco.protocol.views import ViewManager
 __all__ = ["ViewEnds"]
 
 _RENEW_S = 1.0
+_MOST_AT_ONCE = 32  # replicas that join by one change: what is to be known of them grows as the square of it
 _AGAIN = {"kind": "refused", "reason": "the members are changing", "for_good": False}
 
 
@@ -31,7 +33,9 @@ class ViewEnds:
         self._roster = roster
         self._views = views
         self._outbox = outbox
-        self._asked: dict[int, set[int]] = {}  # ranks that asked to join, by replica
+        # replica -> each of its ranks that asked to join -> the ranks that it is connected to
+        self._asked: dict[int, dict[int, frozenset[int]]] = {}
+        self._let_in: dict[int, dict[int, frozenset[int]]] = {}  # as that, of those who join by the present change
         self._gone_before: set[int] = set()  # replicas that ended before this rank was a member
         self._broken = ""  # why the view is to be renewed
 
@@ -130,21 +134,24 @@ class ViewEnds:
         elif out_s := self._views.contributions.conduct.stays_out_s(replica, self._outbox.now_s):
             why = f"replica {replica} has spoilt rounds, and may come back in {math.ceil(out_s)} s"
             self._outbox.send([rank], {"kind": "refused", "reason": why, "for_good": False})
-        elif not connected.issuperset(self._rules.ranks(each for each in self._views.view.members if each != replica)):
+        elif len(self._joining - {replica}) >= _MOST_AT_ONCE or not connected.issuperset(
+            self._rules.ranks(each for each in self._views.view.members if each != replica)
+        ):
             self._outbox.send([rank], _AGAIN)
         else:
             self._gone_before.discard(replica)
-            asked = self._asked.setdefault(replica, set())
-            asked.add(rank)
+            asked = self._asked.setdefault(replica, {})
+            asked[rank] = connected
             if len(asked) == self._rules.ranks_per_replica:
                 if replica in self._views.view.members:  # back before its loss was noticed: lose it first
                     self._views.end(f"replica {replica} was started again", gone=frozenset({replica}))
                 else:
-                    self._let_join(replica)
+                    self._let_join([replica])
 
     def go_on(self, began: ViewBegan) -> None:
         """A view has begun: deal with members that can't be reached, and with replicas that ask to join."""
         self._broken = ""
+        self._let_in.clear()
         following, mine, view = began.following, began.mine, self._views.view
         unheard = self._roster.unreached(view)
         if following is None or mine is None:
@@ -157,18 +164,37 @@ class ViewEnds:
         if view is following.view:
             self._lose_again(mine, unheard)
         complete = [replica for replica, asked in self._asked.items() if len(asked) == self._rules.ranks_per_replica]
-        for replica in dict.fromkeys(
-            each for each in (*complete, *mine.joining) if each not in self._views.view.members
-        ):
-            if following.joined or replica in mine.joining:  # it may not be connected to the one that has just joined
-                self._asked.pop(replica, None)
-                self._outbox.send(self._rules.ranks((replica,)), _AGAIN)
-            else:
-                self._let_join(replica)
+        waiting = [each for each in dict.fromkeys((*complete, *mine.joining)) if each not in self._views.view.members]
+        # they may not be connected to those that have just joined
+        again = [each for each in waiting if following.joined or each in mine.joining]
+        for replica in again:
+            self._asked.pop(replica, None)
+            self._outbox.send(self._rules.ranks((replica,)), _AGAIN)
+        self._let_join([each for each in waiting if each not in again][:_MOST_AT_ONCE])
 
-    def _let_join(self, replica: int) -> None:
-        self._asked.pop(replica, None)
-        self._views.end(f"replica {replica} wants to join", joining=frozenset({replica}))
+    def _let_join(self, replicas: Collection[int]) -> None:
+        """Let replicas join that have asked, and that have a way to each other and to those who join already."""
+        if not replicas:
+            return
+        self._let_in.update((each, self._asked.pop(each)) for each in replicas)
+        wishing = self._joining.union(replicas)
+        pairs = (pair for pair in itertools.combinations(sorted(wishing), 2) if not {*pair}.isdisjoint(replicas))
+        apart = frozenset(pair for pair in pairs if not self._are_connected(*pair))
+        names = ", ".join(map(str, replicas))
+        words = f"replicas {names} want to join" if len(replicas) > 1 else f"replica {names} wants to join"
+        self._views.end(words, joining=frozenset(replicas), apart=apart)
+
+    @property
+    def _joining(self) -> frozenset[int]:
+        """Replicas that become members by the present change, if there is one."""
+        change = self._views.change.known
+        return change.mine.joining if change is not None else frozenset()
+
+    def _are_connected(self, one: int, other: int) -> bool:
+        """Whether all ranks of two replicas that want to join are connected, as one of each two says."""
+        reach = {**self._let_in.get(one, {}), **self._let_in.get(other, {})}
+        pairs = itertools.product(self._rules.ranks((one,)), self._rules.ranks((other,)))
+        return all(there in reach.get(here, ()) or here in reach.get(there, ()) for here, there in pairs)
 
     def _lose_again(self, mine: Report, unheard: frozenset[int]) -> None:
         """Lose members that were lost before this view was agreed on: no connection is left whose end would tell."""
