@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from diloco.config.flags import CommandLine
@@ -74,7 +75,7 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
     }
     if swarm or given.get("transport.name") == "hivemind":
         values |= {"transport.name": "hivemind", "swarm.run": f"finetune-{parse_source(source).label}"}
-    return CommandLine(file=None, print_config=line.print_config, values=values | given)
+    return replace(line, file=None, values=values | given)
 
 
 def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tuple[CommandLine, str]:
@@ -110,7 +111,7 @@ def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tu
             "learn in: a smaller --train.batch-size, shorter rows (--train.sequence-length) or more --epochs make more."
         )
     values = derived | chosen | given | {"train.steps": steps}
-    return CommandLine(file=None, print_config=line.print_config, values=values), words.strip()
+    return replace(line, file=None, values=values), words.strip()
 
 
 def outer_values(rounds: int) -> tuple[Values, str]:
