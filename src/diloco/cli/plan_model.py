@@ -85,7 +85,7 @@ def _site(options: PlanOptions) -> tuple[Site, dict[str, Any]]:
     else:
         from diloco.simulate.measure import measure_links
 
-        found = measure_links(options.peers, num_bytes=10_000_000, timeout_s=10.0)
+        found = measure_links(options.peers)
         measured["links"] = {peer: dataclasses.asdict(link) for peer, link in zip(options.peers, found, strict=True)}
         slowest = Link(min(link.bandwidth_bits_per_s for link in found), max(link.latency_s for link in found))
         links = [slowest] * options.replicas

@@ -157,7 +157,7 @@ class WandbSink:
             name=settings.name or self._folder.resolve().name,
             group=settings.group,
             tags=list(settings.tags),
-            config={**_plain(self._config), "run": run, "facts": dict(started.facts)},
+            config={**events.json_ready(self._config), "run": run, "facts": dict(started.facts)},
             allow_val_change=True,  # some settings may change when a run goes on
             reinit="create_new",  # a run of the surrounding program stays as it is
             settings=self._wandb.Settings(
@@ -200,12 +200,3 @@ def _has_key(settings: Any) -> bool:
             if any(entries.authenticators(host) for host in hosts):
                 return True
     return False
-
-
-def _plain(value: Any) -> Any:
-    """What wandb can show: paths as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -27,6 +27,7 @@ __all__ = ["MeasuredStep", "measure_links", "measure_step", "synchronisation_s"]
 
 _STEPS, _AT_MOST_S = 5, 60.0  # inner steps that are timed, and how long that may take
 _ROUNDS = 5
+_LINK_BYTES, _LINK_TIMEOUT_S = 10_000_000, 10.0  # moved each way, and how long each step of that may take
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_links(peers: Sequence[str], *, num_bytes: int, timeout_s: float) -> list[Link]:
+def measure_links(peers: Sequence[str]) -> list[Link]:
     """The way from here to each peer, one after the other: half the round trip, and the slower of both directions.
 
     Args:
@@ -126,7 +127,7 @@ def measure_links(peers: Sequence[str], *, num_bytes: int, timeout_s: float) -> 
     """
     links = []
     for peer in peers:
-        found = asyncio.run(examine(parse_address(peer, key="the peer"), num_bytes, timeout_s))
+        found = asyncio.run(examine(parse_address(peer, key="the peer"), _LINK_BYTES, _LINK_TIMEOUT_S))
         rates = (found.up_bits_per_s, found.down_bits_per_s)
         if not found.ok or found.latency_s is None or rates[0] is None or rates[1] is None:
             raise TransportError(f"{peer}: {found.problem}; {found.advice}. Nothing was planned.")

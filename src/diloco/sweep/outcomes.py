@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco.checkpoint.disk import write_whole
 from diloco.errors import ConfigurationError
+from diloco.events import json_ready
 from diloco.simulate.picture_files import check_picture_path, picture_style, write_picture
 from diloco.sweep.study import Run
 from diloco.units import format_bytes
@@ -46,7 +47,7 @@ class Outcomes:
     def of(self, run: Run) -> Outcome | None:
         """What came of ``run``; None: it has not been run, or with other settings."""
         outcome = self._held.get(run.name)
-        return outcome if outcome is not None and outcome["settings"] == _plain(run.settings) else None
+        return outcome if outcome is not None and outcome["settings"] == json_ready(run.settings) else None
 
     def of_all(self, runs: Sequence[Run]) -> list[Outcome]:
         """What came of those of ``runs`` that have been run, in their order."""
@@ -59,7 +60,7 @@ class Outcomes:
 
     def add(self, run: Run, summary: Mapping[str, Any] | None, error: str = "") -> None:
         """Keep the outcome of ``run``: its summary, or why there is none."""
-        held = {"run": run.name, "varied": _plain(run.varied), "settings": _plain(run.settings)}
+        held = {"run": run.name, "varied": json_ready(run.varied), "settings": json_ready(run.settings)}
         self._held[run.name] = {
             **held,
             "status": "failed" if summary is None else "done",
@@ -110,7 +111,7 @@ def check_plot(path: Path, runs: Sequence[Run]) -> None:
         ConfigurationError: if not; as `check_picture_path`, or where no axis holds numbers.
     """
     check_picture_path(path)
-    if _across([{"varied": _plain(run.varied)} for run in runs]) is None:
+    if _across([{"varied": json_ready(run.varied)} for run in runs]) is None:
         raise ConfigurationError(
             "A picture shows the loss over an axis of at least two numbers, and this study has none beside the seed. "
             "Leave --plot out."
@@ -172,9 +173,3 @@ def _by_point(outcomes: Sequence[Outcome], keys: Sequence[str]) -> dict[tuple[An
 
 def _hashable(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool) else json.dumps(value)
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(values), default=str))
-    return plain
