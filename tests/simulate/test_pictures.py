@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from diloco.simulate import pictures
 from diloco.simulate.pictures import SUFFIXES, check_picture_path, draw_timeline, draw_utilization
 from diloco.simulate.timeline import Span
 from tests.lazy import Lazy
+from tests.processes import Processes
 from tests.simulate.svg import names, texts
 
 matplotlib = Lazy("matplotlib")
@@ -144,13 +144,14 @@ def test_a_missing_matplotlib_is_refused_with_how_to_get_it(tmp_path: Path, monk
         draw_utilization(CURVES, tmp_path / "a.svg", title="")
 
 
+def draw_one(rank: int, path: Path) -> list[str]:
+    """In a process that has drawn nothing: what it has imported of matplotlib before and afterwards."""
+    imported = [name for name in ("matplotlib", "matplotlib.pyplot") if name in sys.modules]
+    draw_utilization({"a": (GRID[:1], GRID[:1])}, path, title="")
+    return imported + [name for name in ("matplotlib", "matplotlib.pyplot") if name in sys.modules]
+
+
 def test_matplotlib_is_imported_only_to_draw_and_pyplot_never(tmp_path: Path) -> None:
-    script = f"""
-import sys
-from pathlib import Path
-from diloco.simulate.pictures import draw_utilization
-assert "matplotlib" not in sys.modules
-draw_utilization({{"a": ([1.0], [0.5])}}, Path({str(tmp_path / "a.png")!r}), title="")
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    with Processes() as processes:
+        processes.start(1, draw_one, tmp_path / "a.png")
+        assert processes.results() == {0: ["matplotlib"]}
