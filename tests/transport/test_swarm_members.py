@@ -6,6 +6,7 @@ import asyncio
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,26 @@ from tests.transport.wires import at_once
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 PATIENCE = {"rendezvous_timeout_s": 2.0}
+
+
+@pytest.fixture(scope="module")
+def lasting(keys: Path) -> Iterator[Swarms]:
+    """For peers that several tests find as they were."""
+    made = Swarms(keys)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def member(lasting: Swarms) -> PeerTransport:
+    """The only one of its run; who looks for it begins anew or is turned away."""
+    return lasting.peer(0, facts={"codec": "fp4"}).transport
+
+
+@pytest.fixture(scope="module")
+def standing(lasting: Swarms) -> PeerTransport:
+    """A standing peer, through which runs of all names are found."""
+    return lasting.peer(7, run="a standing peer of another run").transport
 
 
 # Identities.
@@ -139,20 +160,21 @@ def test_one_member_that_refuses_for_good_keeps_nobody_out(swarms: Swarms) -> No
         services["table"] = honest
 
 
-def test_where_all_refuse_the_joiner_says_why_without_escapes(swarms: Swarms) -> None:
-    (only,) = swarms.meet(1)
-    refuses_for_good(only)
+def test_where_all_refuse_the_joiner_says_why_without_escapes(
+    swarms: Swarms, member: PeerTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member.connections, "services", dict(member.connections.services))
+    refuses_for_good(member)
     with pytest.raises(RendezvousError, match=r"refuses: \\x1b\[2Jgo away\.") as caught:
-        swarms.peer(1, [only])
+        swarms.peer(1, [member])
     assert str(caught.value).isprintable()
 
 
-def test_another_run_is_another_world(swarms: Swarms) -> None:
-    first = swarms.peer(0, run="one").transport
-    other = swarms.peer(1, [first], run="two", **PATIENCE)
+def test_another_run_is_another_world(swarms: Swarms, member: PeerTransport) -> None:
+    other = swarms.peer(1, [member], run="another", **PATIENCE)
     assert not other.joining, "it founded a swarm of its own run"
     assert other.transport.view.members == (1,)
-    assert first.view.members == (0,)
+    assert member.view.members == (0,)
 
 
 def test_only_those_on_the_list_may_come(swarms: Swarms, keys: Path) -> None:
@@ -163,44 +185,45 @@ def test_only_those_on_the_list_may_come(swarms: Swarms, keys: Path) -> None:
         swarms.peer(2, [first], **PATIENCE)
 
 
-def test_settings_that_differ_are_refused_in_one_sentence(swarms: Swarms) -> None:
-    first = swarms.peer(0, facts={"codec": "fp4"}).transport
+def test_settings_that_differ_are_refused_in_one_sentence(swarms: Swarms, member: PeerTransport) -> None:
     with pytest.raises(RendezvousError, match=r"refuses: replica 0 \(.*\) has codec = fp4 and replica 1 .* = int8"):
-        swarms.peer(1, [first], facts={"codec": "int8"}, **PATIENCE)
+        swarms.peer(1, [member], facts={"codec": "int8"}, **PATIENCE)
 
 
-def test_a_number_that_is_taken_is_refused(swarms: Swarms, keys: Path) -> None:
-    first = swarms.peer(0).transport
+def test_a_number_that_is_taken_is_refused(member: PeerTransport, keys: Path) -> None:
     (keys / "other-0").mkdir(exist_ok=True)
     other = Swarms(keys / "other-0")
     try:
         with pytest.raises(RendezvousError, match=r"replica 0 is .* already; take another number"):
-            other.peer(0, [first], **PATIENCE)
+            other.peer(0, [member], facts={"codec": "fp4"}, **PATIENCE)
     finally:
         other.close()
 
 
-def test_a_member_of_another_swarm_of_the_run_joins_this_one_unless_it_is_further(swarms: Swarms) -> None:
-    first = swarms.peer(0).transport
+def test_a_member_of_another_swarm_of_the_run_joins_this_one_unless_it_is_further(
+    swarms: Swarms, member: PeerTransport
+) -> None:
+    comes: dict[str, Any] = {"swarm": "0123456789abcdef", "facts": {"codec": "fp4"}, **PATIENCE}
     with pytest.raises(RendezvousError, match="of step 30, which the others do not have"):
-        swarms.peer(1, [first], swarm="0123456789abcdef", held_step=30, **PATIENCE)
-    assert swarms.peer(2, [first], swarm="0123456789abcdef", **PATIENCE).joining
+        swarms.peer(1, [member], held_step=30, **comes)
+    assert swarms.peer(2, [member], **comes).joining
 
 
-def test_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(swarms: Swarms) -> None:
+def test_a_fresh_start_is_no_replacement_for_a_swarm_that_was_there(swarms: Swarms, standing: PeerTransport) -> None:
     """The record of a swarm outlives its last member; only who holds a checkpoint may begin again."""
-    standing = swarms.peer(7, run="a standing peer of another run").transport
-    gone = swarms.peer(0, [standing])
+    gone = swarms.peer(0, [standing], run="gone")
     assert not gone.joining
     gone.transport.close()
     with pytest.raises(RendezvousError, match="has had a swarm within the last half hour"):
-        swarms.peer(1, [standing], **PATIENCE)
-    again = swarms.peer(2, [standing], held_step=120, **PATIENCE)
+        swarms.peer(1, [standing], run="gone", **PATIENCE)
+    again = swarms.peer(2, [standing], run="gone", held_step=120, **PATIENCE)
     assert not again.joining
 
 
-def test_of_those_who_look_at_once_one_founds_the_swarm(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
-    standing = swarms.peer(7, run="a standing peer of another run").transport
+def test_of_those_who_look_at_once_one_founds_the_swarm(
+    swarms: Swarms, standing: PeerTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"run": "at once", "join_window_s": 3.0}
     steps = {1: 30, 2: 50, 3: 50}
     find, all_stand = Search.find, threading.Barrier(len(steps))
 
@@ -209,7 +232,7 @@ def test_of_those_who_look_at_once_one_founds_the_swarm(swarms: Swarms, monkeypa
         return await find(search)
 
     monkeypatch.setattr(Search, "find", look)
-    found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m], join_window_s=3.0) for m in steps])
+    found = at_once([lambda m=m: swarms.peer(m, [standing], held_step=steps[m], **options) for m in steps])
     assert [each.joining for each in found] == [True, False, True], "the lowest of those with the newest step"
     assert {each.swarm for each in found} == {found[1].swarm}
 
@@ -226,28 +249,26 @@ def test_who_was_farther_than_the_swarm_does_not_take_over_its_state_unasked(swa
     assert member.joining, "the swarm is the one that it was a member of"
 
 
-def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms) -> None:
+def test_who_ended_while_it_looked_is_not_waited_for(swarms: Swarms, standing: PeerTransport) -> None:
     """Its record stays, and says that it holds a newer step."""
-    standing = swarms.peer(7, run="a standing peer of another run").transport
     with pytest.raises(RendezvousError):
-        swarms.peer(1, [standing], held_step=90, join_window_s=60.0, rendezvous_timeout_s=0.1)
+        swarms.peer(1, [standing], run="ended", held_step=90, join_window_s=60.0, rendezvous_timeout_s=0.1)
     began_s = time.monotonic()
-    assert not swarms.peer(2, [standing], held_step=50, silence_s=1.0).joining
+    assert not swarms.peer(2, [standing], run="ended", held_step=50, silence_s=1.0).joining
     assert time.monotonic() - began_s > 1.0
 
 
-def test_who_waits_for_one_that_looks_and_does_not_begin_is_told_whom(swarms: Swarms) -> None:
-    standing = swarms.peer(7, run="a standing peer of another run").transport
+def test_who_waits_for_one_that_looks_and_does_not_begin_is_told_whom(swarms: Swarms, standing: PeerTransport) -> None:
     looks = {"join_window_s": 60.0}
     waiting = at_once(
         [
-            lambda: swarms.peer(1, [standing], held_step=90, **looks, rendezvous_timeout_s=6.0),
-            lambda: swarms.peer(2, [standing], held_step=50, rendezvous_timeout_s=3.5),
+            lambda: swarms.peer(1, [standing], run="held", held_step=90, **looks, rendezvous_timeout_s=6.0),
+            lambda: swarms.peer(2, [standing], run="held", held_step=50, rendezvous_timeout_s=3.5),
             lambda: swarms.peer(3, [standing], run="fresh", **looks, rendezvous_timeout_s=6.0),
             lambda: swarms.peer(4, [standing], run="fresh", **looks, rendezvous_timeout_s=3.5),
         ]
     )
-    assert "replica 1 of run 'run', which has a checkpoint of step 90, looks for the others, too" in str(waiting[1])
+    assert "replica 1 of run 'held', which has a checkpoint of step 90, looks for the others, too" in str(waiting[1])
     assert "replica 3 of run 'fresh', which has no checkpoint, looks for the others, too" in str(waiting[3])
 
 
