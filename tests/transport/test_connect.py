@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Sequence
 
@@ -124,9 +125,10 @@ def test_who_waits_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: 
     monkeypatch.setattr("diloco.transport.torch_distributed.rendezvous.TELL_EVERY_S", 0.3)
     with rendezvous(3) as address:
         failure(connect, place(1, 3, address), wire())
-    told = [record.getMessage() for record in caplog.records if record.name == "diloco.waiting"]
-    assert told[0] == f"waiting for an answer at the rendezvous {address} for 0 s; gives up after 1 s"
-    assert told[-1] == f"waiting for rank 0, 2 at the rendezvous {address} for 1 s; gives up after 1 s"
+    waits = [record.getMessage() for record in caplog.records if record.name == "diloco.waiting"]
+    told = [re.sub(r"for [01] s", "for N s", words) for words in waits]
+    assert told[0] == f"waiting for an answer at the rendezvous {address} for N s; gives up after 1 s"
+    assert told[-1] == f"waiting for rank 0, 2 at the rendezvous {address} for N s; gives up after 1 s"
 
 
 def test_a_rank_that_gave_up_may_come_back_as_long_as_the_others_wait() -> None:
