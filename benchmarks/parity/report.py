@@ -35,10 +35,11 @@ def tables(results: Sequence[Row], seeds: int) -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [_main_row(variant, by_name[variant.name], base) for variant in MAIN]
-    rival = {seed: row["heldout_loss"] for seed, row in by_name["data-parallel, Muon"].items()}
-    own = by_name["Streaming fp4, Muon"]
-    gaps = [f"{_gap(own[seed], rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]
-    lines += ["", f"Streaming fp4 with Muon against data-parallel Muon: {', '.join(gaps)}."]
+    for settings in ("Muon", "Muon, AdamW lr 8e-3, momentum .9"):
+        rival = {seed: row["heldout_loss"] for seed, row in by_name[f"data-parallel, {settings}"].items()}
+        own = by_name[f"Streaming fp4, {settings}"]
+        gaps = [f"{_gap(own[seed], rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]
+        lines += ["", f"Streaming fp4 against data-parallel, both with {settings}: {', '.join(gaps)}."]
     lines += ["", "## Ablations, seed 0", "", "| run | held-out loss | against data-parallel | sent after the start |"]
     lines += ["|---|---|---|---|"]
     lines += [_ablation_row(v, by_name[v.name][0], base[0]) for v in ABLATIONS if v.name in by_name]
