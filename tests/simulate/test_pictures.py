@@ -11,7 +11,8 @@ import pytest
 
 from diloco.errors import ConfigurationError
 from diloco.simulate import pictures
-from diloco.simulate.pictures import SUFFIXES, check_picture_path, draw_timeline, draw_utilization
+from diloco.simulate.picture_files import SUFFIXES, check_picture_path
+from diloco.simulate.pictures import draw_timeline, draw_utilization
 from diloco.simulate.timeline import Span
 from tests.lazy import Lazy
 from tests.processes import Processes

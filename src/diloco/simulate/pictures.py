@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from diloco.errors import ConfigurationError
-from diloco.simulate.picture_files import SUFFIXES, check_picture_path, picture_style, write_picture
+from diloco.simulate.picture_files import check_picture_path, picture_style, write_picture
 from diloco.simulate.timeline import Lane, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["MOST_REPLICAS", "MOST_SPANS", "SUFFIXES", "check_picture_path", "draw_timeline", "draw_utilization"]
+__all__ = ["MOST_REPLICAS", "MOST_SPANS", "draw_timeline", "draw_utilization"]
 
 MOST_SPANS = 5000  # a timeline of more spans shows its first stretch only
 MOST_REPLICAS = 16  # a timeline of more replicas shows the first ones only

@@ -66,7 +66,17 @@ class TcpWire(Wire):
 
 
 def connect(place: Place, wire: TcpWire, *, held_step: int = -1) -> Connected:
-    """Find the others and connect to all of them.
+    """Find the others and connect to all of them; where a run is going on, to join it.
+
+    Where ``joining`` is true, take over the others' state and become one of them::
+
+        diloco = DiLoCo(model, optimizer, transport=connected.transport, ...)
+        if connected.joining:
+            diloco.take_over(connected.transport.view.members)
+            diloco.steps = join(connected, timeout_s=60)
+
+    Who comes back begins after the step of the others' transports. A loop that goes on from a checkpoint therefore
+    saves and loads ``connected.transport.state_dict()`` beside that of `DiLoCo`.
 
     Args:
         held_step: the newest step that this rank could resume from; told to the others.

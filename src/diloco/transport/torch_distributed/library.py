@@ -13,12 +13,11 @@ from diloco.errors import ConfigurationError
 from diloco.transport.address import parse_address
 from diloco.transport.base import Transport
 from diloco.transport.leader import LeaderTransport
-from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 
-__all__ = ["connect_replica", "replica_connection"]
+__all__ = ["connect_replica"]
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def connect_replica(
 
     Raises:
         RendezvousError: if the replicas don't find each other in time or don't fit together, or a run is going on
-            already (`replica_connection` can join it).
+            already (what `diloco.transport.torch_distributed.connect.connect` gives can join it).
 
     >>> with connect_replica(replica=0, num_replicas=1, rendezvous="127.0.0.1:0") as transport:
     ...     transport.view
@@ -93,33 +92,6 @@ def connect_replica(
     finally:
         for transport in opened:
             transport.close()
-
-
-def replica_connection(
-    *,
-    replica: int,
-    num_replicas: int,
-    rendezvous: str,
-    on_failure: Literal["stop", "continue"] = "stop",
-    facts: Mapping[str, str] | None = None,
-    **wire: Any,
-) -> Connected:
-    """As `connect_replica`, to be closed by the caller, and also for a replica that comes back to a run.
-
-    Where ``joining`` is true, take over the others' state and become one of them::
-
-        diloco = DiLoCo(model, optimizer, transport=connected.transport, ...)
-        if connected.joining:
-            diloco.take_over(connected.transport.view.members)
-            diloco.steps = join(connected, timeout_s=60)
-
-    Who comes back begins after the step of the others' transports. A loop that goes on from a checkpoint therefore
-    saves and loads ``connected.transport.state_dict()`` beside that of `DiLoCo`.
-    """
-    place = Place(
-        replica=replica, num_replicas=num_replicas, rendezvous=parse_address(rendezvous, key="the rendezvous")
-    )
-    return connect(place, TcpWire(go_on=on_failure == "continue", facts=facts or {}, **wire))
 
 
 def _process_group() -> dist.ProcessGroup | None:
