@@ -39,7 +39,7 @@ def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(
             raise error
         return cast(DataLink, made)
 
-    links = PayloadLinks(RULES, POLICIES, connections, Threads())
+    links = PayloadLinks(RULES, POLICIES, connections, Threads(), idle_s=0.0)
     wanted = links.open(View(0, (0, 1, 2)), open_link)
     with pytest.raises(TransportError) as caught:
         wanted.result(LIMIT_S)
@@ -48,3 +48,25 @@ def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(
     assert str(caught.value), "there is always a reason"
     links.close()
     assert made.closed
+
+
+def test_links_are_made_for_rounds_and_not_for_every_view_on_the_way_to_a_swarm(connections: ConnectionManager) -> None:
+    """Nor do those of a view wait whose predecessor had rounds."""
+    made: list[str] = []
+
+    def open_link(request: LinkRequest) -> DataLink:
+        made.append(request.key)
+        return cast(DataLink, Link())
+
+    threads = Threads()
+    links = PayloadLinks(RULES, POLICIES, connections, threads, idle_s=LIMIT_S)
+    for view_id in range(3):
+        links.open(View(view_id, (0, 1)), open_link)
+    wanted = links.open(View(3, (0, 1)), open_link)
+    assert not made
+    links.need()
+    assert wanted.result(LIMIT_S)
+    assert links.open(View(4, (0, 1)), open_link).result(LIMIT_S)
+    links.close()
+    assert threads.join(LIMIT_S)
+    assert made == ["3/0-1/0", "4/0-1/0"]

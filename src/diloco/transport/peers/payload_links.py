@@ -30,9 +30,18 @@ Links = Mapping[int, DataLink]  # replica -> the way to it
 
 
 class PayloadLinks:
-    """One link to the rank of the same position in each other replica. In the control thread but for `_connect`."""
+    """One link to the rank of the same position in each other replica. In the control thread but for `_connect`.
 
-    def __init__(self, rules: Rules, policies: Policies, connections: ConnectionManager, threads: Threads) -> None:
+    Where no round has used the links of the view before, those of the next one are made when a round needs them, or
+    when the view has lasted for ``idle_s``: while a swarm gathers, one view follows the other.
+    """
+
+    def __init__(
+        self, rules: Rules, policies: Policies, connections: ConnectionManager, threads: Threads, idle_s: float
+    ) -> None:
+        self._idle_s = idle_s
+        self._used = False  # whether a round has needed the links of the present view
+        self._needed = threading.Event()
         self._rules = rules
         self._policies = policies
         self._connections = connections
@@ -45,8 +54,17 @@ class PayloadLinks:
         self.close()
         links: Future[Links] = Future()
         self._wanted = links
-        self._threads.start(self._connect, view, open_link, links, name="diloco-connect")
+        self._needed = threading.Event()
+        if self._used:
+            self._needed.set()
+        self._used = False
+        self._threads.start(self._connect, view, open_link, links, self._needed, name="diloco-connect")
         return links
+
+    def need(self) -> None:
+        """A round begins: make the links now."""
+        self._used = True
+        self._needed.set()
 
     @property
     def words(self) -> dict[int, str]:
@@ -58,11 +76,15 @@ class PayloadLinks:
         made, wanted, self._made, self._wanted = self._made, self._wanted, {}, None
         if wanted is not None and not wanted.done():
             wanted.set_exception(TransportError("the view has ended"))
+        self._needed.set()
         for link in made.values():
             link.close()
 
-    def _connect(self, view: View, open_link: OpenLink, links: Future[Links]) -> None:
+    def _connect(self, view: View, open_link: OpenLink, links: Future[Links], needed: threading.Event) -> None:
         """In a thread: to all peers at once."""
+        needed.wait(self._idle_s)
+        if links.done():  # the view has ended
+            return
         made: dict[int, DataLink] = {}
         failed: dict[int, str] = {}
 

@@ -39,6 +39,7 @@ from diloco.waiting import waiting_for
 __all__ = ["ProtocolRunner"]
 
 _MOST_KEY = 200
+_IDLE_PART = 5  # of a silence: well before the other end of a link gives up waiting for this one
 
 
 class ProtocolRunner:
@@ -74,7 +75,7 @@ class ProtocolRunner:
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self._linked: Future[Links] = Future()
         self.connections = ConnectionManager(rules.rank, self.timing, streams, self._hear)
-        self._links = PayloadLinks(rules, policies, self.connections, self._threads)
+        self._links = PayloadLinks(rules, policies, self.connections, self._threads, timing.silence_s / _IDLE_PART)
 
     # For any thread.
 
@@ -199,6 +200,7 @@ class ProtocolRunner:
                 self._links.close()
                 self.mailbox.forget(f"{view.id}/")
             case actions.StartExchange(view, contribution):
+                self._links.need()
                 exchange = PayloadExchange(action, self._queue, self.rules.piece_bytes)
                 self._exchanges[view.id, contribution.round] = exchange
                 name = f"diloco-{contribution.round.fragment}"
