@@ -15,9 +15,9 @@ from diloco.transport.peers.payload_links import SendQueue
 
 __all__ = ["RoundMessages", "message_tag"]
 
-_LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 14
-"""A payload is cut into so many pieces at least, so that each of many streams has a part of it, unless they would be
-smaller than what a connection sends at once after a pause."""
+_LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 16
+"""A payload is cut into so many pieces at least, so that summing begins early, unless they would be so small that what
+each costs counts: a message, its acknowledgement, and a look at it. Links cut pieces into parts as they need them."""
 
 
 class RoundMessages:
@@ -94,7 +94,7 @@ def _piece_size(payload_bytes: int, piece_bytes: int) -> int:
     """The same on every replica, however many streams it has to each of the others.
 
     >>> _piece_size(50_000_000, 524_288), _piece_size(3_200_000, 524_288), _piece_size(50_000, 524_288)
-    (524288, 200000, 16384)
+    (524288, 200000, 65536)
     """
     return min(piece_bytes, max(_LEAST_PIECE_BYTES, math.ceil(payload_bytes / _LEAST_PIECES)))
 
