@@ -76,6 +76,7 @@ class ReliableLink:
         self._on_their_way: dict[int, _Outgoing] = {}
         self._tags: dict[int, deque[_Outgoing]] = {}  # tag on its way -> messages that wait for that
         self.inbox = Inbox()
+        self._wakes = False  # whether `wake` is about to be called for what was handed over
         self._waking: asyncio.TimerHandle | None = None
         self._error: TransportError | None = None
 
@@ -150,6 +151,7 @@ class ReliableLink:
 
     def wake(self) -> None:
         """Give every connection that is free something to do, one part to each in turn."""
+        self._wakes = False
         free = list(self.connections.values())
         while free and (self._fresh or self._again):
             free = [each for each in free if each.write_next()]
@@ -215,7 +217,9 @@ class ReliableLink:
             return
         self._tags[tag] = deque()
         self._begin(message)
-        self.wake()
+        if not self._wakes:  # once all that is handed over now is here, as parts are the larger then
+            self._wakes = True
+            self._loop.call_soon(self.wake)
 
     def _begin(self, message: _Outgoing) -> None:
         self._numbers += 1
