@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from diloco.errors import RendezvousError, RunOverError, TransportError
 from diloco.protocol.registry import Entry
 from diloco.train import joining
 from diloco.train.fleet.torch_fleet import TorchFleet
+from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from diloco.transport.torch_distributed.rendezvous import ask
 from tests.transport.nowhere import nobody_at
@@ -47,6 +50,19 @@ def meet() -> Iterator[Meet]:
 
     yield made
     at_once([fleet.close for fleet in fleets])
+
+
+@contextmanager
+def all_lost(fleets: list[TorchFleet]) -> Iterator[None]:
+    """None of them looks before all have closed their ways: who had not would be found as a member of the old view."""
+    close, all_closed = PeerTransport.close, threading.Barrier(len(fleets))
+
+    def close_with_all(transport: PeerTransport) -> None:
+        close(transport)
+        all_closed.wait(LIMIT_S)
+
+    with mock.patch.object(PeerTransport, "close", close_with_all):
+        yield
 
 
 def test_one_that_lost_the_others_joins_them_at_their_step(meet: Meet) -> None:
@@ -126,7 +142,8 @@ def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_ano
         else:
             assert fleets[m].join(LIMIT_S) == max(steps)
 
-    assert at_once([lambda m=m: come_back(m) for m in range(3)]) == [None] * 3
+    with all_lost(fleets):
+        assert at_once([lambda m=m: come_back(m) for m in range(3)]) == [None] * 3
     assert fleets[founder].transport.view.id > 0
     for fleet in fleets:
         wait_for_members(fleet.transport, 3)  # who joined first hears last of who joined after it
@@ -136,7 +153,8 @@ def test_who_founded_a_view_that_too_few_came_to_is_still_a_minority(meet: Meet)
     """It counted on that view the next time, and went on alone in it, while the others went on without it."""
     fleets = meet(3)
     fleets[0].transport.step = 30
-    assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(3)]) == [None] * 3
+    with all_lost(fleets):
+        assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(3)]) == [None] * 3
     with pytest.raises(RendezvousError, match=r"^Too few of replicas 0, 1, 2 came back; missing: 1, 2\. "):
         fleets[0].gather(0.01)
     for fleet in fleets[1:]:
@@ -149,7 +167,8 @@ def test_who_joins_a_view_that_too_few_came_to_is_told_and_a_minority_as_well(me
     """It counted on that view when the founder looked again, and went on alone in it."""
     fleets = meet(5)
     fleets[0].transport.step = 30
-    assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(5)]) == [None] * 5
+    with all_lost(fleets):
+        assert at_once([lambda m=m: fleets[m].rejoin(LIMIT_S) for m in range(5)]) == [None] * 5
     fleets[0].close_to_joiners("")
     assert fleets[1].join(LIMIT_S) == 30
     for fleet in fleets[:2]:
