@@ -213,10 +213,12 @@ def test_connections_messages_and_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "messages", "trips"), [("round", 2, 2), ("join", 2, 4), ("leave", 3, 3), ("kill", 3, 4)]
+    ("phase", "messages", "trips"),
+    [("round", 2, 2), ("join", 2, 4), ("leave", 3, 3), ("kill", 3, 4), ("start, all at once", 14, 17)],
 )
 def test_what_a_member_says_to_another_does_not_grow_with_their_number(phase: str, messages: int, trips: int) -> None:
-    """Nor do the trips that it takes; of a kill, the first one is its end being noticed."""
+    """Nor do the trips that it takes; of a kill, the first one is its end being noticed. At a start several join by one
+    change of the view."""
     network = counted(phase, 8)
     assert network.messages <= messages * 8 * 7
     assert network.trips == trips

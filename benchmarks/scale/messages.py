@@ -10,11 +10,14 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from benchmarks.scale.__main__ import table
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
-from diloco.protocol.events import Leave
+from diloco.protocol.actions import Action
+from diloco.protocol.events import Event, Leave
+from diloco.protocol.machine import Machine
 from diloco.protocol.rules import Policies
 from tests.membership.network import Limits, Network
 from tests.protocol.simulated_rank import Rank
@@ -35,11 +38,13 @@ class Counted(Network):
     Attributes:
         messages, num_bytes: sent so far, by all.
         trips: so far.
+        cpu_s: that the machines of all have taken in a phase, without JSON.
     """
 
     def __init__(self, members: int, outside: int = 0) -> None:
         super().__init__(range(members + outside), Limits(ends=1, machines=1))
         self.messages = self.num_bytes = self.trips = 0
+        self.cpu_s = 0.0
         for number in range(members, members + outside):
             self.end(number)
         for number in range(members):
@@ -95,6 +100,13 @@ def _start(network: Counted) -> None:
         network.join(number)
 
 
+def _start_at_once(network: Counted) -> None:
+    for number in network.ranks[1:]:
+        network.return_whole(number)
+    network.rest()
+    network.check(len(network.ranks))
+
+
 def _join(network: Counted) -> None:
     network.join(network.ranks[-1])
 
@@ -129,6 +141,7 @@ def _go_on(network: Counted) -> None:
 
 PHASES: dict[str, tuple[bool, Callable[[Counted], None]]] = {
     "start, one after the other": (True, _start),
+    "start, all at once": (True, _start_at_once),
     "round": (False, _round),
     "join": (False, _join),
     "leave": (False, _leave),
@@ -147,6 +160,20 @@ def _no_training() -> Iterator[None]:
         Rank.STEPS = steps
 
 
+@contextmanager
+def _timed(network: Counted) -> Iterator[None]:
+    handle = Machine.handle
+
+    def timed(machine: Machine, event: Event, now_s: float) -> list[Action]:
+        begun_s = time.process_time()
+        wanted = handle(machine, event, now_s)
+        network.cpu_s += time.process_time() - begun_s
+        return wanted
+
+    with mock.patch.object(Machine, "handle", timed):
+        yield
+
+
 def counted(phase: str, members: int) -> Counted:
     """A phase with M ``members`` before it; after it, where they join."""
     alone, happens = PHASES[phase]
@@ -155,7 +182,8 @@ def counted(phase: str, members: int) -> Counted:
         network = Counted(members - outside, outside)
         network.rest()
         network.messages = network.num_bytes = network.trips = 0
-        happens(network)
+        with _timed(network):
+            happens(network)
     return network
 
 
@@ -171,7 +199,8 @@ def main() -> None:
             begun_s = time.perf_counter()
             network = counted(phase, members)
             cells.append(
-                f"{network.messages / members:,.0f} ({network.trips}, {network.num_bytes / members / 1e3:,.0f})"
+                f"{network.messages / members:,.0f} ({network.trips}, {network.num_bytes / members / 1e3:,.0f}; "
+                f"{1e3 * network.cpu_s / members:,.0f} ms)"
             )
             print(phase, members, cells[-1], f"{time.perf_counter() - begun_s:.1f} s", flush=True)
         rows.append([phase, *cells])
