@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from diloco.errors import TransportError
 from diloco.transport.peers import connection_manager, control_connection
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import Work
@@ -25,7 +28,7 @@ class Cut:
     """The ways out of this process and into it. One for a process: it replaces methods of classes, for good."""
 
     def __init__(self) -> None:
-        self._whole = threading.Event()  # for threads that send and receive payloads
+        self._whole = threading.Event()  # for threads that wait for payloads
         self._whole.set()
         self._whole_in_loop = asyncio.Event()  # the same, for the control thread
         self._whole_in_loop.set()
@@ -72,8 +75,16 @@ class Cut:
         send, receive = ReliableLink.send, ReliableLink.receive
 
         def held_send(link: ReliableLink, values: Tensor, tag: int) -> Work:
-            self._whole.wait()
-            return send(link, values, tag)
+            sent: Future[Work] = Future()
+
+            def act() -> None:
+                try:
+                    sent.set_result(send(link, values, tag))
+                except TransportError as error:
+                    sent.set_exception(error)
+
+            self._putting_off(act)()
+            return _Sent(sent)
 
         def held_receive(link: ReliableLink, values: Tensor, tag: int) -> Any:
             return _Held(receive(link, values, tag), self._whole)
@@ -104,6 +115,16 @@ class Cut:
         ):
             setattr(module, name, held(getattr(module, name)))
         asyncio.open_connection = held_open  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message that leaves now, or when the way is whole again."""
+
+    begun: Future[Work]
+
+    def wait(self) -> None:
+        self.begun.result().wait()
 
 
 class _Held:

@@ -53,6 +53,7 @@ class PayloadExchange:
         self.members = started.view.members
         self.me = self.members.index(started.contribution.replica)
         self.verdict: Future[GiveVerdict] = Future()  # what to sum, once it is known
+        self._begun: Future[None] = Future()  # done once `start` is
         self._view_id = started.view.id
         self._queue = queue
         self._piece_bytes = piece_bytes
@@ -60,15 +61,24 @@ class PayloadExchange:
         self._extras: dict[int, tuple[Tensor, Work]] = {}
         self.values = torch.zeros(0, dtype=torch.float32)
 
-    def run(self, links: Future[Mapping[int, DataLink]]) -> Iterator[Event]:
-        """Move the payloads, for which this takes as long as it takes; what comes of it, as it comes.
+    def begin(self, links: Future[Mapping[int, DataLink]]) -> None:
+        """`start`, in the thread of the links: one hand-over less for each message; `run` tells of a failure.
 
         Args:
-            links: replica -> the way to it, for all members but me, once they stand.
+            links: replica -> the way to it, for all members but me; done.
         """
-        round_id = self.contribution.round
         try:
             self.start(links.result())
+        except Exception as error:
+            self._begun.set_exception(error)
+        else:
+            self._begun.set_result(None)
+
+    def run(self) -> Iterator[Event]:
+        """Sum the payloads, for which this takes as long as it takes; what comes of it, as it comes."""
+        round_id = self.contribution.round
+        try:
+            self._begun.result()
             given = self.verdict.result()
             if given.verdict.void:
                 self.drain()

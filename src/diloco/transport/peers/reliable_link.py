@@ -202,6 +202,9 @@ class ReliableLink:
         return True
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        if asyncio._get_running_loop() is self._loop:
+            function(*arguments)
+            return
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError as error:  # the loop is closed

@@ -201,10 +201,11 @@ class ProtocolRunner:
                 self.mailbox.forget(f"{view.id}/")
             case actions.StartExchange(view, contribution):
                 self._links.need()
-                exchange = PayloadExchange(action, self._queue, self.rules.piece_bytes)
-                self._exchanges[view.id, contribution.round] = exchange
-                name = f"diloco-{contribution.round.fragment}"
-                self._threads.start(self._exchange, exchange, self._linked, name=name)
+                key = view.id, contribution.round
+                self._exchanges[key] = exchange = PayloadExchange(action, self._queue, self.rules.piece_bytes)
+                # by its key: the links outlive the exchange, and keep what they call
+                self._linked.add_done_callback(lambda links: self._exchanges[key].begin(links))
+                self._threads.start(self._exchange, exchange, name=f"diloco-{contribution.round.fragment}")
             case actions.GiveVerdict(view_id, round_id):
                 if (view_id, round_id) in self._exchanges:  # else the exchange has failed
                     self._exchanges[view_id, round_id].verdict.set_result(action)
@@ -240,9 +241,9 @@ class ProtocolRunner:
         if isinstance(error, TransportError) and error.replicas:  # otherwise the view has ended
             self._handle(events.LinksFailed(view.id, error.replicas, str(error)))
 
-    def _exchange(self, exchange: PayloadExchange, links: Future[Links]) -> None:
+    def _exchange(self, exchange: PayloadExchange) -> None:
         """In a thread of its own."""
-        for event in exchange.run(links):
+        for event in exchange.run():
             self.connections.post(self._exchanged, event)
 
     def _exchanged(self, event: events.Event) -> None:
