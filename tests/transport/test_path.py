@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport.path import LEAST_SEGMENTS, REMEMBERED_S, UTILIZATION, Pace, PathEstimate, PathSample
+from diloco.transport.path import (
+    CYCLE,
+    LEAST_SEGMENTS,
+    REMEMBERED_S,
+    UTILIZATION,
+    WINDOW,
+    Pace,
+    PathEstimate,
+    PathSample,
+)
 from diloco.transport.tcp import MOST_IN_ALL, Counters, connections_worth_having
 
 TRIP_S = 0.1
@@ -151,7 +160,7 @@ def test_a_way_that_becomes_slower_is_followed_when_the_faster_time_is_forgotten
     way = Bottleneck(1e8)
     way.run(5.0)
     way.bits_per_s = 2e7
-    way.run(REMEMBERED_S + 1.0)
+    way.run(REMEMBERED_S + CYCLE * INTERVAL_S + 1.0)
     assert way.pace.bits_per_s == pytest.approx(UTILIZATION * 2e7, rel=0.05)
 
 
@@ -200,6 +209,18 @@ def burst(*, resent: bool = True, queued: bool = True) -> Pace:
         arrived = PathSample(INTERVAL_S, int(1e6 * megabytes), 0, again if resent else 0, trip_s, TRIP_S)
         pace.observe(n * INTERVAL_S, arrived)
     return pace
+
+
+def test_a_way_that_is_full_only_when_little_is_left_is_as_fast_as_it_was_before() -> None:
+    pace = Pace()
+    for n in range(WINDOW):
+        pace.observe(n * INTERVAL_S, sample(1e8))
+    for n in range(WINDOW, WINDOW + WINDOW // 2):
+        pace.observe(n * INTERVAL_S, sample(1e5, trip_s=3 * TRIP_S, resent=5))
+    assert math.isinf(pace.bits_per_s), "a few lost segments and late answers are no queue that overflows"
+    for n in range(WINDOW + WINDOW // 2, 2 * WINDOW):
+        pace.observe(n * INTERVAL_S, sample(1e5, trip_s=3 * TRIP_S))
+    assert pace.bits_per_s == pytest.approx(UTILIZATION * 1e8)
 
 
 def test_a_burst_that_overflows_a_queue_tells_the_rate_though_it_is_over_soon() -> None:

@@ -23,9 +23,10 @@ WINDOW = 4
 """Intervals over which a rate is taken, and in all of which a way has to be full to count as full: a machine that is
 busy answers late now and then."""
 
-OVERFLOW = 0.15
-"""Share of what arrives that is sent again where a queue has no room left. A burst that takes no longer than a window
-may overflow a queue before it is full for all of one: then half of one is enough."""
+OVERFLOW, LEAST_RESENT = 0.15, 100
+"""Share of what arrives that is sent again where a queue has no room left, and at least so many segments. A burst that
+takes no longer than a window may overflow a queue before it is full for all of one: then half of one is enough, where
+a window is longer than a round trip."""
 
 UTILIZATION, PROBING, DRAINING = 0.97, 1.25, 0.75
 """How much of a way's rate is used; what is tried in `PROBES` of `CYCLE` intervals to see whether there is more; and
@@ -152,6 +153,7 @@ class Pace:
         self._rate = math.inf
         self._intervals = 0
         self._window: deque[PathSample] = deque(maxlen=WINDOW)
+        self._rates: deque[float] = deque(maxlen=CYCLE)  # since the last pause, over a window each
         self._paid_s = -math.inf
 
     @property
@@ -163,6 +165,7 @@ class Pace:
         """Take in what happened to all connections together while something was on its way."""
         if not sample.busy:
             self._window.clear()
+            self._rates.clear()
             return
         self._intervals += 1
         longest_s = max([sample.round_trip_s, *(each.round_trip_s for each in self._window)])
@@ -170,11 +173,14 @@ class Pace:
         # while round trips become shorter, what is acknowledged in an interval was sent over a longer one
         seconds = sum(each.interval_s for each in self._window) + longest_s - sample.round_trip_s
         rate = 8 * sum(each.acknowledged_bytes for each in self._window) / seconds
-        resent_bytes = SEGMENT_BYTES * sum(each.resent_segments for each in self._window)
-        overflows = resent_bytes > OVERFLOW * sum(each.acknowledged_bytes for each in self._window)
+        resent = sum(each.resent_segments for each in self._window)
+        arrived = sum(each.acknowledged_bytes for each in self._window) / SEGMENT_BYTES
+        overflows = resent > max(LEAST_RESENT, OVERFLOW * arrived) and sample.least_round_trip_s < seconds
         full = sum(each.full for each in self._window) >= (WINDOW / 2 if overflows else WINDOW)
-        if len(self._window) == WINDOW and rate > 0 and (full or rate > self._rate):
-            self._full.append((now_s, rate))
+        if len(self._window) == WINDOW and rate > 0:
+            self._rates.append(rate)
+            if full or rate > self._rate:  # what comes after a loss, or at the end, is little, and says nothing
+                self._full.append((now_s, max(self._rates)))
         while len(self._full) > 1 and self._full[0][0] < now_s - REMEMBERED_S:
             self._full.popleft()
         if self._full:
