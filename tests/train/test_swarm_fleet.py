@@ -30,12 +30,21 @@ pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 Make = Callable[..., SwarmFleet]
 
+WINDOW_S = 3.0  # in which a busy machine starts a daemon and is found
+
 
 @pytest.fixture
 def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
     fleets: list[SwarmFleet] = []
 
-    def made(number: int, *known: SwarmFleet, run: str = "run", held_step: int = -1, start: int = 1) -> SwarmFleet:
+    def made(
+        number: int,
+        *known: SwarmFleet,
+        run: str = "run",
+        held_step: int = -1,
+        start: int = 1,
+        join_window_s: float = 0.5,
+    ) -> SwarmFleet:
         place = SwarmPlace(
             identity=keys / f"{number}.key",
             admission=Admission(run, "", frozenset()),
@@ -43,7 +52,7 @@ def make(tmp_path: Path, keys: Path) -> Iterator[Make]:
                 join=tuple(address for each in known for address in each.addresses()), listen=LOOPBACK, map_ports=False
             ),
             replica=number,
-            join_window_s=0.5,
+            join_window_s=join_window_s,
         )
         fleets.append(
             SwarmFleet(
@@ -82,9 +91,9 @@ def test_who_comes_back_lets_others_in_whatever_it_did_when_it_started(make: Mak
 
 def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_another_view(make: Make) -> None:
     """Over the ports that they had; nobody stands by."""
-    fleets = [make(0)]
+    fleets = [make(0, join_window_s=WINDOW_S)]
     fleets[0].close_to_joiners("")
-    fleets.append(make(1, fleets[0]))
+    fleets.append(make(1, fleets[0], join_window_s=WINDOW_S))
     fleets[1].join(LIMIT_S)
     swarm, before = fleets[0].connected.swarm, fleets[0].transport.view.id
     for fleet, step in zip(fleets, (20, 30), strict=True):
