@@ -179,7 +179,7 @@ class Pace:
         full = sum(each.full for each in self._window) >= (WINDOW / 2 if overflows else WINDOW)
         if len(self._window) == WINDOW and rate > 0:
             self._rates.append(rate)
-            if full or rate > self._rate:  # what comes after a loss, or at the end, is little, and says nothing
+            if full or rate > self._rate:  # the end of a burst brings less than the way carries
                 self._full.append((now_s, max(self._rates)))
         while len(self._full) > 1 and self._full[0][0] < now_s - REMEMBERED_S:
             self._full.popleft()

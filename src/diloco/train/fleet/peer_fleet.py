@@ -243,8 +243,8 @@ class PeerFleet(Fleet):
         if not self._enough(self.transport.view):
             missing = ", ".join(str(each) for each in last.members if each not in self.transport.view.members)
             raise RendezvousError(
-                f"Too few of replicas {', '.join(map(str, last.members))} came back; missing: {missing}. Those may be "
-                "training without the others, so no step was taken. Start more of them."
+                f"Too few of replicas {', '.join(map(str, last.members))} came back; missing: {missing}. They may "
+                "be training without this one, which takes no step until more are back. Start the missing ones."
             )
         self.gathering = False
 
