@@ -1,8 +1,10 @@
 """Shared by all tests: one thread of torch and examples without a deadline, so that bits and times do not depend on how
-many cores are free; a text."""
+many cores are free; no waiting for the disk, which only a loss of power would tell apart (what is asked of it, and
+when, has a test of its own); a text."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+os.fsync = lambda descriptor: None
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.algorithm.average_rules import AverageRule, Rda, SendersMean
+from diloco.algorithm.clipping import Clipping
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
 from diloco.errors import ConfigurationError, ContractError
@@ -186,4 +187,6 @@ def test_whole_tensors_are_refused_where_ranks_share_them_out() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match=r"Rda\(\) averages whole tensors, and this model shards first and 2"):
         DiLoCo(model, inner, average=Rda())
+    with pytest.raises(ConfigurationError, match=r"this one shards first and 2 more parameters over ranks.*\(ddp\)"):
+        DiLoCo(model, inner, clipping=Clipping(max_norm=1.0))
     DiLoCo(model, inner, average=SendersMean())

@@ -20,8 +20,6 @@ from diloco.checkpoint.writing import save_checkpoint
 from tests.checkpoint.marked_checkpoints import mark_of, names, save, tree
 from tests.same import same
 
-pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
-
 
 def test_what_is_saved_is_what_is_loaded_and_it_says_what_it_holds(tmp_path: Path) -> None:
     place = save(tmp_path / "checkpoints", 1000, 7.0)

@@ -21,9 +21,6 @@ from diloco.errors import CheckpointError
 from tests.checkpoint.marked_checkpoints import mark_of, names, save
 from tests.processes import Processes
 
-pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
-
-
 WATCHED = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
@@ -41,7 +38,6 @@ def kill_at(number: int) -> None:
 
 def save_and_be_killed(rank: int, top: Path) -> None:
     """In a process: save again and again, each time killed one system call later, until a save gets through."""
-    os.fsync = lambda descriptor: None
     save(top / "before", 1, 1.0)
     save(top / "before", 2, 2.0)
     for scenario, step in (("first", 3), ("next", 3), ("again", 2)):

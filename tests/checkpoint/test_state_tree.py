@@ -21,8 +21,6 @@ from diloco.errors import CheckpointError
 from diloco.state_tree import DTYPE_NAMES, flatten, unflatten
 from tests.same import raw, same
 
-pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
-
 
 def through_files(tree: Any, folder: Path) -> Any:
     """The tree after it was saved in a folder of its own and loaded."""

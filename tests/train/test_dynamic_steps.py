@@ -12,7 +12,6 @@ import torch
 from diloco.algorithm.pace import trains_at
 from diloco.config import load_configuration
 from diloco.data.corpus import build_corpus
-from diloco.errors import ConfigurationError
 from diloco.events import Event, RoundCommitted, RoundSent
 from diloco.membership.view import View
 from diloco.train.components import make_transport
@@ -230,20 +229,3 @@ def test_whose_share_is_all_has_the_same_bits_as_without(data: Path) -> None:
         paced.step()
     assert plain.global_digest() == paced.global_digest()
     assert plain.totals.sequences == paced.totals.sequences
-
-
-@pytest.mark.parametrize("arguments", ["", "--transport torch", "--transport torch --algorithm data-parallel"])
-def test_is_refused_where_nobody_tells_its_speed(data: Path, arguments: str) -> None:
-    words = [*SMALL.split(), str(data), "--swarm.dynamic-steps", *arguments.split()]
-    if "data-parallel" in arguments:
-        words += ["--fragments", "1", "--overlap-steps", "0", "--codec", "float32"]
-    configuration = load_configuration(words)
-    with pytest.raises(ConfigurationError, match=r"dynamic_steps=true was given with .*Use --transport hivemind"):
-        resolve(configuration, num_layers=2)
-
-
-def test_data_parallel_steps_of_a_swarm_are_refused_anyway(data: Path) -> None:
-    words = [*SMALL.split(), str(data), "--swarm.dynamic-steps", "--transport", "hivemind", "--run", "r"]
-    words += ["--algorithm", "data-parallel", "--fragments", "1", "--overlap-steps", "0", "--codec", "float32"]
-    with pytest.raises(ConfigurationError, match="can't average gradients at every step"):
-        resolve(load_configuration(words), num_layers=2)

@@ -77,6 +77,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"algorithm": "data-parallel", "codec.name": "float16", "codec.error_feedback": True},
         "error_feedback.* no loss to feed back",
     ),
+    # clipping and averaging
+    ({"outer.max_norm": 1.0, "algorithm": "data-parallel"}, "only the contributions of streaming and diloco"),
+    ({"outer.max_norm": 1.0, "transport.name": "torch", "transport.replica_size": 2}, "Use --train.parallelism ddp"),
+    ({"outer.average": "rda", "algorithm": "data-parallel"}, "only the contributions of streaming and diloco"),
+    ({"outer.average": "rda", "transport.name": "torch", "transport.replica_size": 2}, "needs whole tensors"),
+    ({"outer.average": "rds"}, "outer.average='rds' is unknown; .*rda"),
+    ({"outer.average_arguments": {"a": 1}}, "outer.average_arguments was given with outer.average='mean'"),
     # merge
     ({"merge.alpha": 1.5}, "alpha=1.5.*0 to 1"),
     ({"merge.alpha": -0.1}, "alpha=-0.1.*0 to 1"),
@@ -102,6 +109,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "join_window_s=3.9 was given with transport.heartbeat_s=2.*Use 4 or more",
     ),
     ({"swarm.straggler": "grace"}, "straggler='grace' was given with .*Use --transport hivemind"),
+    ({"swarm.dynamic_steps": True}, "dynamic_steps=true was given with .*Use --transport hivemind"),
+    (
+        {"swarm.dynamic_steps": True, "transport.name": "torch"},
+        "dynamic_steps=true was given with .*Use --transport hivemind",
+    ),
+    (
+        {"transport.name": "hivemind", "swarm.run": "mine", "data.streaming": True},
+        "data.streaming=true was given with transport.name='hivemind'",
+    ),
+    (
+        {
+            "transport.name": "torch",
+            "transport.restarts": 1,
+            "transport.on_failure": "continue",
+            "data.streaming": True,
+        },
+        "transport.restarts=1 was given with data.streaming",
+    ),
     (
         {"transport.name": "hivemind", "swarm.run": "mine", "transport.latency_s": (0.1,)},
         r"latency_s=.* Use \(\)",

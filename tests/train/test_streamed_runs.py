@@ -17,7 +17,7 @@ from diloco.data.heldout import split_documents
 from diloco.data.settings import DataSettings
 from diloco.data.stream import DocumentStream
 from diloco.data.tokenizer import ByteTokenizer
-from diloco.errors import CheckpointError, ConfigurationError, DataError
+from diloco.errors import CheckpointError, DataError
 from diloco.events import Note
 from tests.data.streams import numbered
 from tests.runs import Listener, train
@@ -128,18 +128,3 @@ def test_a_stream_of_other_documents_is_refused(data: Path, tmp_path: Path) -> N
     train(data, tmp_path / "run", f"{STREAMING} --stop-after 2")
     with pytest.raises(CheckpointError, match="data of fingerprint"):
         train(data, tmp_path / "run", f"{STREAMING} --data.streaming-block 5 --resume {tmp_path / 'run'}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--transport hivemind --run x", "data.streaming=true was given with transport.name='hivemind'"),
-        (
-            "--transport torch --transport.restarts 1 --on-failure continue",
-            "transport.restarts=1 was given with data.streaming",
-        ),
-    ],
-)
-def test_replicas_that_come_and_go_cannot_stream(data: Path, tmp_path: Path, arguments: str, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        train(data, tmp_path / "run", f"{STREAMING} {arguments}")
