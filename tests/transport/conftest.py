@@ -12,7 +12,7 @@ from diloco.transport.peers.connection_manager import ConnectionManager
 from tests.transport.connection_managers import MakeRank, Rank, makes
 from tests.transport.state_donors import Asker, Donor, MakeDonor
 from tests.transport.swarms import Swarms
-from tests.transport.wires import deaf_manager
+from tests.transport.wires import Wires, deaf_manager
 
 
 @pytest.fixture
@@ -26,6 +26,14 @@ def connections() -> Iterator[ConnectionManager]:
 def make_rank() -> Iterator[MakeRank]:
     """Makes connection managers that remember what they are told."""
     yield from makes(Rank)
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    """Makes ranks of a torch transport, and closes them."""
+    made = Wires()
+    yield made
+    made.close()
 
 
 @pytest.fixture

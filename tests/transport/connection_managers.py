@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any, Protocol, TypeVar
 
 from diloco.protocol.events import Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Timing
+from diloco.transport.address import Address
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.tcp_streams import TcpStreams
 
@@ -29,12 +32,7 @@ class Rank:
     def __init__(self, rank: int, timing: Timing = QUICK) -> None:
         self.heard: queue.Queue[tuple[int, dict[str, Any], bytes, float]] = queue.Queue()
         self.losses: queue.Queue[tuple[int, Loss]] = queue.Queue()
-        self.connections = ConnectionManager(
-            rank,
-            timing,
-            TcpStreams(),
-            self._note,
-        )
+        self.connections = ConnectionManager(rank, timing, TcpStreams(), self._note)
         self.address = self.connections.listen("127.0.0.1", range(1), "127.0.0.1")
 
     def _note(self, event: Event) -> None:
@@ -56,6 +54,21 @@ class Rank:
         done = threading.Event()
         self.connections.post(done.set)
         assert done.wait(LIMIT_S)
+
+
+def stranger_at(address: Address) -> socket.socket:
+    """A connection by hand."""
+    stranger = socket.create_connection((address.host, address.port))
+    stranger.settimeout(LIMIT_S)
+    return stranger
+
+
+def said_to(address: Address, data: bytes) -> bytes:
+    """All that comes back to a stranger who says this and no more."""
+    with closing(stranger_at(address)) as stranger:
+        stranger.sendall(data)
+        stranger.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: stranger.recv(4096), b""))
 
 
 MakeRank = Callable[..., Rank]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,13 +23,6 @@ from tests.transport.wires import QUICK, Wires, at_once
 pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 MakeEndpoints = Callable[[int], Sequence[Transport]]
-
-
-@pytest.fixture
-def wires() -> Iterator[Wires]:
-    made = Wires()
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=["in process", "torch", "hivemind"])

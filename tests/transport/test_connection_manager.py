@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from contextlib import closing
@@ -18,7 +17,7 @@ from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import MAX_BLOB_BYTES, pack
 from diloco.transport.peers.tcp_streams import TcpStreams
 from tests.processes import Processes, report, told
-from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair
+from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair, stranger_at
 
 # Messages.
 
@@ -146,7 +145,7 @@ def test_who_was_given_up_is_told_so_and_does_not_ask_the_port(make_rank: MakeRa
 
 def test_a_member_that_sends_what_is_no_message_is_lost(make_rank: MakeRank) -> None:
     first = make_rank(0)
-    with closing(socket.create_connection((first.address.host, first.address.port))) as odd:
+    with closing(stranger_at(first.address)) as odd:
         odd.sendall(pack({"kind": "hello", "rank": 5, "address": "127.0.0.1:1"}))
         assert odd.recv(16)
         odd.sendall(b"garbage, and more than a head of it")

@@ -16,7 +16,7 @@ import pytest
 from diloco.errors import TransportError
 from diloco.transport.peers import connection_manager
 from diloco.transport.peers.streams import pack, read_frame
-from tests.transport.connection_managers import LIMIT_S, MakeRank, Rank, pair
+from tests.transport.connection_managers import LIMIT_S, MakeRank, Rank, pair, said_to, stranger_at
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",
@@ -42,12 +42,7 @@ STRANGERS = {
 @pytest.mark.parametrize("opening", STRANGERS.values(), ids=STRANGERS)
 def test_a_stranger_harms_nobody(make_rank: MakeRank, opening: bytes) -> None:
     first, second = pair(make_rank)
-    with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
-        stranger.sendall(opening)
-        stranger.shutdown(socket.SHUT_WR)
-        stranger.settimeout(LIMIT_S)
-        while stranger.recv(4096):
-            pass
+    said_to(first.address, opening)
     assert first.connections.connected == {1}
     second.say(0, {"kind": "hello again"})
     assert first.heard.get(timeout=LIMIT_S)[1] == {"kind": "hello again"}
@@ -65,7 +60,7 @@ def test_a_huge_announced_size_costs_no_memory(make_rank: MakeRank) -> None:
 
     before = resident_bytes()
     for _ in range(20):
-        with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
+        with closing(stranger_at(first.address)) as stranger:
             stranger.sendall(STRANGERS["huge blob"])
             assert stranger.recv(1) == b""
     assert resident_bytes() - before < 64 << 20
@@ -74,15 +69,13 @@ def test_a_huge_announced_size_costs_no_memory(make_rank: MakeRank) -> None:
 def test_a_stranger_who_says_nothing_is_shown_out(make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_manager, "FIRST_MESSAGE_S", 0.05)
     first = make_rank(0)
-    with closing(socket.create_connection((first.address.host, first.address.port))) as stranger:
-        stranger.settimeout(LIMIT_S)
+    with closing(stranger_at(first.address)) as stranger:
         assert stranger.recv(1) == b""
 
 
 def stranger_as(first: Rank, rank: int) -> socket.socket:
     """A connection over which somebody has said that he is a rank."""
-    stranger = socket.create_connection((first.address.host, first.address.port))
-    stranger.settimeout(LIMIT_S)
+    stranger = stranger_at(first.address)
     stranger.sendall(pack({"kind": "hello", "rank": rank, "address": str(first.address)}))
     assert stranger.recv(16, socket.MSG_WAITALL)[:4] == b"DLC1"
     first.settled()
@@ -123,21 +116,18 @@ def test_connections_of_one_address_that_do_nothing_are_bounded(
 ) -> None:
     monkeypatch.setattr(connection_manager, "MOST_OPEN_OF_ONE", 3)
     first = make_rank(0)
-    idle = [socket.create_connection((first.address.host, first.address.port)) for _ in range(3)]
-    with closing(socket.create_connection((first.address.host, first.address.port))) as one_too_many:
-        one_too_many.settimeout(LIMIT_S)
+    idle = [stranger_at(first.address) for _ in range(3)]
+    with closing(stranger_at(first.address)) as one_too_many:
         assert one_too_many.recv(1) == b""
     idle.pop().close()
     with contextlib.ExitStack() as stack:
         for each in idle:
             stack.enter_context(closing(each))
         while True:  # its place is free once its end was noticed
-            with closing(socket.create_connection((first.address.host, first.address.port))) as other:
-                other.settimeout(LIMIT_S)
-                with contextlib.suppress(ConnectionError):
-                    other.sendall(pack({"kind": "who"}))
-                    if other.recv(4) == b"DLC1":
-                        break
+            with closing(stranger_at(first.address)) as other, contextlib.suppress(ConnectionError):
+                other.sendall(pack({"kind": "who"}))
+                if other.recv(4) == b"DLC1":
+                    break
 
 
 def test_somebody_else_behind_an_address_is_told_apart(make_rank: MakeRank) -> None:
@@ -180,7 +170,7 @@ def test_a_service_takes_over_a_connection_which_ends_with_it(make_rank: MakeRan
 def test_who_says_hello_while_the_other_one_closes_is_shown_out(make_rank: MakeRank) -> None:
     """Its task may be past the point where it can be told to end, and opens a line when the others are closed."""
     first = make_rank(0)
-    with closing(socket.create_connection((first.address.host, first.address.port))) as late:
+    with closing(stranger_at(first.address)) as late:
         first.settled()
 
         async def hello_in_the_last_moment() -> None:
@@ -190,7 +180,6 @@ def test_who_says_hello_while_the_other_one_closes_is_shown_out(make_rank: MakeR
         first.connections.call(hello_in_the_last_moment(), LIMIT_S)
         assert first.connections.connected == frozenset()
         first.connections.close()
-        late.settimeout(LIMIT_S)
         while late.recv(4096):
             pass
 
@@ -225,13 +214,12 @@ def test_what_nobody_takes_keeps_no_connection_open_after_the_end(make_rank: Mak
 
     first, asked = make_rank(0), threading.Event()
     first.connections.services["pour"] = pour
-    with closing(socket.create_connection((first.address.host, first.address.port))) as idle:
+    with closing(stranger_at(first.address)) as idle:
         idle.sendall(pack({"kind": "pour"}))
         assert asked.wait(LIMIT_S)
         first.settled()
         first.connections.close()
         gc.collect()
-        idle.settimeout(LIMIT_S)
         with contextlib.suppress(ConnectionError):
             while idle.recv(1 << 20):
                 pass

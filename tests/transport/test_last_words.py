@@ -10,13 +10,12 @@ import pytest
 from diloco.transport.peers.streams import hear_out
 
 
-async def broken(*, hears_out: bool, said: bytes) -> asyncio.StreamReader:
+async def broken(said: bytes) -> asyncio.StreamReader:
     """A connection whose other end said something and hung up, and that breaks as this one writes before it reads."""
     listening = socket.create_server(("127.0.0.1", 0))
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     other, _ = listening.accept()
-    if hears_out:
-        hear_out(writer.transport)
+    hear_out(writer.transport)
     writer.write(b"never read there")  # so that closing is a reset
     other.send(said)
     other.close()
@@ -29,22 +28,14 @@ async def broken(*, hears_out: bool, said: bytes) -> asyncio.StreamReader:
 @pytest.mark.parametrize("said", [b"excluded", b"x" * 100_000])
 def test_the_last_words_are_read(said: bytes) -> None:
     async def read() -> bytes:
-        return await (await broken(hears_out=True, said=said)).read()
+        return await (await broken(said)).read()
 
     assert asyncio.run(read()) == said
 
 
-def test_asyncio_alone_forgets_them() -> None:
-    async def read() -> bytes:
-        return await (await broken(hears_out=False, said=b"excluded")).read()
-
-    with pytest.raises(ConnectionError):
-        asyncio.run(read())
-
-
 def test_who_said_nothing_has_broken_off() -> None:
     async def read() -> bytes:
-        return await (await broken(hears_out=True, said=b"")).read()
+        return await (await broken(b"")).read()
 
     with pytest.raises(ConnectionError):
         asyncio.run(read())

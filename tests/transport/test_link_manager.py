@@ -25,6 +25,7 @@ from diloco.transport.peers.payload_connection import Head, Part
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import pack
 from diloco.transport.peers.tcp_streams import TcpStreams
+from tests.transport.connection_managers import said_to
 from tests.transport.wires import at_once
 
 LIMIT_S = 20.0
@@ -297,12 +298,7 @@ STRANGE = [
 @pytest.mark.parametrize("message", STRANGE, ids=str)
 def test_a_stranger_takes_no_link(pair: tuple[End, End], message: dict[str, Any]) -> None:
     first, second = linked(pair)
-    with closing(socket.create_connection((pair[1].address.host, pair[1].address.port))) as stranger:
-        stranger.sendall(pack(message))
-        stranger.shutdown(socket.SHUT_WR)
-        stranger.settimeout(LIMIT_S)
-        while stranger.recv(4096):
-            pass
+    said_to(pair[1].address, pack(message))
     room = torch.empty(2)
     work = second.receive(room, 3)
     first.send(torch.ones(2), 3)

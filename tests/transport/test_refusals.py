@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +15,6 @@ from diloco.protocol.headers import header_of
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
 from tests.transport.wires import Wires
-
-
-@pytest.fixture
-def wires() -> Iterator[Wires]:
-    made = Wires()
-    yield made
-    made.close()
 
 
 def say_again(transport: PeerTransport, fragment: int, outer_step: int) -> None:

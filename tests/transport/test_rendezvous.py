@@ -24,6 +24,7 @@ from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.torch_distributed import connect as torch_connect
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve
+from tests.transport.connection_managers import stranger_at
 from tests.transport.nowhere import PATIENCE_S, diloco_threads, failure, free_address, nobody_at, place, wire
 from tests.transport.wires import at_once, rendezvous
 
@@ -186,7 +187,7 @@ def test_rank_0_listens_once_what_had_the_port_has_ended(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("patience_s", [-1.0, float("1e9"), "soon", None])
 def test_a_stranger_who_registers_nonsense_harms_nobody(patience_s: object) -> None:
     with rendezvous(1) as address:
-        with closing(socket.create_connection((address.host, address.port))) as stranger:
+        with closing(stranger_at(address)) as stranger:
             message = {"kind": "register", "patience_s": patience_s, **Entry(0, "x:1").to_message()}
             stranger.sendall(pack(message))
             assert stranger.recv(1) == b"", "the connection is closed, and nothing was registered"

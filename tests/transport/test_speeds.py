@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,6 @@ def test_every_speed_arrives_as_it_was_told(steps_per_s: float) -> None:
 def test_what_is_no_speed_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="its 'steps_per_s' is"):
         speed_of({"kind": "speed", "steps_per_s": value})
-
-
-@pytest.fixture
-def wires() -> Iterator[Wires]:
-    made = Wires()
-    yield made
-    made.close()
 
 
 def hear_each_other(transports: Sequence[PeerTransport], name: str) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.protocol.failure_detector import Timing
-from diloco.transport.address import Address
 from diloco.transport.peers import tcp_streams
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.streams import pack
@@ -22,7 +21,7 @@ from diloco.transport.secret import TurnedAwayError, proof, read_secret
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.doctor import examine, serve_probes
 from diloco.transport.torch_distributed.rendezvous import greet
-from tests.transport.connection_managers import LIMIT_S
+from tests.transport.connection_managers import LIMIT_S, said_to, stranger_at
 from tests.transport.contract import contribution, exchange
 from tests.transport.nowhere import place, wire
 from tests.transport.wires import Wires
@@ -39,18 +38,6 @@ def manager(rank: int, secret: str) -> Iterator[ConnectionManager]:
         yield connections
     finally:
         connections.close()
-
-
-def said_to(address: Address, data: bytes) -> bytes:
-    """All that comes back."""
-    with closing(socket.create_connection((address.host, address.port))) as stranger:
-        stranger.settimeout(LIMIT_S)
-        stranger.sendall(data)
-        stranger.shutdown(socket.SHUT_WR)
-        heard = b""
-        while more := stranger.recv(4096):
-            heard += more
-        return heard
 
 
 def test_who_knows_the_secret_is_connected_and_nobody_else_hears_a_word() -> None:
@@ -79,8 +66,7 @@ def test_who_has_another_secret_or_none_is_told_so(theirs: str, monkeypatch: pyt
 def test_a_proof_is_of_no_use_to_who_has_seen_it() -> None:
     """Each connection has nonces of its own, and the two ends say different things."""
     with manager(0, SECRET) as first:
-        with closing(socket.create_connection((first.address.host, first.address.port))) as one:
-            one.settimeout(LIMIT_S)
+        with closing(stranger_at(first.address)) as one:
             asked = one.recv(20, socket.MSG_WAITALL)
             mine = bytes(16)
             good = mine + proof("tcp", SECRET, f"opens {mine.hex()}", f"listens {asked[4:].hex()}")
@@ -91,35 +77,27 @@ def test_a_proof_is_of_no_use_to_who_has_seen_it() -> None:
             assert len(said_to(first.address, replayed)) == 20
 
 
-def test_a_run_with_a_secret_trains_and_a_stranger_does_not_come_in() -> None:
-    wires = Wires()
-    try:
-        first, second = wires.meet(2, secret=SECRET)
-        averages = exchange([first, second], [contribution(m) for m in range(2)])
-        assert averages[0].contributors == (0, 1)
-        for rank in range(2):
-            hello = pack({"kind": "hello", "rank": rank, "address": "127.0.0.1:1"})
-            assert len(said_to(first.address, hello)) == 20
-        with pytest.raises(RendezvousError, match=r"can't take part .* asks for a secret"):
-            connect(place(1, 2, first.address), wire())
-        assert [each.failure for each in (first, second)] == [None, None]
-        exchange([first, second], [contribution(m, outer_step=1) for m in range(2)])
-    finally:
-        wires.close()
+def test_a_run_with_a_secret_trains_and_a_stranger_does_not_come_in(wires: Wires) -> None:
+    first, second = wires.meet(2, secret=SECRET)
+    averages = exchange([first, second], [contribution(m) for m in range(2)])
+    assert averages[0].contributors == (0, 1)
+    for rank in range(2):
+        hello = pack({"kind": "hello", "rank": rank, "address": "127.0.0.1:1"})
+        assert len(said_to(first.address, hello)) == 20
+    with pytest.raises(RendezvousError, match=r"can't take part .* asks for a secret"):
+        connect(place(1, 2, first.address), wire())
+    assert [each.failure for each in (first, second)] == [None, None]
+    exchange([first, second], [contribution(m, outer_step=1) for m in range(2)])
 
 
-def test_without_a_secret_a_hello_in_the_name_of_a_living_rank_ends_nobody() -> None:
-    wires = Wires()
-    try:
-        ranks = wires.meet(2)
-        for each in ranks:
-            for rank in range(4):
-                said_to(each.address, pack({"kind": "hello", "rank": rank, "address": "127.0.0.1:1"}))
-        assert [each.failure for each in ranks] == [None, None]
-        averages = exchange(ranks, [contribution(m) for m in range(2)])
-        assert averages[0].contributors == (0, 1)
-    finally:
-        wires.close()
+def test_without_a_secret_a_hello_in_the_name_of_a_living_rank_ends_nobody(wires: Wires) -> None:
+    ranks = wires.meet(2)
+    for each in ranks:
+        for rank in range(4):
+            said_to(each.address, pack({"kind": "hello", "rank": rank, "address": "127.0.0.1:1"}))
+    assert [each.failure for each in ranks] == [None, None]
+    averages = exchange(ranks, [contribution(m) for m in range(2)])
+    assert averages[0].contributors == (0, 1)
 
 
 @pytest.mark.parametrize(("secret", "words"), [("", "asks for a secret"), ("not the right words", "another secret")])

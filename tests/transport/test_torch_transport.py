@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,13 +15,6 @@ from diloco.transport.peers.threads import in_thread
 from diloco.transport.tcp import congestion_control, streams_to_each
 from tests.transport.contract import MakeEndpoints, TransportContract, contribution, exchange
 from tests.transport.wires import Wires
-
-
-@pytest.fixture
-def wires() -> Iterator[Wires]:
-    made = Wires()
-    yield made
-    made.close()
 
 
 class TestTorchContract(TransportContract):

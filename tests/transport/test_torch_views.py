@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -150,13 +149,6 @@ def are_one(scenario: Scenario, found: list[Outcome], *, joins: int) -> None:
 def merged_at(fragment: int, outer_step: int) -> int:
     """The step after which a round is merged."""
     return next(step for step in itertools.count(1) if Merge(fragment, outer_step) in SCHEDULE.actions(step))
-
-
-@pytest.fixture
-def wires() -> Iterator[Wires]:
-    made = Wires()
-    yield made
-    made.close()
 
 
 def test_of_two_that_do_not_see_each_other_the_third_keeps_one(wires: Wires) -> None:
