@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from diloco.errors import CheckpointError, ConfigurationError, DiLoCoError
+from diloco.model.build import build_language_model
+from diloco.model.settings import ModelSettings
 from diloco.state_tree import flatten, unflatten
 from diloco.train.random_state import RandomState
+from diloco.train.settings import RunSettings
 
 
 def draw() -> tuple[Any, ...]:
@@ -90,6 +93,13 @@ def test_seeds_and_replicas_all_differ() -> None:
     for kind in zip(*draws, strict=True):
         assert len(set(map(str, kind[:6]))) == len(kind[:6])
     assert drawn(RandomState(1, 1000)) == [draws[5]]
+
+
+def test_the_largest_seed_works_everywhere() -> None:
+    seed = RunSettings(seed=2**63 - 1).seed
+    tiny = ModelSettings(layers=1, width=8, heads=2, ffn_width=8, vocab_size=9)
+    assert build_language_model(tiny, seed=seed).num_parameters() > 0
+    assert len(drawn(RandomState(seed, 3))) == 1
 
 
 @pytest.mark.parametrize(("seed", "replica"), [(-1, 0), (0, -1)])

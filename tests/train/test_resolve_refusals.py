@@ -152,6 +152,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train.device": "cuda:"}, "device='cuda:'.*cuda:0"),
     ({"train.threads": 0}, "threads=0.*at least 1"),
     ({"checkpoint.resume": Path("a"), "train.init_from": Path("b")}, "resume=a was given together with .*init_from=b"),
+    # seeds
+    ({"seed": -1}, r"seed=-1 was given; .* 0 to 2\*\*63 - 1"),
+    ({"seed": 2**63}, rf"seed={2**63} was given; .* 0 to 2\*\*63 - 1"),
     # lengths
     ({"train.sequence_length": 1025}, "sequence_length=1025.*at most 1024"),
     ({"train.stop_after": 1001}, "stop_after=1001.*1 to 1000"),

@@ -62,12 +62,6 @@ def test_undisturbed_replicas_weigh_exactly_their_base_weight() -> None:
     assert {m: set(each) for m, each in weights(swarm).items()} == {0: {1.0}, 1: {0.3}}
 
 
-def test_steps_that_were_not_trained_do_not_count() -> None:
-    swarm = Swarm(2, SCHEDULE)
-    run(swarm, 12, {1: {1, 4, 5, 6}})
-    assert weights(swarm) == {0: [1.0, 1.0, 1.0], 1: [0.75, 0.25, 1.0]}
-
-
 def test_the_mean_is_that_of_the_naive_formula() -> None:
     """Outer SGD(lr=1) and AlphaMerge(0): the global parameters move by the weighted mean of what each one did."""
     swarm = Swarm(3, SCHEDULE)
@@ -93,13 +87,6 @@ def test_the_work_of_a_void_round_is_in_the_next_weight() -> None:
     swarm = Swarm(2, SCHEDULE, transport=InProcessTransport(2, faults=faults))
     run(swarm, 20, {1: {10}})
     assert weights(swarm) == {0: [1.0, 1.0, 2.0, 3.0, 1.0], 1: [1.0, 1.0, 1.75, 2.75, 1.0]}
-
-
-def test_a_replica_left_out_weighs_more_the_next_time() -> None:
-    fault = Fault(kind="drop", replica=1, round=RoundId(0, 0))
-    swarm = Swarm(3, SCHEDULE, transport=InProcessTransport(3, faults=[fault], min_contributors=2))
-    swarm.run(12, quadratic())
-    assert weights(swarm) == {0: [1.0, 1.0, 1.0], 1: [1.0, 2.0, 1.0], 2: [1.0, 1.0, 1.0]}
 
 
 def test_what_is_done_while_a_void_round_is_on_its_way_counts_once() -> None:
@@ -146,15 +133,6 @@ def test_who_keeps_its_work_goes_on_counting() -> None:
     assert weights(swarm)[1] == [0.75]
 
 
-def test_runs_are_deterministic() -> None:
-    idle = {0: {3, 9}, 1: {0, 5, 6, 7, 13}}
-    swarms = [Swarm(2, SCHEDULE), Swarm(2, SCHEDULE)]
-    for swarm in swarms:
-        run(swarm, 24, idle)
-    assert weights(swarms[0]) == weights(swarms[1])
-    assert torch.equal(swarms[0].global_params(0), swarms[1].global_params(1))
-
-
 def test_converges_to_the_mean_of_the_targets_by_the_steps_trained() -> None:
     """Two replicas with targets of their own, of which one trains a step in four: with small steps what they agree on
     is the mean of the targets by what each has done to reach it, and by its weight."""
@@ -165,10 +143,10 @@ def test_converges_to_the_mean_of_the_targets_by_the_steps_trained() -> None:
             parameter.grad = parameter.detach() - targets[replica]
 
     def make_inner(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=1e-3)
+        return torch.optim.SGD(model.parameters(), lr=4e-3)
 
     swarm = Swarm(2, SCHEDULE, make_inner=make_inner, outer=Nesterov(learning_rate=2.0, momentum=0.9))
-    run(swarm, 2400, {1: {step for step in range(2400) if step % 4}}, gradient)
+    run(swarm, 600, {1: {step for step in range(600) if step % 4}}, gradient)
     # a window moves replica m by about n_m lr (target - x), which weighs n_m: balanced where sum n^2 (target - x) = 0
     expected = (16 * 1.0 + 1 * -1.0) / 17
     torch.testing.assert_close(swarm.global_params(0), torch.full((15,), expected), atol=0.02, rtol=0)
