@@ -18,29 +18,13 @@ from diloco.monitor.files import read_metrics
 from tests.cli.runs import read_json, refused, train
 
 
-def test_a_run_leaves_what_scripts_count_on(files: Path) -> None:
+def test_a_run_leaves_a_summary_and_a_record_of_its_settings(files: Path) -> None:
     summary = read_json(files / "run" / "summary.json")
-    expected = {
-        "heldout_loss", "perplexity", "bits_per_byte", "tokens", "steps", "sent_bytes_per_replica",
-        "received_bytes_per_replica", "data_parallel_bytes_per_replica", "compute_utilization", "wall_s",
-        "rounds_committed", "rounds_void", "global_params_digest",
-    }  # fmt: skip
-    assert expected <= summary.keys()
     assert (summary["steps"], summary["interrupted"]) == (6, None)
     record = tomllib.loads((files / "run" / "config.toml").read_text())
     assert record["data"]["paths"] == [str(files / "text.txt")]
     assert "stop_after" not in record["train"]
     assert "out" not in record
-
-
-def test_a_resumed_run_ends_where_an_unbroken_one_does(files: Path, tmp_path: Path) -> None:
-    assert main(train(files, "--out", str(tmp_path / "unbroken"))) == 0
-    shutil.copytree(files / "run", tmp_path / "resumed")
-    assert main(["train", "--resume", str(tmp_path / "resumed")]) == 0
-    unbroken, resumed = (read_json(tmp_path / name / "summary.json") for name in ("unbroken", "resumed"))
-    assert (resumed["steps"], resumed["rounds_committed"]) == (8, 3)
-    for key in ("global_params_digest", "heldout_loss", "sent_bytes_per_replica", "rounds_committed"):
-        assert resumed[key] == unbroken[key]
 
 
 def test_who_goes_on_with_another_number_of_threads_is_told_what_that_changes(files: Path, tmp_path: Path) -> None:

@@ -32,9 +32,10 @@ from tests.runs import Listener
 from tests.train.source_runs import plan_of, trained
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_replicas_of_every_architecture_agree_to_the_bit(name: str, data: Path, tmp_path: Path) -> None:
-    """Two rounds of every fragment, in four bits and overlapped."""
+@pytest.mark.parametrize("name", ["Qwen3", "GPT-2", "OPT", "Qwen3-MoE"])
+def test_replicas_of_every_kind_of_architecture_agree_to_the_bit(name: str, data: Path, tmp_path: Path) -> None:
+    """Tied, with dropout, with positions that are learnt, routed: two rounds of every fragment, in four bits and
+    overlapped."""
     listener = Listener()
     plan = plan_of(f"hf:{write_config(tmp_path, name)}", data, train__steps=14)
     summary = trained(tmp_path / "run", plan, listener)

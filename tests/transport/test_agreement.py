@@ -17,23 +17,17 @@ from diloco.transport.in_process import InProcessTransport
 from diloco.transport.peers.connected import Connected, join
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from tests.processes import free_port
-from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, Swarms
 from tests.transport.wires import QUICK, Wires, at_once
-
-pytestmark = HIVEMIND_LEAVES_CONNECTIONS
 
 MakeEndpoints = Callable[[int], Sequence[Transport]]
 
 
-@pytest.fixture(params=["in process", "torch", "hivemind"])
-def make_endpoints(request: pytest.FixtureRequest) -> MakeEndpoints:
-    """Endpoints of each transport."""
+@pytest.fixture(params=["in process", "torch"])
+def make_endpoints(request: pytest.FixtureRequest, wires: Wires) -> MakeEndpoints:
+    """Endpoints of each transport; those of a swarm agree by the same code as torch's."""
     if request.param == "in process":
         return lambda count: list(map(InProcessTransport(count).endpoint, range(count)))
-    if request.param == "torch":
-        return request.getfixturevalue("wires").meet  # type: ignore[no-any-return]
-    swarms: Swarms = request.getfixturevalue("swarms")
-    return swarms.meet
+    return wires.meet
 
 
 def made(transport: Transport, width: int = 2, **arguments: Any) -> DiLoCo:

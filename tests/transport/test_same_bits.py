@@ -89,9 +89,10 @@ def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tup
     return [results[number] for number in range(num_replicas)]
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("codec", ["fp4", "float32", "int8", "float16"])
-def test_over_100_steps_both_transports_give_the_same_bits(num_replicas: int, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "num_replicas"), [("fp4", 2), ("fp4", 3), ("float32", 3), ("int8", 3), ("float16", 2)]
+)
+def test_over_100_steps_both_transports_give_the_same_bits(codec: str, num_replicas: int) -> None:
     """P = 3, tau = 2, alpha = 0.5; float32 between three takes a reduce-scatter, the others an all-gather."""
     check_both(num_replicas, codec)
 
