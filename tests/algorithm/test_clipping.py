@@ -19,7 +19,6 @@ from diloco.algorithm.codec import codec_names, make_codec
 from diloco.algorithm.merge import AlphaMerge
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.algorithm.schedule import SyncSchedule
-from diloco.errors import ConfigurationError
 from diloco.events import RoundCommitted
 from tests.algorithm.contributions import contribution
 from tests.replicas import Swarm, quadratic
@@ -95,13 +94,6 @@ def test_with_the_median_at_most_half_are_scaled_down(norms: dict[int, float], f
 @pytest.mark.parametrize("norms", [{4: 1e9}, {0: 1.0, 1: 1e9}, {0: 0.0, 1: 0.0, 2: 5.0}])
 def test_the_median_of_too_few_or_of_nothing_bounds_nothing(norms: dict[int, float]) -> None:
     assert scale_factors(Clipping(median_norm_factor=1.0), norms) == {}
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["max_norm", "median_norm_factor"])
-def test_what_no_bound_can_be_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{name}=.* was given; it must be a finite number above 0"):
-        Clipping(**{name: value})
 
 
 def contributions(codec: str, scales: list[float], weights: list[float]) -> list[Contribution]:
@@ -192,12 +184,6 @@ def test_converges_although_one_replica_pulls_far_the_other_way() -> None:
     assert {3} <= set().union(*clipped)
     without = with_a_liar(UNCLIPPED, steps=40)
     assert float((without.global_params(0) - target_of(without)).abs().max()) > 100
-
-
-def test_runs_are_deterministic_and_replicas_agree() -> None:
-    first, second = (with_a_liar(Clipping(median_norm_factor=1.5, max_norm=3.0), steps=40) for _ in range(2))
-    for m in range(4):
-        assert torch.equal(first.global_params(0), second.global_params(m))
 
 
 def test_what_is_in_flight_is_clipped_after_a_checkpoint_too() -> None:

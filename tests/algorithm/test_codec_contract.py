@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.algorithm.codec import Codec, Float32, make_codec
-from diloco.algorithm.exchange import shard_bounds
 from diloco.errors import ContractError
 from diloco.testing import check_bytes, check_codec, check_payload
-from tests.algorithm.codecs import BLOCK, COARSE, CODECS, OURS, PIECE, SIZES, same_bits, spread_values, vectors
+from tests.algorithm.codecs import BLOCK, COARSE, CODECS, OURS, SIZES, same_bits, vectors
 
 ALL = CODECS | COARSE
 
@@ -52,20 +51,6 @@ def test_block_size_is_what_the_codec_says_it_is() -> None:
     assert {name for name, size in sizes.items() if size == 1} == {"float32", "float16", "bfloat16"}
     assert {size for size in sizes.values() if size != 1} == {BLOCK}
     assert make_codec("fp4", block_size=64).block_size == 64
-
-
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_shards_of_a_payload_of_several_pieces(name: str, num_replicas: int) -> None:
-    codec, numel = CODECS[name](), 2 * PIECE + BLOCK + 3
-    values = spread_values(numel)
-    payload = codec.encode(values)
-    decoded = torch.empty(numel)
-    for start, stop in shard_bounds(numel, num_replicas, codec.block_size):
-        part = codec.cut(payload, numel, start, stop)
-        assert torch.equal(part, codec.encode(values[start:stop]))
-        codec.decode(part, stop - start, decoded[start:stop])
-    assert same_bits(decoded, codec.decode(payload, numel))
 
 
 def halved(values: Tensor) -> Tensor:

@@ -1,43 +1,11 @@
-"""Learning rates are pure functions of the step and never rise again."""
+"""Learning rates are pure functions of the step; that they never rise again: tests/train/test_inner_optimizer."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Literal
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco.algorithm.numbers import ValueSchedule
 from diloco.errors import ConfigurationError
-
-
-@given(
-    kind=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
-    warmup=st.integers(0, 20),
-    rest=st.integers(1, 50),
-    ratio=st.floats(0, 1),
-)
-def test_rises_to_the_peak_then_never_rises_and_ends_where_it_should(
-    kind: Literal["constant", "linear", "cosine", "wsd"], warmup: int, rest: int, ratio: float
-) -> None:
-    total = warmup + rest
-    schedule = ValueSchedule(
-        peak=2.0,
-        kind=kind,
-        total_steps=total,
-        warmup_steps=warmup,
-        final_ratio=ratio,
-        decay_steps=max(1, rest // 3),
-    )
-    values = [schedule(step) for step in range(total + 30)]
-    assert values[:warmup] == sorted(values[:warmup])
-    assert values[max(0, warmup - 1)] == pytest.approx(2.0)
-    after = values[warmup:]
-    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
-    end = 2.0 if kind == "constant" else 2.0 * ratio
-    assert values[total:] == [pytest.approx(end)] * 30
 
 
 def test_wsd_stays_then_falls_in_a_straight_line() -> None:

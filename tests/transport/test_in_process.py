@@ -145,11 +145,6 @@ def test_faults_that_cannot_be_read_are_refused(text: str) -> None:
         parse_fault(text)
 
 
-def test_impossible_minimum_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Use 1 to 2"):
-        InProcessTransport(2, min_contributors=3)
-
-
 @pytest.mark.parametrize("number", [16, 64])
 @pytest.mark.parametrize("codec", ["float32", "fp4"])
 def test_many_replicas_share_one_mean_and_its_traffic_stops_growing(number: int, codec: str) -> None:
