@@ -57,7 +57,7 @@ class Counts:
             wanted: list[actions.Action] = handle(itself, event, now_s)
             for action in wanted:
                 if isinstance(action, actions.Commit):
-                    self.rounds[str(action.round)]["committed"] = now_s
+                    self.rounds[str(action.average.round)]["committed"] = now_s
             return wanted
 
         def adopted(following: NextView) -> Mapping[str, Any]:

@@ -200,7 +200,7 @@ def _agree(one: Member, other: Member) -> bool:
     """Invariant 2: what both have decided they have decided alike."""
     both = one.outcomes.keys() & other.outcomes.keys()
     return all(one.outcomes[step] == other.outcomes[step] for step in both) and all(
-        one.averages[step].mean.contributors == other.averages[step].mean.contributors
+        one.averages[step].contributors == other.averages[step].contributors
         for step in one.averages.keys() & other.averages.keys()
     )
 

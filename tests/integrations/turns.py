@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco.algorithm.averaging import Contribution
-from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from diloco.protocol.actions import Average
+from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.in_process import InProcessTransport
 
 __all__ = ["in_turns"]

@@ -23,7 +23,8 @@ from diloco.events import Event, Note
 from diloco.membership.view import View
 from diloco.outer.diloco import DiLoCo
 from diloco.outer.taking_over import SharedState, TakingOver
-from diloco.transport.base import Average, Fetching, Pending, Transport
+from diloco.protocol.actions import Average
+from diloco.transport.base import Fetching, Pending, Transport
 
 FRAGMENTS = 2
 VIEW = View(1, (0, 1, 2))

@@ -92,9 +92,9 @@ def check_agreement(ranks: Sequence[Rank], *, whole: bool = False) -> None:
             assert committed or not whole, f"step {step}: {rank.errors[step]}"
         for step, average in rank.averages.items():
             others = going_on[0].averages.get(step, average)
-            contributors = average.mean.contributors
-            assert (average.view, contributors) == (others.view, others.mean.contributors)
-            assert average.mean.weight == sum(weight_of(replica, step) for replica in contributors)
+            contributors = average.contributors
+            assert (average.view, contributors) == (others.view, others.contributors)
+            assert average.weight == sum(weight_of(replica, step) for replica in contributors)
             assert not whole or contributors == average.view.members
 
 

@@ -20,9 +20,8 @@ from diloco.errors import DivergedError, RoundVoidError, TransportError, ViewCha
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
-from diloco.protocol.actions import Commit, Timer
+from diloco.protocol.actions import Average, Timer
 from diloco.protocol.failure_detector import Loss
-from diloco.protocol.headers import header_of
 from diloco.protocol.machine import Machine
 from diloco.protocol.messages import next_view
 from diloco.protocol.registry import Entry
@@ -86,7 +85,7 @@ class Rank:
         self.digest = "d"
         self.left = ""
         self.timers: list[tuple[float, Timer]] = []
-        self.averages: dict[int, Commit] = {}
+        self.averages: dict[int, Average] = {}
         self.errors: dict[int, TransportError] = {}
         self.changes: list[NextView] = []
         self.sent: list[Mapping[str, Any]] = []
@@ -251,8 +250,8 @@ class Rank:
                     self._exchanges[view.id, contribution.round] = None
                 case actions.GiveVerdict(view_id, round_id) if (view_id, round_id) in self._exchanges:
                     self._exchanges[view_id, round_id] = action
-                case actions.Commit(round_id):
-                    self.averages[self._undecided_step_of(round_id)] = action
+                case actions.Commit(average):
+                    self.averages[self._undecided_step_of(average.round)] = average
                 case actions.Void(round_id, failure):
                     self.errors[self._undecided_step_of(round_id)] = failure
                 case actions.Adopt(following, _, joined, welcome):
@@ -338,7 +337,7 @@ class Rank:
     def _hand_in(self, step: int) -> None:
         self.errors.pop(step, None)
         given = self._given[step]
-        self._todo.append(events.HandedIn(given, header_of(given), step, self.now_s))
+        self._todo.append(events.HandedIn(given, step, self.now_s))
 
     def _step_of(self, round_id: RoundId) -> int:
         return next(step for step, given in self._given.items() if given.round == round_id)

@@ -73,7 +73,7 @@ class Member:
 
     def hand_in(self, round_id: RoundId = ROUND, *, now_s: float = 0.0, sent_s: float = 0.0) -> list[Action]:
         given = contribution(0, round_id)
-        return self.handle(HandedIn(given, header_of(given), 5, sent_s), now_s)
+        return self.handle(HandedIn(given, 5, sent_s), now_s)
 
     def header(self, rank: int, round_id: RoundId = ROUND, digest: str = "d", *, now_s: float = 0.0) -> list[Action]:
         return self.hear(rank, signing_header(rank, round_id, digest), now_s=now_s)
@@ -116,7 +116,7 @@ def test_a_round_is_committed_once_all_votes_are_there(member: Member) -> None:
     assert said("vote", member.compute()).keys() == {1, 2}
     assert not of(Commit, member.vote(1))
     (commit,) = of(Commit, member.vote(2))
-    assert (commit.round, commit.mean.contributors) == (ROUND, (0, 1, 2))
+    assert (commit.average.round, commit.average.contributors) == (ROUND, (0, 1, 2))
 
 
 def test_with_a_commit_goes_how_late_everybody_was() -> None:
@@ -127,7 +127,7 @@ def test_with_a_commit_goes_how_late_everybody_was() -> None:
     member.compute()
     member.vote(1)
     (commit,) = of(Commit, member.vote(2))
-    assert commit.late_s == (0.25, 3.0, 0.0)
+    assert commit.average.late_s == (0.25, 3.0, 0.0)
 
 
 def test_only_the_first_vote_of_a_rank_counts(member: Member) -> None:
@@ -159,8 +159,8 @@ def test_a_contribution_that_comes_twice_is_refused_and_told_of(member: Member) 
     member.compute()
     member.vote(1)
     (commit,) = of(Commit, member.vote(2))
-    assert "a contribution of replica 1" in commit.note
-    assert "it had contributed to it before" in commit.note
+    assert "a contribution of replica 1" in commit.average.note
+    assert "it had contributed to it before" in commit.average.note
 
 
 def test_averages_that_differ_end_the_view(member: Member) -> None:

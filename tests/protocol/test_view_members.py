@@ -78,7 +78,7 @@ def test_who_is_late_is_lost_and_told_so() -> None:
     assert rank(network, 2).left.startswith(f"the others went on without replica 2: {words}; replica 2 is lost")
     for number in (0, 1):
         assert not rank(network, number).left
-        assert rank(network, number).averages[1].mean.contributors == (0, 1)
+        assert rank(network, number).averages[1].contributors == (0, 1)
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -137,7 +137,7 @@ def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
     for sender in (0, 1):
         while network.can("deliver", sender, 2):
             network.happen("deliver", sender, 2, 0)
-    assert rank(network, 2).averages[1].mean.contributors == (0, 1, 2)
+    assert rank(network, 2).averages[1].contributors == (0, 1, 2)
     assert not rank(network, 0).averages
     rank(network, 2).suffer("leaves", 0)
     for number in (0, 1):
@@ -145,7 +145,7 @@ def test_what_a_leaver_has_applied_is_applied_by_all() -> None:
             network.happen("deliver", 2, number, 0)
     explore(network, [])
     for number in (0, 1):
-        assert rank(network, number).averages[1].mean.contributors == (0, 1, 2)
+        assert rank(network, number).averages[1].contributors == (0, 1, 2)
 
 
 def test_nobody_loses_itself_when_another_rank_of_its_replica_is_late() -> None:
@@ -203,7 +203,7 @@ def test_who_leaves_says_so_and_the_others_go_on_with_its_name_and_step() -> Non
         assert change.left == ((2, 0),)
         assert change.reason == "replica 2 has left; replicas 0, 1 go on"
         assert rank(network, number).machine.views.contributions.reason.startswith("replica 2 left after step 0; ")
-        assert rank(network, number).averages[1].mean.contributors == (0, 1)
+        assert rank(network, number).averages[1].contributors == (0, 1)
 
 
 def test_all_ranks_of_a_replica_say_that_they_leave() -> None:

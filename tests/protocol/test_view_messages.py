@@ -50,7 +50,7 @@ def test_who_is_no_member_of_a_view_has_no_say_in_it(message: Mapping[str, Any],
     for number in (0, 1):
         assert rank(network, number).view == View(1, (0, 1))
         assert set(rank(network, number).outcomes.values()) == {True}
-        assert all(each.mean.contributors <= (0, 1) for each in rank(network, number).averages.values())
+        assert all(each.contributors <= (0, 1) for each in rank(network, number).averages.values())
 
 
 def test_a_process_in_a_members_place_has_no_say_before_it_is_one() -> None:

@@ -90,8 +90,8 @@ def test_who_leaves_is_missed_by_nobody(numbers: list[int], replicas: int, leave
         assert left.keys() == gone
         for each in ranks:
             for step, average in each.averages.items():
-                theirs = rank.averages[step].mean.contributors if step in rank.averages else "void"
-                assert theirs == average.mean.contributors, "what a leaver has applied, all have"
+                theirs = rank.averages[step].contributors if step in rank.averages else "void"
+                assert theirs == average.contributors, "what a leaver has applied, all have"
         for replica, step in left.items():
             assert step in {each.step for each in ranks if each.replica == replica}
 

@@ -19,7 +19,8 @@ from diloco.algorithm.codec import make_codec
 from diloco.algorithm.exchange import plan_exchange
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding, Residual, encode_all_means
 from diloco.errors import ConfigurationError, DivergedError, RoundVoidError, TransportError
-from diloco.transport.base import Average, Transport
+from diloco.protocol.actions import Average
+from diloco.transport.base import Transport
 from tests.algorithm.codecs import OURS
 from tests.transport.wires import at_once
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from diloco.errors import TransportError
+from diloco.protocol.actions import Average
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
-from diloco.transport.base import Average
 from diloco.transport.peers.connected import Connected
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.torch_distributed.connect import connect

@@ -10,7 +10,8 @@ import torch
 
 from diloco.algorithm.averaging import RoundId
 from diloco.errors import ConfigurationError, RoundTimeoutError, RoundVoidError, TransportError
-from diloco.transport.base import Average, Transport
+from diloco.protocol.actions import Average
+from diloco.transport.base import Transport
 from diloco.transport.faults import Fault, parse_fault
 from diloco.transport.in_process import InProcessTransport
 from tests.transport.contract import SIZE, MakeEndpoints, TransportContract, contribution, exchange

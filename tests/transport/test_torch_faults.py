@@ -11,7 +11,8 @@ import pytest
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, weighted_mean
 from diloco.errors import RoundVoidError
 from diloco.membership.view import View
-from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from diloco.protocol.actions import Average
+from diloco.transport.base import Pending, SnapshotSource, Transport
 from tests.processes import Processes
 from tests.transport.fault_replicas import digests, make_replica, replica
 from tests.transport.fault_scenarios import (

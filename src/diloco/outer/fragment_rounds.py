@@ -25,7 +25,8 @@ from diloco.errors import DivergedError, RoundVoidError
 from diloco.events import RoundCommitted, RoundSent, RoundVoid
 from diloco.outer.arguments import Arguments
 from diloco.outer.taking_over import SharedState, TakingOver
-from diloco.transport.base import Average, Pending, Transport
+from diloco.protocol.actions import Average
+from diloco.transport.base import Pending, Transport
 
 __all__ = ["FragmentRounds"]
 

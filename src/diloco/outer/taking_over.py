@@ -16,7 +16,8 @@ from diloco.algorithm.outer_optimizer import OuterState
 from diloco.errors import DivergedError, FragmentError, TransportError
 from diloco.events import StateFetched
 from diloco.outer.fetch_progress import FetchProgress
-from diloco.transport.base import Average, Fetching, Transport
+from diloco.protocol.actions import Average
+from diloco.transport.base import Fetching, Transport
 from diloco.waiting import waiting_for
 
 __all__ = ["SharedState", "TakingOver"]

@@ -17,6 +17,7 @@ from diloco.protocol.registry import Entry
 __all__ = [
     "Action",
     "Adopt",
+    "Average",
     "CancelTimer",
     "CloseLinks",
     "Commit",
@@ -110,18 +111,29 @@ class GiveVerdict:
     residuals: Mapping[int, Stretch]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Average(Mean):
+    """What a replica gets from a committed round: its mean, bit-identical on every replica, and how the round went."""
+
+    round: RoundId  # which round
+    view: View  # who took part
+    sent_bytes: int  # payload moved by this replica for this round
+    received_bytes: int
+    wait_s: float  # how long this replica stood still for it (virtual seconds on an emulated link)
+    note: str = ""  # who was left out of the mean, or whose messages were refused, and why; empty when all was well
+    # of each contributor, how many seconds after the first one this replica heard of it; empty where that is not known
+    late_s: tuple[float, ...] = ()
+    # None: the average applies to the state that this replica holds. Else this replica is still taking over the
+    # fragment's state, which that one holds, and its own contribution did not count.
+    donor: int | None = None
+    held: str = ""  # digest of that state
+
+
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """A round is applied by all of ``view``; ``note``, ``donor``, ``held`` and ``late_s`` as in `Average`."""
+    """A round is applied by all: this rank gets ``average``."""
 
-    round: RoundId
-    mean: Mean
-    view: View
-    plan: Exchange
-    note: str
-    donor: int | None
-    held: str
-    late_s: tuple[float, ...] = ()
+    average: Average
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from diloco.membership.reports import NextView, Report
 from diloco.membership.view import View
 from diloco.protocol.actions import Action, SendMessage, Timer
 from diloco.protocol.failure_detector import Loss
-from diloco.protocol.headers import Header
 
 __all__ = [
     "Begin",
@@ -142,7 +141,6 @@ class HandedIn:
     """A contribution."""
 
     contribution: Contribution  # its tensors on the CPU
-    header: Header
     step: int  # the inner step at which it was sent
     sent_s: float
     # how much of the time since then the members have been changing, so that its round stood still

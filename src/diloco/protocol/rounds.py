@@ -15,7 +15,7 @@ from diloco.membership.quorum import enough_without
 from diloco.membership.reports import NextView, Report
 from diloco.protocol.actions import SetTimer, StartExchange, Timer
 from diloco.protocol.events import Computed, ExchangeEnded, HandedIn, Outbox
-from diloco.protocol.headers import Header
+from diloco.protocol.headers import Header, header_of
 from diloco.protocol.messages import RoundVote
 from diloco.protocol.round_state import RoundState
 from diloco.protocol.rules import Policies, Rules, expired_words, late_words, owing_words
@@ -115,7 +115,7 @@ class RoundTable:
             return
         state.plan = plan_round(contribution, len(self.view.members))
         state.heard_s[self._rules.rank] = handed.sent_s
-        header = replace(handed.header, taking_over=state.taking_over, key=self._voting.key)
+        header = replace(header_of(contribution), taking_over=state.taking_over, key=self._voting.key)
         state.headers[self._rules.rank] = header
         self._voting.tell(header.to_message(self.view.id))
         state.exchanging = True

@@ -13,7 +13,7 @@ from diloco.membership.lateness import Lateness
 from diloco.membership.proofs import SignedVote
 from diloco.membership.reports import Report, Rounds
 from diloco.membership.view import View
-from diloco.protocol.actions import CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
+from diloco.protocol.actions import Average, CancelTimer, Commit, GiveVerdict, SetTimer, Timer, Void
 from diloco.protocol.conduct import Conduct
 from diloco.protocol.events import Outbox, Spoilt
 from diloco.protocol.messages import RoundVote, vote_words
@@ -191,14 +191,21 @@ class Voting:
             assert state.mean is not None
             assert state.plan is not None
             assert state.verdict is not None
-            lost = state.lost_residual(self.view.members, self._rules)
-            note = "; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused])
-            self._refused = []
-            late_s = state.late_s(state.mean.contributors, self._rules)
-            held = state.held(self._rules)
-            self._outbox.actions.append(
-                Commit(state.id, state.mean, self.view, state.plan, note, state.donor, held, late_s)
+            lost, me = state.lost_residual(self.view.members, self._rules), self.view.members.index(self._rules.replica)
+            average = Average(
+                **vars(state.mean),
+                round=state.id,
+                view=self.view,
+                sent_bytes=state.plan.sent_bytes(me),
+                received_bytes=state.plan.received_bytes(me),
+                wait_s=0.0,
+                note="; ".join([*filter(None, [state.verdict.reason, lost]), *self._refused]),
+                donor=state.donor,
+                held=state.held(self._rules),
+                late_s=state.late_s(state.mean.contributors, self._rules),
             )
+            self._refused = []
+            self._outbox.actions.append(Commit(average))
         state.concluded = True
         state.free()
 

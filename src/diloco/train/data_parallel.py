@@ -13,7 +13,8 @@ from diloco.algorithm.fragments import flatten, local_shard, trainable_parameter
 from diloco.algorithm.weighting import contribution_weight
 from diloco.errors import NonFiniteError, RoundVoidError, TransportError, ViewChangedError
 from diloco.model.language_model import LanguageModel
-from diloco.transport.base import Average, Pending, Transport
+from diloco.protocol.actions import Average
+from diloco.transport.base import Pending, Transport
 from diloco.transport.replica_group import ReplicaGroup
 
 __all__ = ["GradientAverager"]

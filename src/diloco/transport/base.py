@@ -8,32 +8,14 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from diloco.algorithm.averaging import Contribution, Mean, RoundId
+from diloco.algorithm.averaging import Contribution
 from diloco.errors import TransportError
 from diloco.membership.view import View
+from diloco.protocol.actions import Average
 
-__all__ = ["Average", "Fetching", "Pending", "SnapshotSource", "Transport"]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Average(Mean):
-    """What a replica gets from a committed round: its mean, bit-identical on every replica, and how the round went."""
-
-    round: RoundId  # which round
-    view: View  # who took part
-    sent_bytes: int  # payload moved by this replica for this round
-    received_bytes: int
-    wait_s: float  # how long this replica stood still for it (virtual seconds on an emulated link)
-    note: str = ""  # who was left out of the mean, or whose messages were refused, and why; empty when all was well
-    # of each contributor, how many seconds after the first one this replica heard of it; empty where that is not known
-    late_s: tuple[float, ...] = ()
-    # None: the average applies to the state that this replica holds. Else this replica is still taking over the
-    # fragment's state, which that one holds, and its own contribution did not count.
-    donor: int | None = None
-    held: str = ""  # digest of that state
+__all__ = ["Fetching", "Pending", "SnapshotSource", "Transport"]
 
 
 class Pending(Protocol):

@@ -15,7 +15,7 @@ from diloco.algorithm.exchange import Exchange, plan_round
 from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_words
 from diloco.errors import CodecError, DivergedError, RoundVoidError, TransportError
 from diloco.membership.view import View
-from diloco.transport.base import Average
+from diloco.protocol.actions import Average
 from diloco.transport.faults import Fault, arrivals
 from diloco.transport.links import Transfer, VirtualNetwork
 

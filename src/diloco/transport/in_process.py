@@ -18,8 +18,9 @@ from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.algorithm.numbers import check_whole
 from diloco.errors import ConfigurationError, RoundTimeoutError, TransportError
 from diloco.membership.view import View
+from diloco.protocol.actions import Average
 from diloco.protocol.registry import Entry, difference
-from diloco.transport.base import Average, Pending, SnapshotSource, Transport
+from diloco.transport.base import Pending, SnapshotSource, Transport
 from diloco.transport.emulated_rounds import EmulatedRounds
 from diloco.transport.faults import Fault
 from diloco.transport.links import VirtualNetwork

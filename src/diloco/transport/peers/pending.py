@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.algorithm.averaging import Contribution, RoundId
 from diloco.errors import RoundTimeoutError, RoundVoidError, TransportError
-from diloco.transport.base import Average
+from diloco.protocol.actions import Average
 
 if TYPE_CHECKING:
     from diloco.transport.peers.transport import PeerTransport

@@ -11,20 +11,18 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from diloco.algorithm.averaging import Contribution, RoundId
+from diloco.algorithm.averaging import RoundId
 from diloco.errors import ConfigurationError, RendezvousError, TransportError
 from diloco.membership.reports import NextView
 from diloco.membership.view import View
 from diloco.protocol import actions, events
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.fields import Fields
-from diloco.protocol.headers import header_of
 from diloco.protocol.machine import Machine
 from diloco.protocol.messages import facts_message
 from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
-from diloco.transport.base import Average
 from diloco.transport.links import Link
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.data_link import OpenLink
@@ -60,6 +58,8 @@ class ProtocolRunner:
         self.rules = rules
         self.policies = policies
         self.timing = replace(timing, latency_s=link.latency_s if link else 0.0)
+        # longer than any round takes, unless something unforeseen is wrong
+        self._guard_s = 3 * rules.round_timeout_s + 3 * timing.silence_s
         self.reason = ""  # why it is not the one before
         # called in the control thread with each next view; what it returns is sent to ranks that join with it
         self.on_change: Callable[[NextView], Mapping[str, Any] | None] = lambda following: None
@@ -152,12 +152,8 @@ class ProtocolRunner:
     def _met(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """The values told at a barrier, once all connected ranks have told theirs or ``unless`` holds."""
         barriers, present = self._machine.barriers, self._machine.present
-        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s())
+        self._wait_for(lambda: unless() or not barriers.awaited(name, present()), self._guard_s)
         return barriers.said(name)
-
-    def _guard_s(self) -> float:
-        """Longer than any round takes, unless something unforeseen is wrong."""
-        return 3 * self.rules.round_timeout_s + 3 * self.timing.silence_s
 
     # In the control thread.
 
@@ -171,9 +167,6 @@ class ProtocolRunner:
                 self._handle(event)
             case _:
                 self._handle(event)
-
-    def _hand_in(self, contribution: Contribution, step: int, sent_s: float) -> None:
-        self._handle(events.HandedIn(contribution, header_of(contribution), step, sent_s))
 
     def _handle(self, event: events.Event) -> None:
         with self._changed:
@@ -202,15 +195,15 @@ class ProtocolRunner:
             case actions.StartExchange(view, contribution):
                 self._links.need()
                 key = view.id, contribution.round
-                self._exchanges[key] = exchange = PayloadExchange(action, self._queue, self.rules.piece_bytes)
+                self._exchanges[key] = PayloadExchange(action, self._queue, self.rules.piece_bytes)
                 # by its key: the links outlive the exchange, and keep what they call
                 self._linked.add_done_callback(lambda links: self._exchanges[key].begin(links))
-                self._threads.start(self._exchange, exchange, name=f"diloco-{contribution.round.fragment}")
+                self._threads.start(self._exchange, key, name=f"diloco-{contribution.round.fragment}")
             case actions.GiveVerdict(view_id, round_id):
-                if (view_id, round_id) in self._exchanges:  # else the exchange has failed
-                    self._exchanges[view_id, round_id].verdict.set_result(action)
-            case actions.Commit(round_id):
-                self._contributed.resolve(round_id, self._average(action))
+                if exchange := self._exchanges.get((view_id, round_id)):  # else the exchange has failed
+                    exchange.verdict.set_result(action)
+            case actions.Commit(average):
+                self._contributed.resolve(average.round, average)
             case actions.Void(round_id, failure):
                 self._contributed.resolve(round_id, failure)
             case actions.Adopt(following, reason, joined, welcome):
@@ -241,30 +234,12 @@ class ProtocolRunner:
         if isinstance(error, TransportError) and error.replicas:  # otherwise the view has ended
             self._handle(events.LinksFailed(view.id, error.replicas, str(error)))
 
-    def _exchange(self, exchange: PayloadExchange) -> None:
+    def _exchange(self, key: tuple[int, RoundId]) -> None:
         """In a thread of its own."""
-        for event in exchange.run():
-            self.connections.post(self._exchanged, event)
-
-    def _exchanged(self, event: events.Event) -> None:
-        if isinstance(event, events.ExchangeEnded):
-            self._exchanges.pop((event.view_id, event.round), None)
-        self._handle(event)
-
-    def _average(self, commit: actions.Commit) -> Average:
-        plan, me = commit.plan, commit.view.members.index(self.rules.replica)
-        return Average(
-            **vars(commit.mean),
-            round=commit.round,
-            view=commit.view,
-            sent_bytes=plan.sent_bytes(me),
-            received_bytes=plan.received_bytes(me),
-            wait_s=0.0,
-            note=commit.note,
-            donor=commit.donor,
-            held=commit.held,
-            late_s=commit.late_s,
-        )
+        for event in self._exchanges[key].run():
+            if isinstance(event, events.ExchangeEnded):
+                del self._exchanges[key]
+            self._post(event)
 
 
 def _named(replicas: Sequence[int]) -> str:

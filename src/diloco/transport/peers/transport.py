@@ -13,6 +13,7 @@ from diloco.errors import ReplicaLostError, TransportError
 from diloco.membership.grace import Grace
 from diloco.membership.view import View
 from diloco.protocol import events
+from diloco.protocol.actions import Average
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.faults import Faults
 from diloco.protocol.machine import Answer
@@ -20,7 +21,7 @@ from diloco.protocol.messages import next_view, speed_message
 from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
-from diloco.transport.base import Average, Fetching, Pending, SnapshotSource, Transport
+from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
 from diloco.transport.peers.data_link import OpenLink
 from diloco.transport.peers.payload_links import HostCopies
@@ -107,12 +108,13 @@ class PeerTransport(ProtocolRunner, Transport):
     # Rounds.
 
     def average(self, contribution: Contribution) -> Pending:
-        pending, step = self._contributed.add(contribution, self._guard_s(), self), self.step
+        pending = self._contributed.add(contribution, self._guard_s, self)
+        handed = events.HandedIn(contribution, self.step, pending.sent_s)
         if contribution.payload.is_cuda:
             host, copied = self._copies.start(contribution)
-            self._copies.after(copied, lambda: self.connections.post(self._hand_in, host, step, pending.sent_s))
+            self._copies.after(copied, lambda: self._post(replace(handed, contribution=host)))
         else:
-            self.connections.post(self._hand_in, contribution, step, pending.sent_s)
+            self._post(handed)
         return pending
 
     def tick(self) -> None:
