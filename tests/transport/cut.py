@@ -18,7 +18,6 @@ from torch import Tensor
 from diloco.errors import TransportError
 from diloco.transport.peers import connection_manager, control_connection
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.data_link import Work
 from diloco.transport.peers.reliable_link import ReliableLink
 
 __all__ = ["Cut"]
@@ -74,8 +73,8 @@ class Cut:
     def _hold_back_payloads(self) -> None:
         send, receive = ReliableLink.send, ReliableLink.receive
 
-        def held_send(link: ReliableLink, values: Tensor, tag: int) -> Work:
-            sent: Future[Work] = Future()
+        def held_send(link: ReliableLink, values: Tensor, tag: int) -> Any:
+            sent: Future[Future[None]] = Future()
 
             def act() -> None:
                 try:
@@ -121,21 +120,21 @@ class Cut:
 class _Sent:
     """A message that leaves now, or when the way is whole again."""
 
-    begun: Future[Work]
+    begun: Future[Future[None]]
 
-    def wait(self) -> None:
-        self.begun.result().wait()
+    def result(self) -> None:
+        self.begun.result().result()
 
 
 class _Held:
     """A receipt of which nobody hears while the way is cut."""
 
-    def __init__(self, work: Work, whole: threading.Event) -> None:
+    def __init__(self, work: Future[None], whole: threading.Event) -> None:
         self._work = work
         self._whole = whole
 
-    def wait(self) -> None:
+    def result(self) -> None:
         try:
-            self._work.wait()
+            self._work.result()
         finally:
             self._whole.wait()

@@ -19,8 +19,8 @@ from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
 from diloco.transport.peers import inbox
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.link_manager import LinkManager
+from diloco.transport.peers.opened_link import LinkRequest
 from diloco.transport.peers.payload_connection import Head, Part
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import pack
@@ -126,7 +126,7 @@ def wait_for(end: End, come: Callable[[], Any]) -> None:
 
 def wait(work: Any) -> None:
     """For a work, in a thread, so that a hang is a failure."""
-    (error,) = at_once([work.wait])
+    (error,) = at_once([work.result])
     if isinstance(error, Exception):
         raise error
 
@@ -141,7 +141,7 @@ def test_messages_find_their_rooms_whichever_comes_first(pair: tuple[End, End]) 
     coming = first.receive(back, tag=0)
     second.send(torch.tensor([1, 2, 3], dtype=torch.uint8), tag=0)
     for work in (*sent, *works, coming):
-        work.wait()
+        work.result()
     assert all(torch.equal(room, value) for room, value in zip(rooms, values, strict=True))
     assert back.tolist() == [1, 2, 3]
 
@@ -163,7 +163,7 @@ def test_messages_of_one_tag_arrive_in_the_order_sent(pair: tuple[End, End]) -> 
     for n in range(5):
         first.send(torch.tensor([float(n)]), 7)
     for work in works:
-        work.wait()
+        work.result()
     assert [room.item() for room in rooms] == [0, 1, 2, 3, 4]
 
 
@@ -179,7 +179,7 @@ def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[End, End]) -> N
         if n % 10 == 5:
             pair[0].in_loop(pair[0].streams.cut)
     for work in (*works, *sent):
-        work.wait()
+        work.result()
     assert all(bool((room == n).all()) for n, room in enumerate(rooms))
     assert len(pair[0].streams.opened) > 1, "it was opened anew"
 

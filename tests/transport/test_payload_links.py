@@ -11,8 +11,9 @@ from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.data_link import DataLink, LinkRequest
+from diloco.transport.peers.opened_link import LinkRequest
 from diloco.transport.peers.payload_links import PayloadLinks
+from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.threads import Threads
 
 LIMIT_S = 30.0
@@ -34,10 +35,10 @@ def test_a_link_that_fails_in_any_way_is_a_failure_of_that_link(
     """One that counted as made would keep the round waiting for its whole time-out."""
     made = Link()
 
-    def open_link(request: LinkRequest) -> DataLink:
+    def open_link(request: LinkRequest) -> ReliableLink:
         if request.rank == 2:
             raise error
-        return cast(DataLink, made)
+        return cast(ReliableLink, made)
 
     links = PayloadLinks(RULES, POLICIES, connections, Threads(), idle_s=0.0)
     wanted = links.open(View(0, (0, 1, 2)), open_link)
@@ -54,9 +55,9 @@ def test_links_are_made_for_rounds_and_not_for_every_view_on_the_way_to_a_swarm(
     """Nor do those of a view wait whose predecessor had rounds."""
     made: list[str] = []
 
-    def open_link(request: LinkRequest) -> DataLink:
+    def open_link(request: LinkRequest) -> ReliableLink:
         made.append(request.key)
-        return cast(DataLink, Link())
+        return cast(ReliableLink, Link())
 
     threads = Threads()
     links = PayloadLinks(RULES, POLICIES, connections, threads, idle_s=LIMIT_S)

@@ -13,9 +13,8 @@ from diloco.protocol.fields import json_object
 from diloco.transport.hivemind.direct_streams import hosts_in
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.link_manager import LinkManager
-from diloco.transport.peers.opened_link import OpenedLink, Route
+from diloco.transport.peers.opened_link import LinkRequest, OpenedLink, Route
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import Stream
 from diloco.transport.peers.threads import Mailbox

@@ -5,36 +5,17 @@ Memory for what nobody waits for yet is limited. In the loop's thread.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from diloco.errors import TransportError
 from diloco.transport.peers.payload_connection import Head
 
-__all__ = ["Inbox", "LinkWork", "Receive"]
+__all__ = ["Inbox", "Receive"]
 
 _MOST_EARLY_BYTES = 64 << 20
 _EARLY_OVERHEAD_BYTES = 256  # of a message that nobody waits for yet, beside its own
-
-
-class LinkWork:
-    """A message on its way: done when the other side has it, or when it has come."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._error: TransportError | None = None
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-    def finish(self, error: TransportError | None = None) -> None:
-        """The first call counts."""
-        if not self._done.is_set():
-            self._error = error
-            self._done.set()
 
 
 @dataclass(eq=False)
@@ -42,7 +23,7 @@ class Receive:
     """Room for a message, and who waits for it."""
 
     data: memoryview
-    work: LinkWork
+    come: Future[None]
 
 
 @dataclass(eq=False)
@@ -79,11 +60,14 @@ class Inbox:
         else:
             self._receives.setdefault(tag, deque()).append(receive)
 
-    def waiting(self) -> list[LinkWork]:
-        """The works of all that wait for a message."""
-        works = [each.work for receives in self._receives.values() for each in receives]
-        works += [each.receive.work for each in self._incoming.values() if each.receive]
-        return works + [each.receive.work for held in self._early.values() for each in held if each.receive]
+    def close(self, error: TransportError) -> None:
+        """An error for all that wait for a message; what has come of messages is forgotten."""
+        waiting = [each for receives in self._receives.values() for each in receives]
+        waiting += [each.receive for each in self._incoming.values() if each.receive]
+        for receive in waiting:
+            receive.come.set_exception(error)
+        for held in (self._receives, self._incoming, self._early):
+            held.clear()
 
     def has_room(self, head: Head) -> bool:
         """Whether a part may come now, or has to wait until messages were taken.
@@ -138,14 +122,11 @@ class Inbox:
 
     def _hand_over(self, message: _Incoming, receive: Receive) -> None:
         """Of a message that is whole: to who waits for it."""
-        if message.data is receive.data:
-            receive.work.finish()
-            return
-        self._early_bytes -= len(message.data) + _EARLY_OVERHEAD_BYTES
-        if len(message.data) != len(receive.data):
-            receive.work.finish(
-                TransportError(f"a message of {len(message.data)} bytes came instead of {len(receive.data)}")
-            )
-            return
-        receive.data[:] = message.data
-        receive.work.finish()
+        size, expected = len(message.data), len(receive.data)
+        if message.data is not receive.data:
+            self._early_bytes -= size + _EARLY_OVERHEAD_BYTES
+            if size != expected:
+                receive.come.set_exception(TransportError(f"a message of {size} bytes came instead of {expected}"))
+                return
+            receive.data[:] = message.data
+        receive.come.set_result(None)

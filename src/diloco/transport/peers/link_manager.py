@@ -12,8 +12,7 @@ from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
 from diloco.transport.path import Pace, together
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.data_link import LinkRequest
-from diloco.transport.peers.opened_link import OpenedLink, Route
+from diloco.transport.peers.opened_link import LinkRequest, OpenedLink, Route
 from diloco.transport.peers.payload_connection import PayloadConnection
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import Stream, pack, read_frame, within

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,6 @@ from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.exchange import Exchange
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, Residual, Stretch, collected, encode_mean, overlap
 from diloco.errors import CodecError
-from diloco.transport.peers.data_link import Work
 from diloco.transport.peers.round_messages import RoundMessages
 
 __all__ = ["MeanExchange"]
@@ -35,7 +35,7 @@ class _MeanPiece:
     start: int
     stop: int
     room: Tensor
-    work: Work
+    work: Future[None]
 
 
 class MeanExchange:
@@ -68,7 +68,7 @@ class MeanExchange:
         self._keeps = plan.keeps_residual
         self._messages = messages
         self._values = values
-        self._handed_over: list[tuple[int, Residual, list[Work]]] = []
+        self._handed_over: list[tuple[int, Residual, list[Future[None]]]] = []
         self._incoming = [
             self._expect(member, start, stop, piece)
             for member in messages.links

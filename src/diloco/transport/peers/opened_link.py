@@ -1,19 +1,35 @@
-"""A payload link with what keeps its connections, and what it shows of its way."""
+"""How payload links are asked for; one with what keeps its connections, and what it shows of its way."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco.transport.path import PathEstimate, PathSample
-from diloco.transport.peers.data_link import LinkRequest
 from diloco.transport.peers.payload_connection import PayloadConnection
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import Stream
 from diloco.transport.tcp import Counters
 from diloco.units import format_rate
 
-__all__ = ["OpenedLink", "Route"]
+__all__ = ["LinkRequest", "OpenLink", "OpenedLink", "Route"]
+
+
+@dataclass(frozen=True)
+class LinkRequest:
+    """A link that two ranks are to open, each from its side."""
+
+    key: str  # names this link and this attempt, alike on both sides
+    rank: int  # the other one
+    first: bool  # whether I am the one of the lower rank
+    streams: int  # connections that this end would open
+    chosen: bool  # whether the user chose their number
+    timeout_s: float  # the longest to wait for the other one
+
+
+OpenLink = Callable[[LinkRequest], ReliableLink]
+"""Opens a link, in a thread of its own; `TransportError` if it does not come to be, and nothing stays open then."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
 from diloco.errors import CodecError, TransportError
 from diloco.protocol.actions import GiveVerdict, StartExchange
 from diloco.protocol.events import Computed, Event, ExchangeEnded
-from diloco.transport.peers.data_link import DataLink, Work
 from diloco.transport.peers.mean_exchange import MeanExchange
 from diloco.transport.peers.payload_links import SendQueue
+from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.round_messages import RoundMessages
 
 __all__ = ["PayloadExchange"]
@@ -57,11 +57,11 @@ class PayloadExchange:
         self._view_id = started.view.id
         self._queue = queue
         self._piece_bytes = piece_bytes
-        self._incoming: dict[int, list[tuple[Tensor, Work]]] = {}
-        self._extras: dict[int, tuple[Tensor, Work]] = {}
+        self._incoming: dict[int, list[tuple[Tensor, Future[None]]]] = {}
+        self._extras: dict[int, tuple[Tensor, Future[None]]] = {}
         self.values = torch.zeros(0, dtype=torch.float32)
 
-    def begin(self, links: Future[Mapping[int, DataLink]]) -> None:
+    def begin(self, links: Future[Mapping[int, ReliableLink]]) -> None:
         """`start`, in the thread of the links: one hand-over less for each message; `run` tells of a failure.
 
         Args:
@@ -94,7 +94,7 @@ class PayloadExchange:
             spoiler = error.replica if isinstance(error, CodecError) else None
             yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
 
-    def start(self, links: Mapping[int, DataLink]) -> None:
+    def start(self, links: Mapping[int, ReliableLink]) -> None:
         """Make room for what is to come, and send what is mine.
 
         Raises:
@@ -230,7 +230,7 @@ class PayloadExchange:
             self._incoming[member][piece] = (payload[:0], work)
         return payload
 
-    def _receive(self, member: int, num_bytes: int, piece: int) -> tuple[Tensor, Work]:
+    def _receive(self, member: int, num_bytes: int, piece: int) -> tuple[Tensor, Future[None]]:
         room = torch.empty(num_bytes, dtype=torch.uint8)
         return room, self._messages.receive(member, room, piece)
 

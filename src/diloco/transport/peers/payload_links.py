@@ -19,14 +19,15 @@ from diloco.errors import TransportError
 from diloco.membership.view import View
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.data_link import DataLink, LinkRequest, OpenLink, Work
+from diloco.transport.peers.opened_link import LinkRequest, OpenLink
+from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.threads import Threads
 from diloco.transport.shaping import Pacer
 from diloco.transport.tcp import congestion_control, streams_to_each
 
 __all__ = ["HostCopies", "Links", "PayloadLinks", "SendQueue"]
 
-Links = Mapping[int, DataLink]  # replica -> the way to it
+Links = Mapping[int, ReliableLink]  # replica -> the way to it
 
 
 class PayloadLinks:
@@ -85,7 +86,7 @@ class PayloadLinks:
         needed.wait(self._idle_s)
         if links.done():  # the view has ended
             return
-        made: dict[int, DataLink] = {}
+        made: dict[int, ReliableLink] = {}
         failed: dict[int, str] = {}
 
         def connect(peer: int) -> None:
@@ -129,7 +130,7 @@ class PayloadLinks:
             links.set_result(made)
 
 
-_Waiting = tuple[float, int, Callable[[], Work], "Future[Work]"]
+_Waiting = tuple[float, int, Callable[[], "Future[None]"], "Future[None]"]
 
 
 class SendQueue:
@@ -144,12 +145,12 @@ class SendQueue:
         self._thread = threading.Thread(target=self._run, name="diloco-send", daemon=True)
         self._thread.start()
 
-    def send(self, link: DataLink, values: Tensor, tag: int) -> Work:
-        """As `DataLink.send`, when the link has had time for what was sent before; errors are raised by who waits."""
-        send, sent = partial(link.send, values, tag), _Sent()
+    def send(self, link: ReliableLink, values: Tensor, tag: int) -> Future[None]:
+        """As `ReliableLink.send`, when the link has had time for what was sent before; the future gets any error."""
+        send, sent = partial(link.send, values, tag), Future[None]()
         with self._changed:
             due_s = self._pacer.arrival_s(time.monotonic(), values.nbytes)
-            waiting: _Waiting = (due_s, next(self._numbers), send, sent.future)
+            waiting: _Waiting = (due_s, next(self._numbers), send, sent)
             heapq.heappush(self._queue, waiting)
             self._changed.notify()
         return sent
@@ -172,7 +173,7 @@ class SendQueue:
                     return
                 _, _, send, future = heapq.heappop(self._queue)
             try:
-                future.set_result(send())
+                send().add_done_callback(partial(_tell, future))
             except (RuntimeError, TransportError) as error:  # the link has ended
                 future.set_exception(error)
             del send, future  # or they would be kept until the next message
@@ -181,14 +182,11 @@ class SendQueue:
         return max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else None
 
 
-class _Sent:
-    """A message that is on its way once the queue has handed it over."""
-
-    def __init__(self) -> None:
-        self.future: Future[Work] = Future()
-
-    def wait(self) -> None:
-        self.future.result().wait()
+def _tell(whoever_waits: Future[None], sent: Future[None]) -> None:
+    if error := sent.exception():
+        whoever_waits.set_exception(error)
+    else:
+        whoever_waits.set_result(None)
 
 
 class HostCopies:

@@ -11,13 +11,14 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from diloco.errors import TransportError
 from diloco.transport.path import Pace
-from diloco.transport.peers.inbox import Inbox, LinkWork, Receive
+from diloco.transport.peers.inbox import Inbox, Receive
 from diloco.transport.peers.payload_connection import MOST_PART_BYTES, Head, Part, PayloadConnection
 
 __all__ = ["ReliableLink", "part_bytes"]
@@ -45,13 +46,15 @@ class _Outgoing:
     number: int
     tag: int
     data: memoryview
-    work: LinkWork
+    sent: Future[None]
     cut: int = 0  # bytes that parts were made of
     missing: int = 0  # bytes that the other side has not acknowledged
 
 
 class ReliableLink:
-    """Payload messages both ways. All but `send`, `receive` and `close` runs in the loop's thread.
+    """Payload messages to one other rank, both ways; those of one tag arrive in the order sent.
+
+    All but `send`, `receive` and `close` runs in the loop's thread.
 
     Args:
         loop: whose thread does everything.
@@ -82,17 +85,19 @@ class ReliableLink:
 
     # For any thread.
 
-    def send(self, values: Tensor, tag: int) -> LinkWork:
-        """Start sending a contiguous CPU tensor, which must stay as it is until the work is done."""
-        work = LinkWork()
-        self._call(self._push, tag, _bytes_of(values), work)
-        return work
+    def send(self, values: Tensor, tag: int) -> Future[None]:
+        """Start sending a contiguous CPU tensor, which must stay as it is until the other side has it.
 
-    def receive(self, values: Tensor, tag: int) -> LinkWork:
-        """Start receiving into a contiguous CPU tensor what comes with this tag, in the order sent."""
-        work = LinkWork()
-        self._call(self._expect, tag, Receive(_bytes_of(values), work))
-        return work
+        The future, as that of `receive`, gets a `TransportError` if the link ends before.
+
+        Raises:
+            TransportError: the loop is closed.
+        """
+        return self._in_loop(self._push, values, tag)
+
+    def receive(self, values: Tensor, tag: int) -> Future[None]:
+        """Start receiving into a contiguous CPU tensor what the other side sends with the same tag; else as `send`."""
+        return self._in_loop(self._expect, values, tag)
 
     def close(self) -> None:
         """End the link; whoever waits gets an error at once."""
@@ -119,10 +124,9 @@ class ReliableLink:
             return
         self.why = why
         self._error = error = TransportError(f"a payload connection ended: {why}")
-        works = [each.work for each in self._on_their_way.values()]
-        works += [each.work for held in self._tags.values() for each in held]
-        for work in works + self.inbox.waiting():
-            work.finish(error)
+        for message in (*self._on_their_way.values(), *(each for held in self._tags.values() for each in held)):
+            message.sent.set_exception(error)
+        self.inbox.close(error)
         for connection in list(self.connections.values()):
             connection.end()
         self.settled.set()
@@ -157,13 +161,18 @@ class ReliableLink:
             free = [each for each in free if each.write_next()]
 
     def take(self) -> Part | None:
-        """The next part to send, for a connection that is free."""
-        if not (self._fresh or self._again) or self._held_back():
+        """The next part to send, for a connection that is free; where none may leave now, they are woken later."""
+        now_s = self._loop.time()
+        if not (self._fresh or self._again):
+            return None
+        if (wait_s := self._pace.wait_s(now_s)) > 0:
+            if self._waking is None or self._waking.when() <= now_s:
+                self._waking = self._loop.call_later(wait_s, self.wake)
             return None
         if self._again:
             part = self._again.popleft()
             self.waiting_bytes -= len(part.data)
-            self._pace.spend(self._loop.time(), len(part.data))
+            self._pace.spend(now_s, len(part.data))
             return part
         message = self._fresh[0]
         share = part_bytes(self.waiting_bytes, len(self.connections), self._pace.bits_per_s)
@@ -172,49 +181,45 @@ class ReliableLink:
         part = Part(head, message.data[message.cut : message.cut + size])
         message.cut += size
         self.waiting_bytes -= size
-        self._pace.spend(self._loop.time(), size)
+        self._pace.spend(now_s, size)
         if message.cut == len(message.data):
             self._fresh.popleft()
         return part
 
     def acknowledge(self, part: Part) -> None:
         """The other side has a part."""
-        if part.acknowledged:
+        if part.acknowledged or self.ended:
             return
         part.acknowledged, message = True, self._on_their_way[part.head.number]
         message.missing -= part.head.size
         self.acknowledged_bytes += part.head.size
         if message.missing == 0:
             del self._on_their_way[message.number]
-            message.work.finish()
+            message.sent.set_result(None)
             if held := self._tags[message.tag]:
                 self._begin(held.popleft())
                 self.wake()
             else:
                 del self._tags[message.tag]
 
-    def _held_back(self) -> bool:
-        """Whether nothing may leave now; then the connections are woken when something may."""
-        if (wait_s := self._pace.wait_s(self._loop.time())) <= 0:
-            return False
-        if self._waking is None or self._waking.when() <= self._loop.time():
-            self._waking = self._loop.call_later(wait_s, self.wake)
-        return True
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+    def _in_loop(self, act: Callable[[int, memoryview, Future[None]], None], values: Tensor, tag: int) -> Future[None]:
+        """Have ``act`` called in the loop's thread: now, where this is it."""
+        data = values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())
+        done: Future[None] = Future()
         if asyncio._get_running_loop() is self._loop:
-            function(*arguments)
-            return
+            act(tag, data, done)
+            return done
         try:
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(act, tag, data, done)
         except RuntimeError as error:  # the loop is closed
             raise TransportError("a payload connection ended: the transport was closed") from error
+        return done
 
-    def _push(self, tag: int, data: memoryview, work: LinkWork) -> None:
+    def _push(self, tag: int, data: memoryview, sent: Future[None]) -> None:
         if self._error is not None:
-            work.finish(self._error)
+            sent.set_exception(self._error)
             return
-        message = _Outgoing(0, tag, data, work, missing=len(data))
+        message = _Outgoing(0, tag, data, sent, missing=len(data))
         if tag in self._tags:  # so that messages of one tag arrive in the order sent
             self._tags[tag].append(message)
             return
@@ -231,14 +236,10 @@ class ReliableLink:
         self._fresh.append(message)
         self.waiting_bytes += len(message.data)
 
-    def _expect(self, tag: int, receive: Receive) -> None:
+    def _expect(self, tag: int, data: memoryview, come: Future[None]) -> None:
         if self._error is not None:
-            receive.work.finish(self._error)
+            come.set_exception(self._error)
             return
-        self.inbox.expect(tag, receive)
+        self.inbox.expect(tag, Receive(data, come))
         for connection in list(self.connections.values()):
             connection.go_on_reading()
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return values.detach().view(-1).numpy().data.cast("B") if values.numel() else memoryview(bytearray())

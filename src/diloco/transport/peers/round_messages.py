@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import Codec
 from diloco.errors import TransportError
-from diloco.transport.peers.data_link import DataLink, Work
 from diloco.transport.peers.payload_links import SendQueue
+from diloco.transport.peers.reliable_link import ReliableLink
 
 __all__ = ["RoundMessages", "message_tag"]
 
@@ -20,28 +22,23 @@ _LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 16
 each costs counts: a message, its acknowledgement, and a look at it. Links cut pieces into parts as they need them."""
 
 
+@dataclass(eq=False)
 class RoundMessages:
-    """Sends and receives pieces of one round.
+    """Sends and receives pieces of one round."""
 
-    Args:
-        links: replica -> the way to it.
-        queue: through which messages go where links are paced.
-        piece_bytes: about how large a piece is at most.
-    """
-
-    def __init__(
-        self, round_id: RoundId, links: Mapping[int, DataLink], queue: SendQueue | None, piece_bytes: int
-    ) -> None:
-        self.links = links
-        self._round_id = round_id
-        self._queue = queue
-        self._piece_bytes = piece_bytes
-        self._sends: list[Work] = []
-        self._waited_for: set[int] = set()  # receives by `id`: gloo's can't be waited for twice
+    round_id: RoundId
+    links: Mapping[int, ReliableLink]  # replica -> the way to it
+    queue: SendQueue | None  # through which messages go where links are paced
+    piece_bytes: int  # about how large a piece is at most
+    _sends: list[Future[None]] = field(default_factory=list)
 
     def pieces(self, start: int, stop: int, codec: Codec) -> Iterator[tuple[int, int]]:
-        """Stretches of values whose payloads are pieces, cut at blocks; the same on every replica."""
-        size = _piece_size(codec.payload_bytes(stop - start), self._piece_bytes)
+        """Stretches of values whose payloads are pieces, cut at blocks.
+
+        The same on every replica, however many connections it has to each of the others.
+        """
+        even = math.ceil(codec.payload_bytes(stop - start) / _LEAST_PIECES)
+        size = min(self.piece_bytes, max(_LEAST_PIECE_BYTES, even))
         step = max(1, size // codec.payload_bytes(codec.block_size)) * codec.block_size
         return ((low, min(low + step, stop)) for low in range(start, stop, step))
 
@@ -54,29 +51,26 @@ class RoundMessages:
         Raises:
             TransportError: if the link has ended.
         """
-        tag = message_tag(self._round_id, piece, second)
+        tag = message_tag(self.round_id, piece, second)
         link = self.links[member]
-        self._sends.append(self._queue.send(link, payload, tag) if self._queue else link.send(payload, tag))
+        self._sends.append(self.queue.send(link, payload, tag) if self.queue else link.send(payload, tag))
 
-    def receive(self, member: int, room: Tensor, piece: int, *, second: bool = False) -> Work:
+    def receive(self, member: int, room: Tensor, piece: int, *, second: bool = False) -> Future[None]:
         """Start receiving into ``room`` what ``member`` sends as this piece.
 
         Raises:
             TransportError: if the link has ended.
         """
-        return self.links[member].receive(room, message_tag(self._round_id, piece, second))
+        return self.links[member].receive(room, message_tag(self.round_id, piece, second))
 
-    def wait(self, member: int, work: Work) -> None:
-        """Wait until a message of ``member`` has come, unless that was waited for before.
+    def wait(self, member: int, come: Future[None]) -> None:
+        """Wait until a message of ``member`` has come.
 
         Raises:
             TransportError: if the link ended; it names the replica.
         """
-        if id(work) in self._waited_for:
-            return
-        self._waited_for.add(id(work))
         try:
-            work.wait()
+            come.result()
         except TransportError as error:
             raise TransportError(f"the payloads of replica {member} stopped: {error}", replicas=[member]) from error
 
@@ -86,17 +80,8 @@ class RoundMessages:
         Raises:
             TransportError: if a link ended.
         """
-        for work in self._sends:
-            work.wait()
-
-
-def _piece_size(payload_bytes: int, piece_bytes: int) -> int:
-    """The same on every replica, however many streams it has to each of the others.
-
-    >>> _piece_size(50_000_000, 524_288), _piece_size(3_200_000, 524_288), _piece_size(50_000, 524_288)
-    (524288, 200000, 65536)
-    """
-    return min(piece_bytes, max(_LEAST_PIECE_BYTES, math.ceil(payload_bytes / _LEAST_PIECES)))
+        for sent in self._sends:
+            sent.result()
 
 
 def message_tag(round_id: RoundId, piece: int, second: bool) -> int:

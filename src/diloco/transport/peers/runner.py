@@ -25,7 +25,7 @@ from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
 from diloco.transport.links import Link
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.data_link import OpenLink
+from diloco.transport.peers.opened_link import OpenLink
 from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.payload_links import Links, PayloadLinks, SendQueue
 from diloco.transport.peers.pending import Contributed

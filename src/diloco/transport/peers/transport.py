@@ -23,7 +23,7 @@ from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
 from diloco.transport.links import Link
-from diloco.transport.peers.data_link import OpenLink
+from diloco.transport.peers.opened_link import OpenLink
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
