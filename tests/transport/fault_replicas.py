@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.averaging import Mean
+from diloco.algorithm.averaging import Mean, RoundId
 from diloco.algorithm.fragments import partition
 from diloco.algorithm.outer_optimizer import Nesterov
 from diloco.errors import TransportError
@@ -26,7 +26,7 @@ from diloco.transport.base import Transport
 from diloco.transport.peers.connected import join
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.payload_exchange import PayloadExchange
-from diloco.transport.peers.pending import PeerPending
+from diloco.transport.peers.pending import Contributed
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.round_messages import message_tag
 from diloco.transport.torch_distributed.connect import Place, connect
@@ -146,18 +146,18 @@ class Victim:
             self._stop_in_flight()
         elif scenario.stage == "vote":
             self._stop_at_vote()
-        resolve, made = PeerPending.resolve, ReliableLink.__init__
+        resolve, made = Contributed.resolve, ReliableLink.__init__
 
         def remembered(link: ReliableLink, *arguments: Any) -> None:
             made(link, *arguments)
             self.links.append(link)
 
-        def resolved(pending: PeerPending, outcome: Any) -> None:
-            resolve(pending, outcome)
-            if pending.round in self.decided:
-                self.decided[pending.round].set()
+        def resolved(contributed: Contributed, round_id: RoundId, outcome: Any) -> None:
+            resolve(contributed, round_id, outcome)
+            if round_id in self.decided:
+                self.decided[round_id].set()
 
-        PeerPending.resolve = resolved  # type: ignore[method-assign]
+        Contributed.resolve = resolved  # type: ignore[method-assign]
         ReliableLink.__init__ = remembered  # type: ignore[method-assign]
 
     def hold(self) -> None:

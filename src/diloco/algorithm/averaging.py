@@ -21,7 +21,7 @@ from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
 from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
 from diloco.errors import CodecError
 
-__all__ = ["Contribution", "Mean", "RoundId", "Verdict", "combined", "judge", "weighted_mean"]
+__all__ = ["Contribution", "Mean", "RoundId", "Verdict", "combined", "judge", "mean_of_buffers", "weighted_mean"]
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -243,24 +243,31 @@ def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UN
         decoded = ((each.replica, each.codec.decode(each.payload, each.numel)) for each in ordered)
         values = combined(first.average_rule, decoded, weights, factors, first.tensors)
     check_mean(values, {each.replica: (each.codec, each.payload, scaled[each.replica]) for each in ordered})
-    buffers = None
-    if first.buffers is not None:
-        buffers = torch.zeros_like(first.buffers)
-        for contribution in ordered:
-            assert contribution.buffers is not None
-            buffers.add_(contribution.buffers * weights[contribution.replica])
-        buffers.div_(total)
-        if not bool(torch.isfinite(buffers).all()):
-            raise CodecError("the mean of the model's buffers is not finite")
+    held = {each.replica: each.buffers for each in ordered if each.buffers is not None}
     return Mean(
         values=values,
         contributors=tuple(contribution.replica for contribution in ordered),
         weight=total,
-        buffers=buffers,
+        buffers=mean_of_buffers(held, weights) if held else None,
         integers=first.integers,
         clipped=tuple(factors),
         spread=_spread(ordered, weights) if first.telemetry else None,
     )
+
+
+def mean_of_buffers(buffers: Mapping[int, Tensor], weights: Mapping[int, float]) -> Tensor:
+    """The weighted mean of model buffers, ``(n,)`` float32; ``buffers``: by contributor, ascending.
+
+    Raises:
+        CodecError: it is not finite.
+    """
+    mean = torch.zeros_like(next(iter(buffers.values())))
+    for replica, values in buffers.items():
+        mean.add_(values * weights[replica])
+    mean.div_(sum(weights[replica] for replica in buffers))
+    if not bool(torch.isfinite(mean).all()):
+        raise CodecError("the mean of the model's buffers is not finite")
+    return mean
 
 
 def combined(

@@ -70,15 +70,30 @@ class Inbox:
             held.clear()
 
     def has_room(self, head: Head) -> bool:
-        """Whether a part may come now, or has to wait until messages were taken.
+        """Whether a part may come now, or has to wait until messages were taken; of the first, room is made for all.
 
         Raises:
             TransportError: if no such part can come.
         """
         message = self._incoming.get(head.number)
         if message is None:
-            has_come = head.number <= self._received_through or head.number in self._received
-            return has_come or self._begins(head)
+            if head.number <= self._received_through or head.number in self._received:  # it has come
+                return True
+            receives = self._receives.get(head.tag)
+            if receives and len(receives[0].data) == head.total:
+                data = receives[0].data
+            else:
+                size = head.total + _EARLY_OVERHEAD_BYTES
+                if self._early_bytes and self._early_bytes + size > _MOST_EARLY_BYTES:
+                    return False
+                self._early_bytes += size
+                data = memoryview(bytearray(head.total))
+            message = _Incoming(head.tag, data, receives.popleft() if receives else None, head.total)
+            self._incoming[head.number] = message
+            if message.receive is None:
+                self._early.setdefault(head.tag, deque()).append(message)
+            elif not receives:
+                del self._receives[head.tag]
         if (message.tag, len(message.data)) != (head.tag, head.total):
             raise TransportError(f"message {head.number} of {len(message.data)} bytes went on as one of {head.total}")
         return True
@@ -100,25 +115,6 @@ class Inbox:
             self._received.remove(self._received_through)
         if message.receive is not None:
             self._hand_over(message, message.receive)
-
-    def _begins(self, head: Head) -> bool:
-        """Make room for a message of which the first part comes; False: there is none now."""
-        receives = self._receives.get(head.tag)
-        if receives and len(receives[0].data) == head.total:
-            data = receives[0].data
-        else:
-            size = head.total + _EARLY_OVERHEAD_BYTES
-            if self._early_bytes and self._early_bytes + size > _MOST_EARLY_BYTES:
-                return False
-            self._early_bytes += size
-            data = memoryview(bytearray(head.total))
-        message = _Incoming(head.tag, data, receives.popleft() if receives else None, head.total)
-        self._incoming[head.number] = message
-        if message.receive is None:
-            self._early.setdefault(head.tag, deque()).append(message)
-        elif not receives:
-            del self._receives[head.tag]
-        return True
 
     def _hand_over(self, message: _Incoming, receive: Receive) -> None:
         """Of a message that is whole: to who waits for it."""

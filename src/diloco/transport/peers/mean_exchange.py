@@ -39,7 +39,7 @@ class _MeanPiece:
 
 
 class MeanExchange:
-    """The means of one round; in an all-gather, where everybody sums everything, there is nothing to do.
+    """The means of one reduce-scatter.
 
     Args:
         plan: who owns which stretch, and how its mean is encoded.
@@ -57,10 +57,8 @@ class MeanExchange:
         messages: RoundMessages,
         values: Tensor,
     ) -> None:
-        scattered = plan.pattern == "reduce-scatter"
-        self._shards = dict(zip(members, plan.shards if scattered else ((0, 0),) * len(members), strict=True))
-        # the stretch whose mean this rank sends; empty in an all-gather
-        self.owned = self._shards[contribution.replica]
+        self._shards = dict(zip(members, plan.shards, strict=True))
+        self.owned = self._shards[contribution.replica]  # the stretch whose mean this rank sends
         self._shared = False
         self._encoding = plan.mean
         self._codec = plan.mean.codec

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from diloco.algorithm.averaging import Contribution, Mean, combined
+from diloco.algorithm.averaging import Contribution, Mean, combined, mean_of_buffers
 from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
 from diloco.algorithm.codec.base import empty
 from diloco.algorithm.digest import digest_tensors
@@ -41,34 +41,50 @@ class PayloadExchange:
     """
 
     _messages: RoundMessages
-    _means: MeanExchange
 
-    def __init__(
-        self,
-        started: StartExchange,
-        queue: SendQueue | None,
-        piece_bytes: int,
-    ) -> None:
+    def __init__(self, started: StartExchange, queue: SendQueue | None, piece_bytes: int) -> None:
         self.contribution, self.plan = started.contribution, started.plan
         self.members = started.view.members
         self.me = self.members.index(started.contribution.replica)
         self.verdict: Future[GiveVerdict] = Future()  # what to sum, once it is known
-        self._begun: Future[None] = Future()  # done once `start` is
+        self._begun: Future[None] = Future()  # done once payloads are on their way
         self._view_id = started.view.id
         self._queue = queue
         self._piece_bytes = piece_bytes
-        self._incoming: dict[int, list[tuple[Tensor, Future[None]]]] = {}
-        self._extras: dict[int, tuple[Tensor, Future[None]]] = {}
+        everything = ((0, self.contribution.numel),) * len(self.members)
+        # the stretch of values that each member sums
+        self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
+        # replica -> piece -> where it comes to
+        self._incoming: dict[int, dict[int, tuple[Tensor, Future[None]]]] = {}
+        extras = [each for each in (self.contribution.buffers, self.contribution.integers) if each is not None]
+        parts = [each.detach().cpu().contiguous().view(torch.uint8) for each in extras]
+        # model buffers as bytes: the floating ones, then the integer ones
+        self._extras = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        self._means: MeanExchange | None = None  # of a reduce-scatter
         self.values = torch.zeros(0, dtype=torch.float32)
 
     def begin(self, links: Future[Mapping[int, ReliableLink]]) -> None:
-        """`start`, in the thread of the links: one hand-over less for each message; `run` tells of a failure.
+        """Make room for what is to come, and send what is mine; `run` tells of a failure.
+
+        In the thread of the links: one hand-over less for each message.
 
         Args:
             links: replica -> the way to it, for all members but me; done.
         """
+        codec = self.contribution.codec
         try:
-            self.start(links.result())
+            messages = RoundMessages(self.contribution.round, links.result(), self._queue, self._piece_bytes)
+            self._messages, self.values = messages, empty(self.contribution.numel, torch.float32, torch.device("cpu"))
+            pieces = enumerate(messages.pieces(*self._summed[self.me], codec))
+            sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
+            if len(self._extras):
+                sizes[_EXTRAS] = len(self._extras)
+            for member in messages.links:
+                rooms = {piece: torch.empty(num_bytes, dtype=torch.uint8) for piece, num_bytes in sizes.items()}
+                self._incoming[member] = {p: (room, messages.receive(member, room, p)) for p, room in rooms.items()}
+            if self.plan.pattern == "reduce-scatter":
+                self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
+            self._send(messages)
         except Exception as error:
             self._begun.set_exception(error)
         else:
@@ -94,25 +110,13 @@ class PayloadExchange:
             spoiler = error.replica if isinstance(error, CodecError) else None
             yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
 
-    def start(self, links: Mapping[int, ReliableLink]) -> None:
-        """Make room for what is to come, and send what is mine.
-
-        Raises:
-            TransportError: if a link has ended.
-        """
+    def _send(self, messages: RoundMessages) -> None:
         codec, numel = self.contribution.codec, self.contribution.numel
-        self.values = empty(numel, torch.float32, torch.device("cpu"))
-        self._messages = messages = RoundMessages(self.contribution.round, links, self._queue, self._piece_bytes)
-        for member in links:
-            self._incoming[member] = [
-                self._receive(member, codec.payload_bytes(b - a), piece)
-                for piece, (a, b) in enumerate(messages.pieces(*self._summed_by(self.me), codec))
-            ]
-            if self.contribution.extra_bytes:
-                self._extras[member] = self._receive(member, self.contribution.extra_bytes, _EXTRAS)
-        self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
-        extras = _extras_of(self.contribution)
-        wanted = {member: self._summed_by(index) for index, member in enumerate(self.members) if member in links}
+        wanted = {
+            member: bounds
+            for member, bounds in zip(self.members, self._summed, strict=True)
+            if member in messages.links
+        }
         plans = {member: list(enumerate(messages.pieces(*bounds, codec))) for member, bounds in wanted.items()}
         # Peers take turns, piece by piece, so that all of them can begin to sum; each piece is cut once.
         for row in itertools.zip_longest(*plans.values()):
@@ -123,9 +127,9 @@ class PayloadExchange:
                     if (a, b) not in cut:
                         cut[a, b] = codec.cut(self.contribution.payload, numel, a, b)
                     messages.send(member, cut[a, b], piece)
-        if len(extras):
-            for member in links:
-                messages.send(member, extras, _EXTRAS)
+        if len(self._extras):
+            for member in messages.links:
+                messages.send(member, self._extras, _EXTRAS)
 
     def reduce(
         self, weights: Mapping[int, float], contributors: Sequence[int], residuals: Mapping[int, Stretch]
@@ -141,10 +145,11 @@ class PayloadExchange:
         """
         total = sum(weights[member] for member in contributors)
         try:
-            self._means.hand_over(residuals)
+            if self._means is not None:
+                self._means.hand_over(residuals)
             factors, moments = self._reduce_mine(weights, contributors, total)
-            left = self._means.share()
-            buffers, integers = self._reduce_extras(weights, contributors, total)
+            left = None if self._means is None else self._means.share()
+            buffers, integers = self._reduce_extras(weights, contributors)
         except CodecError:  # this round is void: the others wait for their parts, and the links are needed again
             self.drain()
             self._messages.finish()
@@ -172,16 +177,15 @@ class PayloadExchange:
         at_hand = self.contribution.telemetry and self.plan.pattern == "all-gather"
         watched = sampled_stretches(self.contribution.numel, codec.block_size) if at_hand else []
         squares = of_sum = 0.0
-        for piece, (a, b) in enumerate(self._messages.pieces(*self._summed_by(self.me), codec)):
+        for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
             addends = {}
             if rule is None:
                 self.values[a:b] = 0.0  # here, where it stays in the cache until all is added
             for member in self.members:
-                payload = self._piece(member, piece, a, b)
-                if member in contributors:
+                counts = member in contributors  # those of whole contributions were checked before
+                payload = self._piece(member, piece, a, b, check=counts and not self.contribution.whole)
+                if counts:
                     weight = weights[member] * factors.get(member, 1.0)
-                    if not self.contribution.whole:  # else they were checked before
-                        self._check(member, payload, b - a)
                     if rule is None:
                         codec.accumulate(payload, self.values[a:b], weight)
                     addends[member] = codec, payload, weight
@@ -197,11 +201,10 @@ class PayloadExchange:
     def drain(self) -> None:
         """Take in what the others send for a round that is void, so that the links stay clean."""
         for member, pieces in self._incoming.items():
-            for _, work in pieces:
-                self._messages.wait(member, work)
-        for member, (_, work) in self._extras.items():
-            self._messages.wait(member, work)
-        self._means.drain()
+            for _, come in pieces.values():
+                self._messages.wait(member, come)
+        if self._means is not None:
+            self._means.drain()
 
     def _scale_factors(self, contributors: Sequence[int]) -> dict[int, float]:
         """By what contributions that are too large are multiplied: all of them are waited for, and kept until then."""
@@ -211,57 +214,46 @@ class PayloadExchange:
     def _decoded(self, member: int) -> Tensor:
         """The values of a whole contribution, once it is here and checked; its payload is kept."""
         codec, values = self.contribution.codec, torch.empty_like(self.values)
-        for piece, (a, b) in enumerate(self._messages.pieces(*self._summed_by(self.me), codec)):
-            payload = self._piece(member, piece, a, b, keep=True)
-            self._check(member, payload, b - a)
+        for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
+            payload = self._piece(member, piece, a, b, check=True, keep=True)
             codec.decode(payload, b - a, out=values[a:b])
         return values
 
-    def _summed_by(self, index: int) -> tuple[int, int]:
-        """The values that a member sums."""
-        return (0, self.contribution.numel) if self.plan.pattern == "all-gather" else self.plan.shards[index]
-
-    def _piece(self, member: int, piece: int, start: int, stop: int, *, keep: bool = False) -> Tensor:
-        if member == self.contribution.replica:
-            return self.contribution.codec.cut(self.contribution.payload, self.contribution.numel, start, stop)
-        payload, work = self._incoming[member][piece]
-        self._messages.wait(member, work)
-        if not keep:
-            self._incoming[member][piece] = (payload[:0], work)
-        return payload
-
-    def _receive(self, member: int, num_bytes: int, piece: int) -> tuple[Tensor, Future[None]]:
-        room = torch.empty(num_bytes, dtype=torch.uint8)
-        return room, self._messages.receive(member, room, piece)
-
-    def _check(self, member: int, payload: Tensor, numel: int) -> None:
+    def _piece(self, member: int, piece: int, start: int, stop: int, *, check: bool, keep: bool = False) -> Tensor:
+        """A piece of a payload, once it is here; `CodecError` if it is to be checked and no encoder writes it."""
+        mine = self.contribution
+        if member == mine.replica:
+            payload = mine.codec.cut(mine.payload, mine.numel, start, stop)
+        else:
+            payload, come = self._incoming[member][piece]
+            self._messages.wait(member, come)
+            if not keep:
+                self._incoming[member][piece] = (payload[:0], come)
         try:
-            self.contribution.codec.validate(payload, numel)
+            if check:
+                mine.codec.validate(payload, stop - start)
         except CodecError as error:
             words = f"the contribution of replica {member} was refused: {error}"
             raise CodecError(words, replica=member) from error
+        return payload
 
     def _reduce_extras(
-        self, weights: Mapping[int, float], contributors: Sequence[int], total: float
+        self, weights: Mapping[int, float], contributors: Sequence[int]
     ) -> tuple[Tensor | None, Tensor | None]:
         mine = self.contribution
-        raw: dict[int, Tensor] = {mine.replica: _extras_of(mine)}
-        for member, (room, work) in self._extras.items():
-            self._messages.wait(member, work)
-            raw[member] = room
+        raw: dict[int, Tensor] = {mine.replica: self._extras}
+        for member, pieces in self._incoming.items() if len(self._extras) else ():
+            raw[member], come = pieces[_EXTRAS]
+            self._messages.wait(member, come)
         buffers = integers = None
         if mine.buffers is not None:
             size = 4 * mine.buffers.numel()
-            buffers = torch.zeros_like(mine.buffers, device="cpu")
-            for member in contributors:
-                values = raw[member][:size].clone().view(torch.float32)
-                if not bool(torch.isfinite(values).all()):
+            values = {member: raw[member][:size].clone().view(torch.float32) for member in contributors}
+            for member, each in values.items():
+                if not bool(torch.isfinite(each).all()):
                     words = f"the contribution of replica {member} was refused: buffers that are not finite"
                     raise CodecError(words, replica=member)
-                buffers.add_(values * weights[member])
-            buffers.div_(total)
-            if not bool(torch.isfinite(buffers).all()):
-                raise CodecError("the mean of the model's buffers is not finite")
+            buffers = mean_of_buffers(values, weights)
         if mine.integers is not None:
             first = raw[contributors[0]]
             integers = first[len(first) - mine.integers.numel() :].clone()
@@ -276,13 +268,3 @@ def digest_of(mean: Mean) -> str:
     if mean.integers is not None:
         parts["integers"] = mean.integers
     return digest_tensors(parts)
-
-
-def _extras_of(contribution: Contribution) -> Tensor:
-    """Model buffers as bytes: the floating ones, then the integer ones."""
-    parts = [
-        part.detach().cpu().contiguous().view(torch.uint8)
-        for part in (contribution.buffers, contribution.integers)
-        if part is not None
-    ]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from diloco.algorithm.averaging import Contribution, RoundId
@@ -17,42 +17,28 @@ if TYPE_CHECKING:
 __all__ = ["Contributed", "PeerPending"]
 
 
+@dataclass(eq=False)
 class PeerPending:
-    """A contribution in flight; the control thread resolves it with the average or an error.
+    """A contribution in flight, until the control thread has its outcome: the average or an error."""
 
-    Args:
-        guard_s: longer than any round takes to be decided.
-        transport: names missing replicas, and counts the bytes of outcomes that are taken.
-    """
-
-    def __init__(self, round_id: RoundId, payload_bytes: int, guard_s: float, transport: PeerTransport) -> None:
-        self.round = round_id
-        self.payload_bytes = payload_bytes
-        self.sent_s = time.monotonic()
-        self.decided_s: float | None = None  # when the round was decided, as of `time.monotonic`; None until then
-        self.void = False  # whether the round is void
-        self._guard_s = guard_s
-        self._transport = transport
-        self._done = threading.Event()
-        self._outcome: Average | TransportError | None = None
-        self._was_taken = False
-
-    def resolve(self, outcome: Average | TransportError) -> None:
-        """Set the outcome; only the first call counts."""
-        if self.decided_s is None:
-            self._outcome = outcome
-            self.void = isinstance(outcome, RoundVoidError)
-            self.decided_s = time.monotonic()
-            self._done.set()
+    round: RoundId
+    payload_bytes: int
+    guard_s: float  # longer than any round takes to be decided
+    transport: PeerTransport  # names missing replicas, and counts the bytes of outcomes that are taken
+    sent_s: float = field(default_factory=time.monotonic)
+    decided_s: float | None = None  # when the round was decided, as of `time.monotonic`; None until then
+    void: bool = False  # whether the round is void
+    outcome: Average | TransportError | None = None  # None before, and once it was taken
+    done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, timeout_s: float | None = None) -> Average:
         """See `Pending.wait`."""
-        if self._was_taken:
+        if self.done.is_set() and self.outcome is None:
             raise TransportError(f"{self.round} was waited for and had; there is nothing in flight.")
         started_s = time.monotonic()
-        allowed_s = self._guard_s if timeout_s is None else timeout_s
-        if not self._done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
-            missing = self._transport.missing(self.round)
+        allowed_s = self.guard_s if timeout_s is None else timeout_s
+        if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
+            missing = self.transport.missing(self.round)
             names = f"replica {', '.join(map(str, missing))}" if missing else "the votes of the others"
             raise RoundTimeoutError(
                 f"{self.round} was not decided within {allowed_s:g} s: nothing was heard of {names}. "
@@ -60,10 +46,9 @@ class PeerPending:
                 round=str(self.round),
                 replicas=missing,
             )
-        self._was_taken = True
-        outcome, self._outcome = self._outcome, None  # keep no tensors: this object may live longer
+        outcome, self.outcome = self.outcome, None  # keep no tensors: this object may live longer
         assert outcome is not None
-        self._transport.count(self, outcome)
+        self.transport.count(self, outcome)
         if isinstance(outcome, TransportError):
             try:
                 raise outcome
@@ -115,14 +100,16 @@ class Contributed:
         """A round was decided."""
         with self._lock:
             if pending := self._undecided.pop(round_id, None):  # else it was closed
-                pending.resolve(outcome)
+                pending.outcome, pending.void = outcome, isinstance(outcome, RoundVoidError)
+                pending.decided_s = time.monotonic()
+                pending.done.set()
 
     def close(self, failure: TransportError) -> None:
         """All that is in flight ends with ``failure``, and nothing more is taken; for any thread."""
         with self._lock:
             self._closed = failure
-            while self._undecided:
-                self._undecided.popitem()[1].resolve(failure)
+        for round_id in list(self._undecided):
+            self.resolve(round_id, failure)
 
     def decided_rounds(self, fragment: int) -> int:
         """Rounds of ``fragment`` that are decided here; a replica that has finished fewer is behind."""

@@ -188,7 +188,7 @@ class ReliableLink:
 
     def acknowledge(self, part: Part) -> None:
         """The other side has a part."""
-        if part.acknowledged or self.ended:
+        if part.acknowledged or self._error is not None:
             return
         part.acknowledged, message = True, self._on_their_way[part.head.number]
         message.missing -= part.head.size
