@@ -136,6 +136,22 @@ def test_another_inner_optimizer_does_not_inherit_arguments(tmp_path: Path) -> N
     assert compose(command_line(file, inner__name="Adam")).inner.arguments == {}
 
 
+def test_arguments_that_are_typed_leave_the_others_of_the_same_name(tmp_path: Path) -> None:
+    typed, muon = {"momentum": 0.95}, {"matrix_lr_ratio": 2.5, "momentum": 0.95}
+    assert compose(command_line(preset="tiny-muon", inner__arguments=typed)).inner.arguments == muon
+    renamed = command_line(preset="tiny-muon", inner__name="SGD", inner__arguments=typed)
+    assert compose(renamed).inner.arguments == typed
+    file = toml_file(
+        tmp_path,
+        'preset = "tiny-muon"\n[inner.arguments]\nmomentum = 0.8\n[codec]\nname = "a:B"\n'
+        "[codec.arguments]\nkept = 8\ndense = true\n",
+    )
+    assert compose(command_line(file)).inner.arguments == {"momentum": 0.8}
+    composed = compose(command_line(file, codec__arguments={"kept": 4}))
+    assert composed.codec.arguments == {"kept": 4, "dense": True}
+    assert compose(command_line(file, codec__name="int8")).codec.arguments == {}
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

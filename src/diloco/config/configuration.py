@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from diloco.model.settings import native_keys, native_only_error, parse_source
 from diloco.monitor.settings import MonitorSettings
 from diloco.train.settings import RunSettings
 
-__all__ = ["Configuration", "compose", "load_configuration", "parse_arguments"]
+__all__ = ["Configuration", "compose", "filled_tables", "load_configuration", "overlay", "parse_arguments"]
 
 DESCRIPTION = """Train a language model with DiLoCo or Streaming DiLoCo.
 
@@ -27,6 +27,16 @@ Examples:
   diloco train --resume runs/streaming-tiny  go on with a stopped run
 
 Order: preset, TOML file, flags. Defaults shown are those of preset tiny."""
+
+_TABLES = {
+    "inner.arguments": "inner.name",
+    "codec.arguments": "codec.name",
+    "outer.arguments": "outer.name",
+    "outer.average_arguments": "outer.average",
+    "merge.arguments": "merge.rule",
+    "model.arguments": "model.source",
+}
+"""Tables of arguments, and what names that which takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +95,20 @@ def compose(line: CommandLine) -> Configuration:
             f"--data was given {swallowed[-1]}, which looks like the settings of a run. Give it before --data to be "
             "read as such; TOML files in a folder are read as text."
         )
-    values: Values = {} if line.file is None else read_toml(line.file, Configuration)
-    values = _overlay(values, line.values)
+    in_file: Values = {} if line.file is None else read_toml(line.file, Configuration)
+    values = overlay(in_file, line.values)
     steps = values.get("train.steps")
     # a number of steps that no preset can be laid out over is refused by the settings themselves
     preset = preset_values(
         values.get("preset", DEFAULT_PRESET), steps=steps if isinstance(steps, int) and steps >= 1 else None
     )
+    values |= filled_tables(overlay(preset, in_file), line.values)
     init_from = values.get("train.init_from")
     if init_from is not None and "preset" not in values and not any(name.startswith("model.") for name in values):
         values = values | _model_of_checkpoint(init_from.expanduser())
     source = values.get("model.source")
     if source is None:
-        return build(Configuration, _overlay(preset | _model_of_folder(init_from), values))
+        return build(Configuration, overlay(preset | _model_of_folder(init_from), values))
     parsed = parse_source(source)
     for name in native_keys(source):
         if f"model.{name}" in values:
@@ -106,20 +117,38 @@ def compose(line: CommandLine) -> Configuration:
     place = Path(parsed.place).expanduser()
     if parsed.kind == "hf" and (place / "tokenizer.json").is_file() and "data.tokenizer" not in values:
         values = values | {"data.tokenizer": str(place)}
-    return build(Configuration, _overlay(preset, values))
+    return build(Configuration, overlay(preset, values))
 
 
-def _overlay(below: Values, above: Mapping[str, object]) -> Values:
-    """Both layers; another inner optimizer does not inherit the arguments of the one below, and an outer learning rate
-    and a gain, which are two words for one thing, replace each other."""
+def overlay(below: Values, above: Values) -> Values:
+    """Both layers.
+
+    Another inner optimizer, codec and the like does not inherit the arguments of the one below. An outer learning rate
+    and a gain, which are two words for one thing, replace each other.
+    """
     values = below | dict(above)
     for given, other in (("outer.gain", "outer.learning_rate"), ("outer.learning_rate", "outer.gain")):
         if given in above and other not in above:
             values.pop(other, None)
-    renamed = "inner.name" in above and above["inner.name"] != below.get("inner.name", RunSettings().inner.name)
-    if renamed and "inner.arguments" not in above:
-        values["inner.arguments"] = {}
+    before = flatten(RunSettings()) | below
+    for table, name in _TABLES.items():
+        if above.get(name, before[name]) != before[name] and table not in above:
+            values[table] = {}
     return values
+
+
+def filled_tables(below: Values, typed: Values) -> Values:
+    """Tables of arguments that were typed, each over the one below where both are for one thing: what was typed counts.
+
+    >>> filled_tables({"inner.arguments": {"momentum": 0.9, "nesterov": True}}, {"inner.arguments": {"momentum": 0.8}})
+    {'inner.arguments': {'momentum': 0.8, 'nesterov': True}}
+    """
+    before = flatten(RunSettings()) | below
+    return {
+        table: {**before[table], **typed[table]}
+        for table, name in _TABLES.items()
+        if table in typed and typed.get(name, before[name]) == before[name]
+    }
 
 
 def _model_of_checkpoint(path: Path) -> Values:

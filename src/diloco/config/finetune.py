@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from diloco.config.configuration import filled_tables, overlay
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Values
 from diloco.errors import ConfigurationError
@@ -75,7 +76,7 @@ def finetune_line(line: CommandLine, *, full: bool) -> CommandLine:
     }
     if swarm or given.get("transport.name") == "hivemind":
         values |= {"transport.name": "hivemind", "swarm.run": f"finetune-{parse_source(source).label}"}
-    return replace(line, file=None, values=values | given)
+    return replace(line, file=None, values=overlay(values, given) | filled_tables(values, given))
 
 
 def with_steps(line: CommandLine, rows: int, epochs: float, replicas: int) -> tuple[CommandLine, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_origin
 
 from diloco import __version__
-from diloco.config.configuration import Configuration, compose
+from diloco.config.configuration import Configuration, compose, filled_tables
 from diloco.config.flags import CommandLine
 from diloco.config.keys import Key, Values, build, flatten, keys_of
 from diloco.config.presets import preset_values
@@ -119,7 +119,7 @@ def _go_on(line: CommandLine, resume: Path) -> RunPlan:
         )
     source, record = _run_folder(resume)
     saved = flatten(build(Configuration, read_toml(record, Configuration)))
-    wanted = flatten(_absolute(build(Configuration, saved | line.values)))
+    wanted = flatten(_absolute(build(Configuration, saved | line.values | filled_tables(saved, line.values))))
     changed = {name: wanted[name] for name in line.values if wanted[name] != saved[name]}
     fixed = [name for name in changed if name not in CHANGEABLE and name.partition(".")[0] not in CHANGEABLE]
     if fixed:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from diloco.algorithm.averaging import Contribution, Mean, combined, mean_of_buffers
+from diloco.algorithm.averaging import Mean, combined, mean_of_buffers
 from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
 from diloco.algorithm.codec.base import empty
 from diloco.algorithm.digest import digest_tensors
