@@ -67,9 +67,17 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(base: Path, sums: Pa
     assert whole["heldout_loss"] < 5.5  # ln(272) = 5.6 is where it begins
 
 
-def test_a_checkpoint_holds_what_is_trained_and_nothing_of_the_base(base: Path, sums: Path, tmp_path: Path) -> None:
-    summary = trained(tmp_path, plan_of(base, sums))
-    checkpoint = open_checkpoint(tmp_path)
+@pytest.fixture(scope="module")
+def run(base: Path, sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a whole run; not to be changed."""
+    folder = tmp_path_factory.mktemp("run")
+    trained(folder, plan_of(base, sums))
+    return folder
+
+
+def test_a_checkpoint_holds_what_is_trained_and_nothing_of_the_base(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    checkpoint = open_checkpoint(run)
     names = set(checkpoint.load("global"))
     assert names
     assert all("lora_" in name for name in names)
@@ -79,21 +87,20 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_of_the_base(base: Path, 
     assert max(sizes) - min(sizes) < 0.1 * sum(sizes)  # balanced
     # what data-parallel training would send is adapters, too
     assert summary["data_parallel_bytes_per_replica"] < summary["parameters"] * 12 * 8
-    model = load_trained(tmp_path).model
+    model = load_trained(run).model
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == names
 
 
-def test_peft_loads_what_a_run_leaves(base: Path, sums: Path, tmp_path: Path) -> None:
+def test_peft_loads_what_a_run_leaves(base: Path, run: Path) -> None:
     from safetensors.torch import load_file
 
-    trained(tmp_path, plan_of(base, sums))
-    values = open_checkpoint(tmp_path).load("global")
-    left = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    values = open_checkpoint(run).load("global")
+    left = load_file(run / "adapter" / "adapter_model.safetensors")
     assert len(left) == len(values)
     for name, value in values.items():
         peft_name = f"base_model.model.{name.removeprefix('wrapped.').replace('.default.', '.')}"
         assert torch.equal(left[peft_name], value)
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (16, 32, str(base))
 
 
