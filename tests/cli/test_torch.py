@@ -78,9 +78,12 @@ def test_processes_that_stop_and_go_on_end_where_one_process_does(replicas: Repl
     assert replicas.summaries()[0]["heldout_loss"] == alone["heldout_loss"]
 
 
-def test_two_replicas_of_two_ranks_are_two_replicas(replicas: Replicas, alone: dict[str, Any]) -> None:
+@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
+def test_two_replicas_of_two_ranks_are_two_replicas(
+    replicas: Replicas, alone: dict[str, Any], parallelism: str
+) -> None:
     """To round-off: the ranks sum gradients in another order. What they trained can be evaluated like any run."""
-    for command in replicas.of_two_ranks("--train.parallelism fsdp"):
+    for command in replicas.of_two_ranks(f"--train.parallelism {parallelism}"):
         command.end()
     summary = replicas.summaries()[0]
     assert summary["heldout_loss"] == pytest.approx(alone["heldout_loss"], rel=1e-3)
