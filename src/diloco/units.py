@@ -19,6 +19,7 @@ __all__ = [
     "format_perplexity",
     "format_rate",
     "format_ratio",
+    "parse_bytes",
     "parse_count",
     "parse_duration_s",
     "parse_rate_bits_per_s",
@@ -184,6 +185,18 @@ def parse_count(text: str, name: str) -> int:
     (1000000000, 1100000000, 24)
     """
     return round(_parse(text, name, _COUNTS, "a number, with K, M, B or T if need be"))
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """A number of bytes, more than 0; the unit is needed.
+
+    >>> parse_bytes("500MB", "--max-shard-size"), parse_bytes("1.5 GB", "--max-shard-size")
+    (500000000, 1500000000)
+    """
+    units, works = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}, "a positive number of KB, MB, GB or TB, such as 500MB"
+    if size := round(_parse(text, name, units, works)):
+        return size
+    raise ConfigurationError(f"{name} {text} was given; give {works}.")
 
 
 def parse_share(text: str, name: str) -> float:

@@ -49,7 +49,10 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["generate", "a", "--num-samples", "0"], "--num-samples 0 must be at least 1"),
         (["generate", "a", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["generate", "a", "--seed", str(2**63)], f"--seed {2**63} must be at most {2**63 - 2}"),
-        (["export", "a", "b", "--max-shard-size", "5XB"], "--max-shard-size 5XB must be a number of KB, MB, GB"),
+        (
+            ["export", "a", "b", "--max-shard-size", "5XB"],
+            "--max-shard-size 5XB was given; give a positive number of KB",
+        ),
         (["generate", "a", "--top-p", "2.0"], "top_p=2.0 was given; it must be a number above 0 and up to 1"),
         (["generate", "a", "--device", "gpu"], "--device='gpu' is no device. Use auto, cpu, mps, cuda"),
         (["generate", "a", "--prompt", "x", "--prompt-file", "y"], "cannot be given together with --prompt-file y"),

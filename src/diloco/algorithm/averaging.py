@@ -19,7 +19,7 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.mean_encoding import PLAIN_MEAN, MeanEncoding, Residual
 from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
 from diloco.algorithm.weighting import GREATEST_WEIGHT, LEAST_WEIGHT, bounded_weights
-from diloco.errors import CodecError
+from diloco.errors import CodecError, DivergedError
 
 __all__ = ["Contribution", "Mean", "RoundId", "Verdict", "combined", "judge", "mean_of_buffers", "weighted_mean"]
 
@@ -111,6 +111,11 @@ class Verdict:
     @property
     def void(self) -> bool:
         return not self.contributors
+
+    def divergence(self, round_id: RoundId, digest: str) -> DivergedError:
+        """What a replica whose digest differs gets; ``digest``: of what `donor` holds."""
+        words = f"{round_id}: {self.reason}. The round is void for all."
+        return DivergedError(words, donor=self.donor, digest=digest, round=str(round_id), replicas=self.diverged)
 
 
 class _Layout(NamedTuple):
@@ -256,11 +261,7 @@ def weighted_mean(contributions: Sequence[Contribution], clipping: Clipping = UN
 
 
 def mean_of_buffers(buffers: Mapping[int, Tensor], weights: Mapping[int, float]) -> Tensor:
-    """The weighted mean of model buffers, ``(n,)`` float32; ``buffers``: by contributor, ascending.
-
-    Raises:
-        CodecError: it is not finite.
-    """
+    """The weighted mean of ``(n,)`` float32 buffers, contributors ascending; `CodecError` if it is not finite."""
     mean = torch.zeros_like(next(iter(buffers.values())))
     for replica, values in buffers.items():
         mean.add_(values * weights[replica])

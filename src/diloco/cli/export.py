@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from diloco.config.flags import parse_options
 from diloco.errors import ConfigurationError
+from diloco.units import format_bytes, format_count, parse_bytes
 from diloco.waiting import waiting_for
 
 __all__ = ["run"]
@@ -68,8 +68,7 @@ def run(arguments: Sequence[str]) -> int:
                     f"{flag} needs --to hf: --to safetensors writes one file of nothing but parameters."
                 )
     largest = "5GB" if given.max_shard_size is None else given.max_shard_size
-    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]B", largest, re.IGNORECASE):
-        raise ConfigurationError(f"--max-shard-size {largest} must be a number of KB, MB, GB or TB, such as 500MB.")
+    parse_bytes(largest, "--max-shard-size")
 
     with waiting_for(lambda: f"{given.run} to be loaded and written to {given.place}"):
         _export(given, largest)
@@ -79,7 +78,6 @@ def run(arguments: Sequence[str]) -> int:
 def _export(given: ExportOptions, largest: str) -> None:
     from diloco.trained.export import export_adapter, export_huggingface, export_safetensors
     from diloco.trained.load import load_trained
-    from diloco.units import format_bytes, format_count
 
     trained = load_trained(given.run, step=given.checkpoint, replica=given.replica)
     _check_adapters(given, adapts=bool(trained.model.source_has))

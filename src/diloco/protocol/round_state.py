@@ -161,13 +161,8 @@ class RoundState:
         if self.taking_over:
             self.donor = donor_for(rules.rank, self.headers, members=members, ranks_per_replica=rules.ranks_per_replica)
         if rules.replica in verdict.diverged:
-            self.fault = DivergedError(
-                f"{self.id}: {verdict.reason}. The round is void for all.",
-                donor=verdict.donor,
-                digest=self.headers[verdict.donor * rules.ranks_per_replica + rules.position].digest,
-                round=str(self.id),
-                replicas=verdict.diverged,
-            )
+            donor = self.headers[verdict.donor * rules.ranks_per_replica + rules.position]
+            self.fault = verdict.divergence(self.id, donor.digest)
         return verdict
 
     def held(self, rules: Rules) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -21,6 +20,7 @@ from diloco.errors import CheckpointError, ConfigurationError
 from diloco.model.huggingface_folder import without_progress_bars
 from diloco.model.transformer import Transformer
 from diloco.trained.load import ORIGIN_FILE, Trained
+from diloco.units import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,11 +67,7 @@ def export_huggingface(
             "Leave it out."
         )
     longest = trained.length(max_length, "a longest sequence of") if native else trained.model.max_sequence_length
-    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B", max_shard_size, re.IGNORECASE):
-        raise ConfigurationError(
-            f"files of at most {max_shard_size!r} were asked for. Use a positive number of KB, MB, GB or TB, such as "
-            "5GB."
-        )
+    shard_bytes = parse_bytes(max_shard_size, "max_shard_size")
     _check_place(folder, overwrite, is_export=(folder / ORIGIN_FILE).is_file())
     made = trained.model.to_huggingface()
     made.to(DTYPES[dtype])  # type: ignore[arg-type]  # its stubs know no dtype
@@ -83,7 +79,7 @@ def export_huggingface(
         made.generation_config.eos_token_id = sorted({chat.eos_id, chat.answer_end})
     written = new_folder(folder, last="config.json", replaces=overwrite)
     with _as_checkpoint_error(folder), without_progress_bars(), written as partial:
-        made.save_pretrained(partial, max_shard_size=max_shard_size)
+        made.save_pretrained(partial, max_shard_size=shard_bytes)
         tokenizer.save(partial)
         _complete_tokenizer_config(partial / "tokenizer_config.json", longest)
         _write_json(partial / ORIGIN_FILE, _origin(trained, dtype))

@@ -79,6 +79,14 @@ class Transport(abc.ABC):
         Every replica of the view gets the same average from `Pending.wait`, or every replica gets `RoundVoidError`.
         """
 
+    def check_name(self, contribution: Contribution) -> None:
+        """Raise `TransportError` for another replica's contribution."""
+        if contribution.replica != self.replica:
+            raise TransportError(
+                f"replica {self.replica} handed in a contribution in the name of replica {contribution.replica}; each "
+                "replica contributes for itself. It was not taken."
+            )
+
     @abc.abstractmethod
     def publish(self, source: SnapshotSource, version: Callable[[int], object] | None = None) -> None:
         """From now on, answer those who `fetch` from this replica with ``source(fragment)``.

@@ -13,7 +13,7 @@ from typing import Any
 from diloco.algorithm.averaging import Contribution, Mean, RoundId, Verdict, judge, weighted_mean
 from diloco.algorithm.exchange import Exchange, plan_round
 from diloco.algorithm.mean_encoding import Residual, encode_all_means, lost_words
-from diloco.errors import CodecError, DivergedError, RoundVoidError, TransportError
+from diloco.errors import CodecError, RoundVoidError, TransportError
 from diloco.membership.view import View
 from diloco.protocol.actions import Average
 from diloco.transport.faults import Fault, arrivals
@@ -119,14 +119,7 @@ class EmulatedRounds:
         if len(state.taken) == len(self.view.members):
             del self._rounds[round_id]
         if replica in verdict.diverged:
-            words = f"{round_id}: {verdict.reason}. The round is void for all."
-            raise DivergedError(
-                words,
-                donor=verdict.donor,
-                digest=state.contributions[verdict.donor].digest,
-                round=str(round_id),
-                replicas=verdict.diverged,
-            )
+            raise verdict.divergence(round_id, state.contributions[verdict.donor].digest)
         if state.mean is None:
             raise RoundVoidError(f"{round_id} is void: {verdict.reason}.", round=str(round_id))
         if any((f.kind, f.replica, f.round) == ("miss-commit", replica, round_id) for f in self.faults):

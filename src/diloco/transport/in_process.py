@@ -172,11 +172,7 @@ class InProcessEndpoint(Transport):
         self.view = hub.view
 
     def average(self, contribution: Contribution) -> Pending:
-        if contribution.replica != self.replica:
-            raise TransportError(
-                f"replica {self.replica} handed in a contribution in the name of replica {contribution.replica}; "
-                "each replica contributes for itself. It was not taken."
-            )
+        self.check_name(contribution)
         with self.hub.changed:
             self.hub.threads[self.replica] = threading.get_ident()
             self.hub.accept(contribution)

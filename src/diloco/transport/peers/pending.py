@@ -60,9 +60,8 @@ class PeerPending:
 class Contributed:
     """What this rank has contributed."""
 
-    def __init__(self, replica: int) -> None:
+    def __init__(self) -> None:
         self.digests: dict[int, str] = {}  # by fragment, of the state behind the last contribution
-        self._replica = replica
         self._sent: dict[int, PeerPending] = {}
         self._undecided: dict[RoundId, PeerPending] = {}
         self._closed: TransportError | None = None
@@ -72,14 +71,9 @@ class Contributed:
         """Register a contribution to a round that this replica has not contributed to, or that became void.
 
         Raises:
-            TransportError: it is another replica's, or a second one to the same round, or the transport is closed.
+            TransportError: a second one to the same round, or the transport is closed.
         """
         replica, round_id = contribution.replica, contribution.round
-        if replica != self._replica:
-            raise TransportError(
-                f"replica {self._replica} handed in a contribution in the name of replica {replica}; each replica "
-                "contributes for itself. It was not taken."
-            )
         before = self._sent.get(round_id.fragment)
         if before is not None and before.round == round_id and not before.void:
             raise TransportError(

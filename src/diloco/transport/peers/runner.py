@@ -66,7 +66,7 @@ class ProtocolRunner:
         self.mailbox = Mailbox()  # receives the addresses of payload links
         self._machine = Machine(rules, policies)
         self._changed = threading.Condition()  # whose lock guards the machine; notified after each event
-        self._contributed = Contributed(rules.replica)
+        self._contributed = Contributed()
         self._closed = False
         self._threads = Threads()
         self._queue = SendQueue(Pacer(link)) if link else None

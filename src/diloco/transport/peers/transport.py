@@ -108,6 +108,7 @@ class PeerTransport(ProtocolRunner, Transport):
     # Rounds.
 
     def average(self, contribution: Contribution) -> Pending:
+        self.check_name(contribution)
         pending = self._contributed.add(contribution, self._guard_s, self)
         handed = events.HandedIn(contribution, self.step, pending.sent_s)
         if contribution.payload.is_cuda:
