@@ -151,7 +151,7 @@ def test_nobody_moves_the_mean_by_more_than_its_weight_times_the_bound(
         assert vector_norm(mean.values) <= bound * (1 + 1e-4)
 
 
-def with_a_liar(clipping: Clipping, steps: int = 400) -> Swarm:
+def with_a_liar(clipping: Clipping, steps: int = 200) -> Swarm:
     """Four replicas with one target, of which the last goes up to a thousand times as far, the other way."""
     honest = quadratic(shared=True)
 

@@ -49,7 +49,7 @@ def test_the_digest_tells_whether_replicas_agree() -> None:
 def test_converges_to_the_mean_of_the_replicas_targets() -> None:
     """Each replica is pulled to its own target; what they agree on is the mean of the targets."""
     swarm = streaming(codec="float32", outer=Nesterov(learning_rate=0.5, momentum=0.5))
-    swarm.run(400, quadratic())
+    swarm.run(200, quadratic())
     generators = [torch.Generator().manual_seed(m) for m in range(3)]
     targets = [
         torch.cat([torch.randn(p.shape, generator=g).flatten() for p in Vectors().parameters()]) for g in generators
