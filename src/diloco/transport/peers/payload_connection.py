@@ -39,6 +39,10 @@ _LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
 """What the kernel may hold of a connection that it has not sent, beside so many seconds of what it sends: the others
 could carry the rest."""
 
+_ROOM_BYTES = 2 * (_HEAD.size + MOST_PART_BYTES)  # for what is read of a connection
+_MOST_WOKEN_BYTES = 1 << 15  # less than the kernel has room for of any connection, so that they do come
+_RECORD_BYTES = 1 << 14  # of TLS, the longest: what has come of one can't be deciphered before all of it has
+
 
 class Head(NamedTuple):
     """What goes before a part, and all of an acknowledgement."""
@@ -88,29 +92,29 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._link = link
         self._parts: dict[tuple[int, int], Part] = {}  # by message and start: written, and not acknowledged
         self._full = False
-        self._head_bytes = bytearray(_HEAD.size)
-        self._body_bytes = bytearray()
-        self._head: Head | None = None
-        self._into = memoryview(self._head_bytes)
-        self._filled = 0
+        self._room = memoryview(b"")  # for what is read
+        self._begun = self._filled = 0  # where what has not been taken yet begins in it, and ends
+        self._whole_bytes = _HEAD.size  # of the next that can be taken
         self._waits = False  # until there is room for the part whose head has come
-        self._already = b""  # read by others before, and not looked at yet
         self._unsent_bytes = 0  # that the kernel may hold; 0: as much as it likes
+        self._woken_bytes = 1  # that come before the kernel tells of them
         self._tune(silence_s)
         transport.set_write_buffer_limits(high=1)  # 0 would be reached by nothing at all over TLS
 
     def begin(self, already: bytes) -> None:
         """Take over the connection, of which reading is paused and so much has been read."""
-        self._already = already
+        self._filled = len(already)
+        self._room = memoryview(bytearray(max(_ROOM_BYTES, self._filled)))
+        self._room[: self._filled] = already
         self.transport.set_protocol(self)
-        self._read_on()
+        self._waits = True
+        self.go_on_reading()
 
     def end(self, why: str = "it ended") -> None:
         """Close the connection; what it has not delivered goes to others."""
         if not self.ended.done():
             self.ended.set_result(why)
             self._link.drop(self, list(self._parts.values()), why)
-        self._filled, self._already = 0, b""  # in case more is read before it is closed
         if self._full:
             self.transport.abort()
         else:
@@ -132,23 +136,11 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     def go_on_reading(self) -> None:
         """There may be room by now for the part that waits."""
-        try:
-            has_room = self._waits and self._head is not None and self._link.inbox.has_room(self._head)
-        except TransportError as error:  # the message has begun otherwise over another connection
-            self.end(str(error))
-            return
-        if has_room:
+        if self._waits:
             self._waits = False
-            self._read_on()
-
-    def _read_on(self) -> None:
-        while self._already and not self._waits:
-            size = min(len(self._already), len(self._into) - self._filled)
-            self._into[self._filled : self._filled + size] = self._already[:size]
-            self._already = self._already[size:]
-            self.buffer_updated(size)
-        if not self._waits and not self.transport.is_closing():
-            self.transport.resume_reading()
+            self._take()
+            if not self._waits and not self.transport.is_closing():
+                self.transport.resume_reading()
 
     def counters(self) -> Counters | None:
         """What the kernel tells of this connection."""
@@ -192,21 +184,37 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._link.wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._into[self._filled :]
+        if self._begun + self._whole_bytes > len(self._room):  # what is there of it moves to the front
+            self._filled -= self._begun
+            self._room[: self._filled] = self._room[self._begun : self._begun + self._filled]
+            self._begun = 0
+        return self._room[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
-        if self._filled < len(self._into):
-            return
-        try:
-            if self._head is None:
-                self._take_head(Head._make(_HEAD.unpack(self._head_bytes)))
-            else:
-                self._take_part(self._head, self._into)
-        except TransportError as error:
-            self.end(str(error))
+        if not self.ended.done():  # else it is about to be closed
+            self._filled += nbytes
+            self._take()
 
-    def _take_head(self, head: Head) -> None:
+    def _take(self) -> None:
+        """Take all that is there whole, and acknowledge parts together: each write and each wake-up costs as much as
+        the copying of many kilobytes."""
+        taken: list[bytes] = []
+        why = ""
+        try:
+            while not (self._waits or self.ended.done()) and self._filled - self._begun >= self._whole_bytes:
+                self._take_next(taken)
+        except TransportError as error:
+            why = str(error)
+        if taken and not self.transport.is_closing():
+            self.transport.write(b"".join(taken))
+        if why:
+            self.end(why)
+        if self._begun == self._filled:
+            self._begun = self._filled = 0
+        self._be_woken_for(self._whole_bytes - (self._filled - self._begun))
+
+    def _take_next(self, taken: list[bytes]) -> None:
+        head, begun = Head._make(_HEAD.unpack_from(self._room, self._begun)), self._begun + _HEAD.size
         if head.kind == b"A":
             if (part := self._parts.pop((head.number, head.start), None)) is None:
                 raise TransportError(
@@ -217,24 +225,28 @@ class PayloadConnection(asyncio.BufferedProtocol):
             self._link.wanted = head.number
         elif not head.of_a_part:
             raise TransportError(f"a part {head.kind!r} of {head.size} bytes at {head.start} of {head.total} came")
-        self._filled = 0
-        if head.kind != b"D":
-            return
-        if not self._link.inbox.has_room(head):
+        elif not self._link.inbox.has_room(head):
             self._waits = True
             self.transport.pause_reading()
-        if len(self._body_bytes) < head.size:
-            self._body_bytes = bytearray(MOST_PART_BYTES)
-        self._head = head
-        self._into = memoryview(self._body_bytes)[: head.size]
-        if head.size == 0:
-            self._take_part(head, self._into)
+            return
+        elif self._filled - begun < head.size:
+            self._whole_bytes = _HEAD.size + head.size
+            return
+        else:
+            self._take_part(head, self._room[begun : begun + head.size])
+            taken.append(Head(b"A", head.number, start=head.start).pack())
+            begun += head.size
+        self._begun, self._whole_bytes = begun, _HEAD.size
 
     def _take_part(self, head: Head, data: memoryview) -> None:
         if xxhash.xxh3_64_intdigest(data) != head.checksum:
             raise TransportError(f"message {head.number} was damaged on its way")
         self._link.inbox.arrived(head, data)
-        self._head, self._filled = None, 0
-        self._into = memoryview(self._head_bytes)
-        if not self.transport.is_closing():
-            self.transport.write(Head(b"A", head.number, start=head.start).pack())
+
+    def _be_woken_for(self, missing_bytes: int) -> None:
+        """Let the kernel tell of what comes only once so much of it is there: not of every segment."""
+        held_bytes = _RECORD_BYTES if self.transport.get_extra_info("ssl_object") else 0  # of it, not deciphered yet
+        woken_bytes = max(1, min(missing_bytes - held_bytes, _MOST_WOKEN_BYTES))
+        if woken_bytes != self._woken_bytes:
+            self._woken_bytes = woken_bytes
+            self._set(socket.SOL_SOCKET, "SO_RCVLOWAT", woken_bytes)

@@ -1,0 +1,69 @@
+"""One connection of a payload link: what it makes of what comes in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import xxhash
+
+from diloco.transport.path import Pace
+from diloco.transport.peers.payload_connection import Head, PayloadConnection
+from diloco.transport.peers.reliable_link import ReliableLink
+
+
+class Listening(asyncio.Transport):
+    """A connection that hears what it is made to hear, and keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def hear(self, connection: PayloadConnection, data: bytes) -> None:
+        while data:
+            room = connection.get_buffer(-1)
+            size = min(len(room), len(data))
+            room[:size], data = data[:size], data[size:]
+            connection.buffer_updated(size)
+
+    def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    set_protocol = pause_reading = resume_reading = Mock()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("cut_bytes", "writes"), [(33, 6), (10_000, 3), (1 << 20, 2)])
+def test_parts_are_taken_however_they_are_cut_on_their_way_and_acknowledged_together(
+    cut_bytes: int, writes: int
+) -> None:
+    sent = [bytes([number]) * size for number, size in enumerate((1 << 18, 50, 0, (1 << 18) - 1, 300, 70_000))]
+    heads = [
+        Head(b"D", tag + 1, tag, len(each), 0, len(each), xxhash.xxh3_64_intdigest(each))
+        for tag, each in enumerate(sent)
+    ]
+    stream = b"".join(head.pack() + each for head, each in zip(heads, sent, strict=True))
+
+    async def listen() -> None:
+        link = ReliableLink(asyncio.get_running_loop(), Pace())
+        rooms = [torch.zeros(len(each), dtype=torch.uint8) for each in sent]
+        works = [link.receive(room, tag) for tag, room in enumerate(rooms)]
+        transport = Listening()
+        connection = PayloadConnection(link, transport, 20.0)
+        connection.begin(stream[:40])
+        for start in range(40, len(stream), cut_bytes):
+            transport.hear(connection, stream[start : start + cut_bytes])
+        for work, room, each in zip(works, rooms, sent, strict=True):
+            assert work.done()
+            assert bytes(room.tolist()) == each
+        assert b"".join(transport.written) == b"".join(Head(b"A", head.number).pack() for head in heads)
+        assert len(transport.written) == writes
+
+    asyncio.run(listen())
