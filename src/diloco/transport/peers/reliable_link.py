@@ -36,8 +36,11 @@ def part_bytes(waiting_bytes: int, connections: int, bits_per_s: float = math.in
 
     >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16), part_bytes(1 << 30, 4, 1e7)
     (262144, 100000, 12288, 25000)
+    >>> part_bytes(50_000, 1)  # there is no other one to be done with
+    262144
     """
-    most = min(MOST_PART_BYTES, waiting_bytes // (2 * max(1, connections)), bits_per_s / 8 * _MOST_PART_S)
+    share = waiting_bytes // (2 * connections) if connections > 1 else MOST_PART_BYTES
+    most = min(MOST_PART_BYTES, share, bits_per_s / 8 * _MOST_PART_S)
     return max(_LEAST_PART_BYTES, int(most))
 
 

@@ -17,7 +17,7 @@ from diloco.transport.peers.reliable_link import ReliableLink
 
 __all__ = ["RoundMessages", "message_tag"]
 
-_LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 16
+_LEAST_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 18
 """A payload is cut into so many pieces at least, so that summing begins early, unless they would be so small that what
 each costs counts: a message, its acknowledgement, and a look at it. Links cut pieces into parts as they need them."""
 
