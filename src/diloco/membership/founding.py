@@ -21,12 +21,6 @@ class Looker:
     last: View | None = None
 
 
-@dataclass(frozen=True)
-class _Heard:
-    beat: int
-    since_s: float
-
-
 class Lookers:
     """Those who look, too. One that has ended while it looked is forgotten: what it said may stay for half an hour, and
     who waits for it would wait in vain.
@@ -44,15 +38,14 @@ class Lookers:
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
-        self._heard: dict[str, _Heard] = {}
+        self._heard: dict[str, tuple[int, float]] = {}  # name -> its beat, and since when it is that
 
     def hear(self, beats: Mapping[str, int], now_s: float) -> frozenset[str]:
         """Names of those that look at ``now_s``, as far as is known; ``beats``: name -> what it says now."""
         for name, beat in beats.items():
-            heard = self._heard.get(name)
-            if heard is None or heard.beat != beat:
-                self._heard[name] = _Heard(beat, now_s)
-        return frozenset(name for name in beats if now_s - self._heard[name].since_s < self._silence_s)
+            if name not in self._heard or self._heard[name][0] != beat:
+                self._heard[name] = beat, now_s
+        return frozenset(name for name in beats if now_s - self._heard[name][1] < self._silence_s)
 
 
 @dataclass(frozen=True, kw_only=True)

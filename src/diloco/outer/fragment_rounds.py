@@ -189,7 +189,10 @@ class FragmentRounds:
             "rounds_void": self.void,
             "fragments": [self._loop.fragment_state(fragment.index) for fragment in self._loop.fragments],
             "codecs": [self._feedback[p].state_dict() if self._feedback else None for p in range(len(self.codecs))],
-            "mean_residuals": [_residual_state(self._residuals.get(p)) for p in range(len(self.codecs))],
+            "mean_residuals": [
+                {"start": held.start, "values": held.values} if (held := self._residuals.get(p)) else None
+                for p in range(len(self.codecs))
+            ],
             "in_flight": [_in_flight_state(entry) for entry in self._in_flight.values()],
             "finished_rounds": list(self.shared.finished_rounds),
             "lacking": list(self.taking_over.lacking),
@@ -283,10 +286,6 @@ class FragmentRounds:
             return {}
         measures, self._last_means[index] = measured_outer_step(self._loop, index, mean, self._last_means.get(index))
         return dict(vars(measures))
-
-
-def _residual_state(residual: Residual | None) -> dict[str, Any] | None:
-    return None if residual is None else {"start": residual.start, "values": residual.values}
 
 
 def _in_flight_state(entry: _InFlight) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _MOST_ITEMS = 1 << 16
 _MOST_VOTES = 1 << 10  # each is to be checked, which takes a tenth of a millisecond
 _MOST_DIGITS = 64
 _MOST_FLOAT = 1.7e308
-_MOST_CHARACTERS = 1 << 12
+_MOST_CHARACTERS, _MOST_TEXTS = 1 << 12, 1 << 8
 _MOST_WORDS = 500
 _MOST_DEPTH = 32
 _MOST_CONTAINERS = 1 << 14
@@ -132,11 +132,11 @@ class Fields:
             raise _wrong(name, value, "a text")
         return visible(value, _MOST_WORDS)
 
-    def texts(self, name: str, most: int = 1 << 8) -> dict[str, str]:
-        """An object of at most ``most`` texts."""
+    def texts(self, name: str) -> dict[str, str]:
+        """An object of at most 256 texts."""
         value = self._of(name)
-        if not isinstance(value, dict) or len(value) > most:
-            raise _wrong(name, value, f"an object of at most {most} texts")
+        if not isinstance(value, dict) or len(value) > _MOST_TEXTS:
+            raise _wrong(name, value, f"an object of at most {_MOST_TEXTS} texts")
         return {_text(name, key, _MOST_CHARACTERS): _text(name, each, _MOST_CHARACTERS) for key, each in value.items()}
 
     def list_of_texts(self, name: str, most: int) -> tuple[str, ...]:

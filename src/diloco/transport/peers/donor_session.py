@@ -180,8 +180,8 @@ class DonorService:
                 return found
             if not self.cache.make_room(fragment, loop.time()):
                 return None
-            made = await loop.run_in_executor(None, _copy, source, fragment, version)
-            return self.cache.add(made, loop.time())
+            made = await loop.run_in_executor(None, lambda: describe(source(fragment)))
+            return self.cache.add(Snapshot(fragment, version, *made), loop.time())
 
     def _sweep(self) -> None:
         """Sweep the cache from time to time, as long as it holds anything."""
@@ -255,10 +255,6 @@ class _DonorSession:
 
     async def _say(self, message: dict[str, Any]) -> None:
         await _write(self._writer, pack(message))
-
-
-def _copy(source: SnapshotSource, fragment: int, version: object) -> Snapshot:
-    return Snapshot(fragment, version, *describe(source(fragment)))
 
 
 async def _write(writer: asyncio.StreamWriter, frame: bytes) -> None:
