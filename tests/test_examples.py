@@ -62,7 +62,7 @@ def test_a_trainer_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads((tmp_path / "model" / "adapter_config.json").read_text())["r"] == 8
 
 
-def test_a_codec_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_of_your_own() -> None:
     """A twentieth of the bytes; with error feedback the loss still falls."""
     found = runpy.run_path(str(EXAMPLES / "custom_codec.py"))["main"](steps=200)
     (plain, plain_bytes), (one_bit, one_bit_bytes) = found["float32"], found["one-bit"]

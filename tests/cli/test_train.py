@@ -80,12 +80,12 @@ def test_a_run_that_goes_on_refuses_other_changes_by_name(
         assert word in message
 
 
-def test_unchanged_settings_may_be_given_again(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchanged_settings_may_be_given_again(files: Path) -> None:
     same = ["--data", str(files / "text.txt"), "--replicas", "2", "--preset", "tiny", "--print-config"]
     assert main(["train", "--resume", str(files / "run"), *same]) == 0
 
 
-def test_no_run_is_overwritten(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_is_overwritten(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (files / "run" / "summary.json").read_bytes()
     message = refused(train(files, "--out", str(files / "run")), capsys)
     assert "is not empty" in message

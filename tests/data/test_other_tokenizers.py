@@ -109,7 +109,7 @@ def test_a_document_that_is_not_told_exactly_is_refused_when_it_comes() -> None:
         sly.encode_documents(["fine", "Qa"])
 
 
-def test_by_name_of_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_name_of_a_local_folder(tmp_path: Path) -> None:
     LLAMA.save(tmp_path / "model")
     settings = DataSettings(tokenizer=f"hf:{tmp_path / 'model'}")
     assert given_tokenizer(settings).to_json() == LLAMA.to_json()

@@ -131,7 +131,7 @@ def small() -> Any:
     return Small
 
 
-def test_batches_are_no_steps_and_skipped_steps_are_not_trained(tmp_path: Path) -> None:
+def test_batches_are_no_steps_and_skipped_steps_are_not_trained() -> None:
     """12 batches are 3 steps, of which the scaler skips the second."""
     events: list[Event] = []
     mine = ours.DiLoCoCallback(schedule=SyncSchedule(inner_steps=3), on_event=events.append)
@@ -168,7 +168,7 @@ def test_validated_are_the_parameters_asked_for(parameters: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The loop ended after")
-def test_what_can_not_work_is_refused(tmp_path: Path) -> None:
+def test_what_can_not_work_is_refused() -> None:
     Small = small()
 
     class Manual(Small):

@@ -70,7 +70,7 @@ def test_transformers_gives_the_same_loss_and_token_ids(run: Path, exported: Pat
         assert float(other(tokens, labels=tokens).loss) == pytest.approx(loss_of(trained.model, tokens), abs=1e-6)
 
 
-def test_the_byte_tokenizer_is_exported_too(run: Path, tmp_path: Path) -> None:
+def test_the_byte_tokenizer_is_exported_too(tmp_path: Path) -> None:
     train(write_text(tmp_path), tmp_path / "run", "--steps 1 --inner.warmup-steps 0")
     export_huggingface(load_trained(tmp_path / "run"), tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -93,9 +93,7 @@ def test_configurations_say_which_token_ends_and_begins_a_document(exported: Pat
     assert other.generate(max_new_tokens=5, do_sample=False).shape[1] > 1
 
 
-def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(
-    run: Path, exported: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_run_begins_from_the_folder_with_its_sizes_and_tokenizer(run: Path, exported: Path) -> None:
     begun = load_configuration(["--init-from", str(exported), "--preset", "2m"])
     before = open_checkpoint(run).about["model"]
     assert begun.model.described() == before | {"max_sequence_length": 16, "z_loss": 0.0}

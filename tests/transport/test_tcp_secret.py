@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -121,5 +120,5 @@ def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path) -> N
     assert read_secret(file, "transport.secret_file") == SECRET
 
 
-def test_a_secret_is_in_no_words(capsys: Any) -> None:
+def test_a_secret_is_in_no_words() -> None:
     assert SECRET not in repr(wire(secret=SECRET))
