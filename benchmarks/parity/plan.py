@@ -40,7 +40,9 @@ def muon(learning_rate: str) -> str:
 
 MUON = muon("2e-3")
 FASTER = muon("8e-3") + " --inner.arguments {matrix_lr_ratio=2.5,momentum=0.9}"
-"""The preset tiny-muon: AdamW at four times the rate of `MUON`, hidden matrices at the same, a momentum of 0.9."""
+"""AdamW at four times the rate of `MUON`, hidden matrices at the same, a momentum of 0.9."""
+LONGER = muon("8e-3") + " --inner.arguments {matrix_lr_ratio=2.5,momentum=0.85,betas=[0.97,0.99]}"
+"""`FASTER`, where AdamW remembers more gradients and Muon fewer."""
 
 
 def outer(learning_rate: str, momentum: str) -> str:
@@ -60,6 +62,8 @@ MAIN = (
     streaming("Streaming fp4, Muon", more=outer("0.8", "0.5"), inner=MUON),
     Variant("data-parallel, Muon, AdamW lr 8e-3, momentum .9", "--algorithm data-parallel", FASTER),
     streaming("Streaming fp4, Muon, AdamW lr 8e-3, momentum .9", more=outer("0.8", "0.5"), inner=FASTER),
+    Variant("data-parallel, Muon, AdamW betas .97/.99, momentum .85", "--algorithm data-parallel", LONGER),
+    streaming("Streaming fp4, Muon, AdamW betas .97/.99, momentum .85", more=outer("0.8", "0.6"), inner=LONGER),
 )
 """Three seeds each."""
 
@@ -73,6 +77,12 @@ TUNING = (
     streaming("Streaming fp4, Muon, inner lr 1e-3", more=outer("0.8", "0.5"), inner=muon("1e-3")),
     Variant("data-parallel, inner lr 4e-3", "--algorithm data-parallel", "--inner.learning-rate 4e-3"),
     streaming("Streaming fp4, inner lr 4e-3", inner="--inner.learning-rate 4e-3"),
+    streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .8/.5", more=outer("0.8", "0.5"), inner=LONGER),
+    streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .9/.6", more=outer("0.9", "0.6"), inner=LONGER),
+    streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .8/.7", more=outer("0.8", "0.7"), inner=LONGER),
+    streaming(
+        "Streaming fp4, Muon, AdamW betas .97/.99, tau 0", more=outer("0.8", "0.6") + " --overlap-steps 0", inner=LONGER
+    ),
     streaming("Streaming fp4, Muon, tau 0", more=outer("0.8", "0.5") + " --overlap-steps 0", inner=MUON),
     streaming("Streaming fp4, Muon, H=30", more=outer("0.8", "0.5") + " --inner-steps 30", inner=MUON),
     streaming("Streaming topk2, Muon, H=30", codec="topk2", more=f"{outer('0.8', '0.5')} {SPARSE}", inner=MUON),

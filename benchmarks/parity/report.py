@@ -35,7 +35,7 @@ def tables(results: Sequence[Row], seeds: int) -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [_main_row(variant, by_name[variant.name], base) for variant in MAIN]
-    for settings in ("Muon", "Muon, AdamW lr 8e-3, momentum .9"):
+    for settings in (v.name.removeprefix("Streaming fp4, ") for v in MAIN if v.name.startswith("Streaming fp4, ")):
         rival = {seed: row["heldout_loss"] for seed, row in by_name[f"data-parallel, {settings}"].items()}
         own = by_name[f"Streaming fp4, {settings}"]
         gaps = [f"{_gap(own[seed], rival[seed])} (seed {seed})" for seed in sorted(own) if seed in rival]

@@ -137,7 +137,7 @@ def test_another_inner_optimizer_does_not_inherit_arguments(tmp_path: Path) -> N
 
 
 def test_arguments_that_are_typed_leave_the_others_of_the_same_name(tmp_path: Path) -> None:
-    typed, muon = {"momentum": 0.95}, {"matrix_lr_ratio": 2.5, "momentum": 0.95}
+    typed, muon = {"momentum": 0.95}, {"matrix_lr_ratio": 2.5, "momentum": 0.95, "betas": (0.97, 0.99)}
     assert compose(command_line(preset="tiny-muon", inner__arguments=typed)).inner.arguments == muon
     renamed = command_line(preset="tiny-muon", inner__name="SGD", inner__arguments=typed)
     assert compose(renamed).inner.arguments == typed
