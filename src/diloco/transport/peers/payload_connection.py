@@ -233,15 +233,13 @@ class PayloadConnection(asyncio.BufferedProtocol):
             self._whole_bytes = _HEAD.size + head.size
             return
         else:
-            self._take_part(head, self._room[begun : begun + head.size])
+            data = self._room[begun : begun + head.size]
+            if xxhash.xxh3_64_intdigest(data) != head.checksum:
+                raise TransportError(f"message {head.number} was damaged on its way")
+            self._link.inbox.arrived(head, data)
             taken.append(Head(b"A", head.number, start=head.start).pack())
             begun += head.size
         self._begun, self._whole_bytes = begun, _HEAD.size
-
-    def _take_part(self, head: Head, data: memoryview) -> None:
-        if xxhash.xxh3_64_intdigest(data) != head.checksum:
-            raise TransportError(f"message {head.number} was damaged on its way")
-        self._link.inbox.arrived(head, data)
 
     def _be_woken_for(self, missing_bytes: int) -> None:
         """Let the kernel tell of what comes only once so much of it is there: not of every segment."""
