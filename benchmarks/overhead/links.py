@@ -1,0 +1,146 @@
+"""``python -m benchmarks.overhead.links``: processor time of moving the payloads of a round over payload links.
+
+Two processes with seven links between them, on the loopback interface, move in each round what one of eight replicas
+moves of 6.3M values in fp4: an eighth of its contribution to each of the others, then the mean of its own eighth, in
+int8. Nothing is encoded, summed or decided. Over TCP as it is, and over a swarm's direct streams (TLS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from diloco.algorithm.averaging import RoundId
+from diloco.algorithm.codec import make_codec
+from diloco.transport.hivemind.direct_streams import DirectStreams
+from diloco.transport.path import Pace
+from diloco.transport.peers.payload_connection import PayloadConnection
+from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.peers.round_messages import RoundMessages
+
+HOST, LIMIT_S = "127.0.0.1", 60.0
+LINKS, VALUES = 7, 6_295_552 // 8
+PIECE_BYTES = 1 << 19
+WARM = 2
+
+T = TypeVar("T")
+
+
+class End:
+    """One of the two processes: its links, in a thread of their own."""
+
+    def __init__(self) -> None:
+        self.links: dict[int, ReliableLink] = {}
+        self._loop = asyncio.new_event_loop()
+        self._kept: list[asyncio.StreamWriter] = []
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
+
+    async def listen(self, direct: bool) -> object:
+        """What the other end has to know."""
+        if not direct:
+            server = await asyncio.start_server(self._use, HOST)
+            return server.sockets[0].getsockname()[1]
+        streams = DirectStreams("one", {})
+        await streams.listen([HOST], 0, self._use)
+        return streams.offer("other", [HOST])
+
+    async def connect(self, said: object, direct: bool) -> None:
+        for _ in range(LINKS):
+            opening = DirectStreams("other", {}).open(said) if direct else asyncio.open_connection(HOST, str(said))
+            await self._use(*await opening)
+
+    def move(self, number: int) -> None:
+        """One round."""
+        messages = RoundMessages(RoundId(0, number), self.links, None, PIECE_BYTES)
+        for name, second in (("fp4", False), ("int8", True)):
+            for come in self.call(self._exchange(messages, name, second=second)):
+                come.result(LIMIT_S)
+        messages.finish()
+
+    async def _exchange(self, messages: RoundMessages, name: str, *, second: bool) -> list[Future[None]]:
+        codec = make_codec(name)
+        coming: list[Future[None]] = []
+        for piece, (start, stop) in enumerate(messages.pieces(0, VALUES, codec)):
+            size = codec.payload_bytes(stop - start)
+            for other in self.links:
+                coming.append(messages.receive(other, torch.empty(size, dtype=torch.uint8), piece, second=second))
+                messages.send(other, torch.ones(size, dtype=torch.uint8), piece, second=second)
+        return coming
+
+    async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link, transport = ReliableLink(self._loop, Pace()), writer.transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        reader.feed_eof()
+        already = await reader.read()
+        connection = PayloadConnection(link, transport, LIMIT_S)
+        connection.begin(already)
+        link.add(0, connection)
+        self._kept.append(writer)
+        self.links[len(self.links)] = link
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead.links", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="that are measured")
+    parser.add_argument("--end", choices=("tcp", "tls"), help=argparse.SUPPRESS)
+    parser.add_argument("--said", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.end:
+        be_an_end(given.end == "tls", given.said, given.rounds)
+        return
+    print("| links | CPU of a process per round, ms: user, system | CPU-s per GB sent and received |\n|---|---|---|")
+    for kind, words in (("tcp", "TCP"), ("tls", "direct streams (TLS)")):
+        user_s, system_s, moved_bytes = measure(kind, given.rounds)
+        per_gb = (user_s + system_s) / moved_bytes * 1e9
+        print(f"| {words} | {1e3 * user_s:.1f}, {1e3 * system_s:.1f} | {per_gb:.2f} |", flush=True)
+
+
+def measure(kind: str, rounds: int) -> tuple[float, float, int]:
+    """User and system seconds, and bytes sent and received, of a process per round: the mean of both."""
+    command = [sys.executable, "-m", "benchmarks.overhead.links", "--end", kind, "--rounds", str(rounds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        said = one.stdout.readline().strip()
+        with subprocess.Popen([*command, "--said", said], stdout=subprocess.PIPE, text=True) as other:
+            told = [json.loads(each.communicate()[0]) for each in (one, other)]
+    return (told[0][0] + told[1][0]) / 2, (told[0][1] + told[1][1]) / 2, told[0][2]
+
+
+def be_an_end(direct: bool, said: str | None, rounds: int) -> None:
+    torch.set_num_threads(1)
+    end = End()
+    if said is None:
+        print(json.dumps(end.call(end.listen(direct))), flush=True)
+    else:
+        end.call(end.connect(json.loads(said), direct))
+    while len(end.links) < LINKS:
+        time.sleep(0.01)
+    for number in range(WARM):
+        end.move(number)
+    before = os.times()
+    for number in range(WARM, WARM + rounds):
+        end.move(number)
+    after = os.times()
+    moved_bytes = 2 * LINKS * sum(make_codec(name).payload_bytes(VALUES) for name in ("fp4", "int8"))
+    print(json.dumps([(after[0] - before[0]) / rounds, (after[1] - before[1]) / rounds, moved_bytes]), flush=True)
+    time.sleep(1.0)  # the other end may still wait for acknowledgements
+    os._exit(0)  # with connections open, as nothing more is to be measured
+
+
+if __name__ == "__main__":
+    main()
