@@ -37,7 +37,7 @@ class Listening(asyncio.Transport):
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
 
-    set_protocol = pause_reading = resume_reading = Mock()  # type: ignore[assignment]
+    set_protocol = pause_reading = resume_reading = close = Mock()  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(("cut_bytes", "writes"), [(33, 6), (10_000, 3), (1 << 20, 2)])
@@ -65,5 +65,20 @@ def test_parts_are_taken_however_they_are_cut_on_their_way_and_acknowledged_toge
             assert bytes(room.tolist()) == each
         assert b"".join(transport.written) == b"".join(Head(b"A", head.number).pack() for head in heads)
         assert len(transport.written) == writes
+
+    asyncio.run(listen())
+
+
+def test_what_comes_after_a_damaged_part_is_dropped() -> None:
+    async def listen() -> None:
+        link, transport = ReliableLink(asyncio.get_running_loop(), Pace()), Listening()
+        connection = PayloadConnection(link, transport, 20.0)
+        connection.begin(b"")
+        room = connection.get_buffer(-1)
+        part = Head(b"D", 1, 7, 1 << 18, 0, 1 << 18, checksum=1).pack()
+        transport.hear(connection, part + bytes(len(room) - len(part)))
+        assert connection.ended.result() == "message 1 was damaged on its way"
+        transport.hear(connection, bytes(3 * len(room)))
+        assert transport.written == []
 
     asyncio.run(listen())

@@ -34,7 +34,7 @@ __all__ = [
     "vote_words",
 ]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised whenever a replica of the version before would misread one of this version."""
 
 

@@ -184,6 +184,8 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._link.wake()
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if self.ended.done():  # what comes now is dropped
+            return self._room
         if self._begun + self._whole_bytes > len(self._room):  # what is there of it moves to the front
             self._filled -= self._begun
             self._room[: self._filled] = self._room[self._begun : self._begun + self._filled]
