@@ -210,9 +210,10 @@ def parse_share(text: str, name: str) -> float:
 
 def _parse(text: str, name: str, units: Mapping[str, float], works: str) -> float:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/%]*)\s*", text.lower())
-    if match is None or match[2] not in units:
+    number = math.inf if match is None or match[2] not in units else float(match[1]) * units[match[2]]
+    if math.isinf(number):
         raise ConfigurationError(f"{name} {text} was given; give {works}.")
-    return float(match[1]) * units[match[2]]
+    return number
 
 
 def _scaled(count: float, units: tuple[str, ...]) -> str:

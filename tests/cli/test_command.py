@@ -49,6 +49,7 @@ def test_help_of_every_command_has_an_example(command: str, capsys: pytest.Captu
         (["generate", "a", "--num-samples", "0"], "--num-samples 0 must be at least 1"),
         (["generate", "a", "--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["generate", "a", "--seed", str(2**63)], f"--seed {2**63} must be at most {2**63 - 2}"),
+        (["export", "a", "b", "--max-shard-size", "1e400GB"], "--max-shard-size 1e400GB was given; give a positive"),
         (
             ["export", "a", "b", "--max-shard-size", "5XB"],
             "--max-shard-size 5XB was given; give a positive number of KB",
