@@ -91,7 +91,7 @@ def test_a_swarm_that_begins_together_is_the_run_in_one_process_bit_for_bit(
         assert summary["rounds_void"] == 0
 
 
-def test_with_steps_that_are_left_out_no_replica_is_and_all_agree(new_peer: MakePeer) -> None:
+def test_dynamic_steps_leave_no_replica_out_and_all_agree(new_peer: MakePeer) -> None:
     """By either rule. How fast each one is depends on the machine; that they end with the same parameters does not."""
     arguments = "--start-replicas 2 --steps 40 --swarm.dynamic-steps --swarm.straggler grace"
     first = new_peer("a", f"{arguments} --replica 0")
@@ -112,8 +112,8 @@ ENDLESS = "--steps 100000 --inner-steps 8"
 def test_replicas_come_and_go_and_those_who_stay_agree(new_peer: MakePeer) -> None:
     """The third joins late, the first is asked to leave, and the others go on together.
 
-    They end as it did though a signal goes to all that they have started, too: by Ctrl-C in a terminal, `timeout` or a
-    batch system.
+    At the end these get a signal that goes to all processes they have started, too, as Ctrl-C in a terminal, `timeout`
+    and batch systems send it, and they end as the first did.
     """
     first = new_peer("a", f"{ENDLESS} --replica 0")
     first.wait_for("RoundCommitted")

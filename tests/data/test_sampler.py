@@ -48,8 +48,8 @@ SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4)).fil
 @settings(deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**64))
 def test_shuffled_replicas_share_out_one_shuffle_after_the_other(shape: tuple[int, int, int], seed: int) -> None:
-    """Batch number k * M + m of the epochs in a row is replica m's at step k, by a formula of its own: each window once
-    in an epoch, but for less than a batch, and together what one replica with a larger batch sees."""
+    """Replica m's batch at step k is number k * M + m of all epochs in a row. So an epoch has each window once, but for
+    less than a batch, and all replicas together see what one with a larger batch sees."""
     windows, replicas, batch_size = shape
     batches_per_epoch = windows // batch_size
     steps = 2 * batches_per_epoch // replicas + 1
