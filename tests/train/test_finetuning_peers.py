@@ -44,7 +44,7 @@ class Peer:
         self._changed = threading.Condition()
         self.events: list[Event] = []
         self._asked, self._killed = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._train)
+        self._thread = threading.Thread(target=self._train, daemon=True)
         self.digest = ""
 
     def make(self) -> None:
@@ -101,6 +101,16 @@ class Peer:
         with self._changed:
             assert self._changed.wait_for(come, LIMIT_S), f"no {what}: {self.events[-9:]}"
 
+    def give_up_others(self, at_once: threading.Barrier) -> None:
+        """Lose all others at the moment at which they lose this one."""
+        connections = self.fleet.transport.connections
+
+        def give_up() -> None:
+            at_once.wait(LIMIT_S)
+            connections.give_up(connections.connected)
+
+        connections.post(give_up)
+
     def kill(self) -> None:
         """Its connections end between two steps, and it has told nobody."""
         self._killed.set()
@@ -113,7 +123,6 @@ class Peer:
         if self._thread.is_alive():
             self._killed.set()
             self.fleet.close()
-            self._thread.join()
             raise AssertionError(f"it did not end: {self.events[-9:]}")
 
 
@@ -199,9 +208,9 @@ def test_all_who_lose_each_other_in_the_shared_start_end_it_and_go_on_together(
     first, second, third = peers.all
     with monkeypatch.context() as cut:
         cut.setattr(TcpStreams, "open", mock.AsyncMock(side_effect=ConnectionRefusedError("cut off")))
+        at_once = threading.Barrier(3)
         for each in peers.all:
-            connections = each.fleet.transport.connections
-            connections.post(connections.give_up, {0, 1, 2} - {each.fleet.transport.replica})
+            each.give_up_others(at_once)
         for each in peers.all:
             each.wait_until_it_looks_for_the_others()
     first.wait_for_round_of(0, 1, 2)
