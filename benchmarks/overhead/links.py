@@ -65,7 +65,7 @@ class End:
 
     def move(self, number: int) -> None:
         """One round."""
-        messages = RoundMessages(RoundId(0, number), self.links, None, PIECE_BYTES)
+        messages = RoundMessages(RoundId(0, number), self._loop, PIECE_BYTES, self.links)
         for name, second in (("fp4", False), ("int8", True)):
             for come in self.call(self._exchange(messages, name, second=second)):
                 come.result(LIMIT_S)
@@ -78,7 +78,7 @@ class End:
             size = codec.payload_bytes(stop - start)
             for other in self.links:
                 coming.append(messages.receive(other, torch.empty(size, dtype=torch.uint8), piece, second=second))
-                messages.send(other, torch.ones(size, dtype=torch.uint8), piece, second=second)
+                messages.send((other,), torch.ones(size, dtype=torch.uint8), piece, second=second)
         return coming
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

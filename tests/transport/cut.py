@@ -10,12 +10,9 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from diloco.errors import TransportError
 from diloco.transport.peers import connection_manager, control_connection
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.reliable_link import ReliableLink
@@ -27,7 +24,7 @@ class Cut:
     """The ways out of this process and into it. One for a process: it replaces methods of classes, for good."""
 
     def __init__(self) -> None:
-        self._whole = threading.Event()  # for threads that wait for payloads
+        self._whole = threading.Event()
         self._whole.set()
         self._whole_in_loop = asyncio.Event()  # the same, for the control thread
         self._whole_in_loop.set()
@@ -36,6 +33,7 @@ class Cut:
         for owner, method in (
             (asyncio.StreamWriter, "write"),
             (asyncio.StreamWriter, "close"),
+            (ReliableLink, "send"),
             (ReliableLink, "close"),
         ):
             setattr(owner, method, self._putting_off(getattr(owner, method)))
@@ -71,24 +69,13 @@ class Cut:
         return put_off
 
     def _hold_back_payloads(self) -> None:
-        send, receive = ReliableLink.send, ReliableLink.receive
+        receive = ReliableLink.receive
 
-        def held_send(link: ReliableLink, values: Tensor, tag: int) -> Any:
-            sent: Future[Future[None]] = Future()
+        def held_receive(link: ReliableLink, tag: int, room: memoryview, come: Future[None]) -> None:
+            work: Future[None] = Future()
+            work.add_done_callback(self._putting_off(partial(_tell, come)))
+            receive(link, tag, room, work)
 
-            def act() -> None:
-                try:
-                    sent.set_result(send(link, values, tag))
-                except TransportError as error:
-                    sent.set_exception(error)
-
-            self._putting_off(act)()
-            return _Sent(sent)
-
-        def held_receive(link: ReliableLink, values: Tensor, tag: int) -> Any:
-            return _Held(receive(link, values, tag), self._whole)
-
-        ReliableLink.send = held_send  # type: ignore[method-assign]
         ReliableLink.receive = held_receive  # type: ignore[method-assign]
 
     def _hold_back_control(self) -> None:
@@ -116,25 +103,9 @@ class Cut:
         asyncio.open_connection = held_open  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A message that leaves now, or when the way is whole again."""
-
-    begun: Future[Future[None]]
-
-    def result(self) -> None:
-        self.begun.result().result()
-
-
-class _Held:
-    """A receipt of which nobody hears while the way is cut."""
-
-    def __init__(self, work: Future[None], whole: threading.Event) -> None:
-        self._work = work
-        self._whole = whole
-
-    def result(self) -> None:
-        try:
-            self._work.result()
-        finally:
-            self._whole.wait()
+def _tell(come: Future[None], work: Future[None]) -> None:
+    """Of a receipt of which nobody heard while the way was cut."""
+    if error := work.exception():
+        come.set_exception(error)
+    else:
+        come.set_result(None)

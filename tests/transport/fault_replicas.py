@@ -10,10 +10,11 @@ import math
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diloco.algorithm.averaging import Mean, RoundId
 from diloco.algorithm.fragments import partition
@@ -28,7 +29,6 @@ from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.pending import Contributed
 from diloco.transport.peers.reliable_link import ReliableLink
-from diloco.transport.peers.round_messages import message_tag
 from diloco.transport.torch_distributed.connect import Place, connect
 from tests.processes import PRELOADED, report, told
 from tests.replicas import quadratic
@@ -180,13 +180,13 @@ class Victim:
     def _stop_in_flight(self) -> None:
         send, pieces = ReliableLink.send, 0
 
-        def stop_at_second(link: ReliableLink, values: Tensor, tag: int) -> Any:
+        def stop_at_second(link: ReliableLink, tag: int, data: memoryview, sent: Future[None]) -> None:
             nonlocal pieces
-            if tag >> 18 == message_tag(TARGET, 0, False) >> 18:
+            if tag >> 18 == 4 * (TARGET.fragment + 1) + TARGET.outer_step:
                 pieces += 1
                 if pieces == self.scenario.num_replicas:  # each of the others has one
                     self.hold()
-            return send(link, values, tag)
+            send(link, tag, data, sent)
 
         ReliableLink.send = stop_at_second  # type: ignore[method-assign]
 

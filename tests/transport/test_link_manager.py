@@ -6,29 +6,38 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import xxhash
 
+from diloco.algorithm.averaging import RoundId
 from diloco.errors import TransportError
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
-from diloco.transport.peers import inbox
+from diloco.transport.links import Link
+from diloco.transport.path import Pace
+from diloco.transport.peers import reliable_link
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.link_manager import LinkManager
 from diloco.transport.peers.opened_link import LinkRequest
-from diloco.transport.peers.payload_connection import Head, Part
+from diloco.transport.peers.payload_connection import HEAD, Head, Outgoing, Part
 from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.peers.round_messages import RoundMessages
 from diloco.transport.peers.streams import pack
 from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.shaping import Pacer
 from tests.transport.connection_managers import said_to
 from tests.transport.wires import at_once
 
 LIMIT_S = 20.0
+OTHER = 0  # the other end, whatever its rank
+NONE = memoryview(b"")
 
 
 class Breaking(TcpStreams):
@@ -109,10 +118,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
         end.connections.close()
 
 
-def linked(pair: tuple[End, End], streams: int = 1) -> tuple[ReliableLink, ReliableLink]:
-    first, second = at_once([lambda: pair[0].open(1, streams), lambda: pair[1].open(0, streams)])
-    assert isinstance(first, ReliableLink), first
-    assert isinstance(second, ReliableLink), second
+def linked(pair: tuple[End, End], streams: int = 1) -> tuple[RoundMessages, RoundMessages]:
+    """Messages over a link, from each end."""
+    links = at_once([lambda: pair[0].open(1, streams), lambda: pair[1].open(0, streams)])
+    assert all(isinstance(link, ReliableLink) for link in links), links
+    first, second = (
+        RoundMessages(RoundId(0, 0), end.connections.loop, 1, {OTHER: link})
+        for end, link in zip(pair, links, strict=True)
+    )
     return first, second
 
 
@@ -134,13 +147,15 @@ def wait(work: Any) -> None:
 def test_messages_find_their_rooms_whichever_comes_first(pair: tuple[End, End]) -> None:
     first, second = linked(pair, streams=2)
     values = [torch.arange(1000.0) * n if n else torch.empty(0) for n in range(6)]
-    sent = [first.send(each, tag=n) for n, each in enumerate(values)]
+    for n, each in enumerate(values):
+        first.send([OTHER], each, n)
     rooms = [torch.empty_like(each) for each in values]
-    works = [second.receive(rooms[n], tag=n) for n in reversed(range(6))]
+    works = [second.receive(OTHER, rooms[n], n) for n in reversed(range(6))]
     back = torch.empty(3, dtype=torch.uint8)
-    coming = first.receive(back, tag=0)
-    second.send(torch.tensor([1, 2, 3], dtype=torch.uint8), tag=0)
-    for work in (*sent, *works, coming):
+    coming = first.receive(OTHER, back, 0)
+    second.send([OTHER], torch.tensor([1, 2, 3], dtype=torch.uint8), 0)
+    first.finish()
+    for work in (*works, coming):
         work.result()
     assert all(torch.equal(room, value) for room, value in zip(rooms, values, strict=True))
     assert back.tolist() == [1, 2, 3]
@@ -159,12 +174,29 @@ def test_of_what_both_ends_want_the_larger_number_of_connections_is_opened(
 def test_messages_of_one_tag_arrive_in_the_order_sent(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
     rooms = [torch.empty(1) for _ in range(5)]
-    works = [second.receive(room, 7) for room in rooms]
+    works = [second.receive(OTHER, room, 7) for room in rooms]
     for n in range(5):
-        first.send(torch.tensor([float(n)]), 7)
+        first.send([OTHER], torch.tensor([float(n)]), 7)
     for work in works:
         work.result()
     assert [room.item() for room in rooms] == [0, 1, 2, 3, 4]
+
+
+def test_messages_leave_when_an_emulated_link_lets_them_go() -> None:
+    loop = Mock()
+    loop.time.return_value = 10.0
+    link = ReliableLink(loop, Pace(), pacer=Pacer(Link(8e6, latency_s=0.1)))
+    sent = [Future[None]() for _ in range(2)]
+    for tag, each in enumerate(sent):
+        link.send(tag, memoryview(bytes(500_000)), each)
+    (first_s, *first), (second_s, *_) = (call.args for call in loop.call_at.call_args_list)
+    assert (first_s, second_s) == pytest.approx((10.6, 11.1))
+    loop.time.return_value = first_s
+    first[0](*first[1:])
+    assert link.active
+    assert link.waiting_bytes == 500_000, "the second one has not left"
+    link.end("it was closed")
+    assert all("it was closed" in str(each.exception(0)) for each in sent)
 
 
 def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[End, End]) -> None:
@@ -172,13 +204,13 @@ def test_what_a_broken_connection_lost_is_sent_again(pair: tuple[End, End]) -> N
     first, second = linked(pair)
     count, size = 60, 200_000
     rooms = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
-    works = [second.receive(room, n) for n, room in enumerate(rooms)]
-    sent = []
+    works = [second.receive(OTHER, room, n) for n, room in enumerate(rooms)]
     for n in range(count):
-        sent.append(first.send(torch.full((size,), n, dtype=torch.uint8), n))
+        first.send([OTHER], torch.full((size,), n, dtype=torch.uint8), n)
         if n % 10 == 5:
             pair[0].in_loop(pair[0].streams.cut)
-    for work in (*works, *sent):
+    first.finish()
+    for work in works:
         work.result()
     assert all(bool((room == n).all()) for n, room in enumerate(rooms))
     assert len(pair[0].streams.opened) > 1, "it was opened anew"
@@ -196,8 +228,8 @@ def test_a_damaged_message_is_sent_again(pair: tuple[End, End]) -> None:
     pair[0].streams.damage = damage
     first, second = linked(pair)
     room, values = torch.empty(1000), torch.arange(1000.0)
-    work = first.receive(room, 1)
-    second.send(values, 1)
+    work = first.receive(OTHER, room, 1)
+    second.send([OTHER], values, 1)
     wait(work)
     assert torch.equal(room, values)
     assert damaged
@@ -207,7 +239,7 @@ def test_a_damaged_message_is_sent_again(pair: tuple[End, End]) -> None:
 @pytest.mark.parametrize("pair", [0.9], indirect=True)
 def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
-    works = [first.receive(torch.empty(1), 0), second.receive(torch.empty(1), 0)]
+    works = [first.receive(OTHER, torch.empty(1), 0), second.receive(OTHER, torch.empty(1), 0)]
 
     def part() -> None:
         pair[0].streams.refuses = True
@@ -218,14 +250,15 @@ def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> No
         wait(works[0])
     with pytest.raises(TransportError, match=r"the other side did not come again in 0.9 s"):
         wait(works[1])
+    first.send([OTHER], torch.empty(1), 0)
     with pytest.raises(TransportError, match="no way there"):
-        wait(first.send(torch.empty(1), 0))
+        first.finish()
 
 
 def test_the_kernel_of_both_ends_notices_a_dead_way(pair: tuple[End, End]) -> None:
     """Also of the end that has nothing to send: the other one may have given the connection up without its knowing."""
-    for link in linked(pair):
-        for connection in link.connections.values():
+    for messages in linked(pair):
+        for connection in messages.links[OTHER].connections.values():
             theirs = connection.transport.get_extra_info("socket")
             options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
             assert [theirs.getsockopt(socket.IPPROTO_TCP, each) for each in options] == [1000 * LIMIT_S, 5, 5]
@@ -242,30 +275,30 @@ def test_nobody_at_the_other_end_is_an_error_in_time(pair: tuple[End, End]) -> N
 
 def test_closing_wakes_who_waits_on_both_ends(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
-    mine, theirs = first.receive(torch.empty(1), 0), second.receive(torch.empty(1), 0)
-    first.close()
+    mine, theirs = first.receive(OTHER, torch.empty(1), 0), second.receive(OTHER, torch.empty(1), 0)
+    first.links[OTHER].close()
     with pytest.raises(TransportError, match="it was closed"):
         wait(mine)
-    second.close()
+    second.links[OTHER].close()
     with pytest.raises(TransportError, match="it was closed"):
         wait(theirs)
 
 
 def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[End, End]) -> None:
     first, second = linked(pair)
-    first.send(torch.empty(3), 0)
-    first.send(torch.ones(1), 1)
-    wait(second.receive(room := torch.empty(1), 1))
+    first.send([OTHER], torch.empty(3), 0)
+    first.send([OTHER], torch.ones(1), 1)
+    wait(second.receive(OTHER, room := torch.empty(1), 1))
     assert room.item() == 1
     with pytest.raises(TransportError, match="12 bytes came instead of 16"):
-        wait(second.receive(torch.empty(4), 0))
+        wait(second.receive(OTHER, torch.empty(4), 0))
 
 
 def test_a_message_of_two_sizes_ends_the_connection_that_waited_with_the_second(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox, "_MOST_EARLY_BYTES", 1)  # so that nothing begins before somebody waits for it
-    first, second = linked(pair, streams=2)
+    monkeypatch.setattr(reliable_link, "_MOST_EARLY_BYTES", 1)  # so that nothing begins before somebody waits for it
+    first, second = (messages.links[OTHER] for messages in linked(pair, streams=2))
     wait_for(pair[0], lambda: len(first.connections) == len(second.connections) == 2)
     raised: list[Any] = []
     pair[1].in_loop(lambda: asyncio.get_running_loop().set_exception_handler(lambda _, about: raised.append(about)))
@@ -273,15 +306,15 @@ def test_a_message_of_two_sizes_ends_the_connection_that_waited_with_the_second(
     def begin(connection: int, number: int, total: int) -> None:
         head = Head(b"D", number, number, total, 0, 4, xxhash.xxh3_64_intdigest(bytes(4)))
         way = first.connections[connection]
-        way._parts[number, 0] = Part(head, memoryview(b""), acknowledged=True)
-        pair[0].in_loop(lambda: way.transport.write(head.pack() + bytes(4)))
+        way._parts[number, 0] = Part(Outgoing(number, NONE, Future()), 0, NONE, acknowledged=True)
+        pair[0].in_loop(lambda: way.transport.write(HEAD.pack(*head) + bytes(4)))
 
     begin(0, 1, 8)  # alone, it may be early
-    wait_for(pair[1], lambda: second.inbox._incoming)
+    wait_for(pair[1], lambda: second._incoming)
     begin(0, 2, 8)
     begin(1, 2, 16)
-    wait_for(pair[1], lambda: all(each._waits for each in second.connections.values()))
-    second.receive(torch.empty(8, dtype=torch.uint8), 2)
+    wait_for(pair[1], lambda: all(each.waits for each in second.connections.values()))
+    pair[1].in_loop(lambda: second.receive(2, memoryview(bytearray(8)), Future()))
     wait_for(pair[1], lambda: "as one of 16" in second.why)
     assert not raised
 
@@ -300,7 +333,7 @@ def test_a_stranger_takes_no_link(pair: tuple[End, End], message: dict[str, Any]
     first, second = linked(pair)
     said_to(pair[1].address, pack(message))
     room = torch.empty(2)
-    work = second.receive(room, 3)
-    first.send(torch.ones(2), 3)
+    work = second.receive(OTHER, room, 3)
+    first.send([OTHER], torch.ones(2), 3)
     wait(work)
     assert room.tolist() == [1, 1]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 import xxhash
 
 from diloco.transport.path import Pace
-from diloco.transport.peers.payload_connection import Head, PayloadConnection
+from diloco.transport.peers.payload_connection import HEAD, Head, PayloadConnection
 from diloco.transport.peers.reliable_link import ReliableLink
 
 
@@ -49,12 +49,14 @@ def test_parts_are_taken_however_they_are_cut_on_their_way_and_acknowledged_toge
         Head(b"D", tag + 1, tag, len(each), 0, len(each), xxhash.xxh3_64_intdigest(each))
         for tag, each in enumerate(sent)
     ]
-    stream = b"".join(head.pack() + each for head, each in zip(heads, sent, strict=True))
+    stream = b"".join(HEAD.pack(*head) + each for head, each in zip(heads, sent, strict=True))
 
     async def listen() -> None:
         link = ReliableLink(asyncio.get_running_loop(), Pace())
-        rooms = [torch.zeros(len(each), dtype=torch.uint8) for each in sent]
-        works = [link.receive(room, tag) for tag, room in enumerate(rooms)]
+        rooms = [bytearray(len(each)) for each in sent]
+        works = [Future[None]() for _ in sent]
+        for tag, (room, work) in enumerate(zip(rooms, works, strict=True)):
+            link.receive(tag, memoryview(room), work)
         transport = Listening()
         connection = PayloadConnection(link, transport, 20.0)
         connection.begin(stream[:40])
@@ -62,8 +64,8 @@ def test_parts_are_taken_however_they_are_cut_on_their_way_and_acknowledged_toge
             transport.hear(connection, stream[start : start + cut_bytes])
         for work, room, each in zip(works, rooms, sent, strict=True):
             assert work.done()
-            assert bytes(room.tolist()) == each
-        assert b"".join(transport.written) == b"".join(Head(b"A", head.number).pack() for head in heads)
+            assert room == each
+        assert b"".join(transport.written) == b"".join(HEAD.pack(*Head(b"A", head.number)) for head in heads)
         assert len(transport.written) == writes
 
     asyncio.run(listen())
@@ -75,7 +77,7 @@ def test_what_comes_after_a_damaged_part_is_dropped() -> None:
         connection = PayloadConnection(link, transport, 20.0)
         connection.begin(b"")
         room = connection.get_buffer(-1)
-        part = Head(b"D", 1, 7, 1 << 18, 0, 1 << 18, checksum=1).pack()
+        part = HEAD.pack(*Head(b"D", 1, 7, 1 << 18, 0, 1 << 18, checksum=1))
         transport.hear(connection, part + bytes(len(room) - len(part)))
         assert connection.ended.result() == "message 1 was damaged on its way"
         transport.hear(connection, bytes(3 * len(room)))

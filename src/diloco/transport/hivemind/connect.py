@@ -102,8 +102,7 @@ def _connect(
     connections.call(announcer.refresh())
     connections.entries = registry.entries
     dialer = MemberDialer(connections, streams, registry, wire.silence_s)
-    paces = wire.pace and wire.link is None
-    routes = PayloadRoutes(connections, streams, transport.mailbox, wire.silence_s, paces=paces)
+    routes = PayloadRoutes(connections, streams, transport.mailbox, wire.silence_s, paces=wire.pace, emulated=wire.link)
     me = Looker(number, held_step, place.last)
     search = Search(place, wire, streams, dialer, announcer, me, transport.policies.quorum)
     with waiting_for(search.whom, search.patience_s):

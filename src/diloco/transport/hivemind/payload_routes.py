@@ -12,6 +12,7 @@ from diloco.errors import TransportError
 from diloco.protocol.fields import json_object
 from diloco.transport.hivemind.direct_streams import hosts_in
 from diloco.transport.hivemind.peer_streams import PeerStreams
+from diloco.transport.links import Link
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.link_manager import LinkManager
 from diloco.transport.peers.opened_link import LinkRequest, OpenedLink, Route
@@ -33,7 +34,7 @@ class PayloadRoutes(LinkManager):
 
     Args:
         mailbox: where the other peers' words come in.
-        patience_s, paces: as of `LinkManager`.
+        patience_s, paces, emulated: as of `LinkManager`.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class PayloadRoutes(LinkManager):
         patience_s: float,
         *,
         paces: bool = True,
+        emulated: Link | None = None,
     ) -> None:
-        super().__init__(connections, patience_s, paces=paces)
+        super().__init__(connections, patience_s, paces=paces, emulated=emulated)
         self._streams = streams
         self._mailbox = mailbox
         self._unreachable: dict[str, tuple[float, str]] = {}  # peer -> until when it is not tried again, and why

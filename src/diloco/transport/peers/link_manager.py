@@ -10,12 +10,14 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
+from diloco.transport.links import Link
 from diloco.transport.path import Pace, together
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.opened_link import LinkRequest, OpenedLink, Route
 from diloco.transport.peers.payload_connection import PayloadConnection
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.streams import Stream, pack, read_frame, within
+from diloco.transport.shaping import Pacer
 from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters, congestion_control, connections_worth_having
 
 __all__ = ["MOST_CONNECTIONS", "LinkManager"]
@@ -37,12 +39,16 @@ class LinkManager:
         patience_s: how long a link may be without any connection before it ends.
         paces: whether payloads leave at no more than the rate that the way out has shown, where TCP keeps its rate:
             elsewhere the first loss holds it back, and late answers of a busy machine would be taken for a queue.
+        emulated: link of this rank, through which payloads leave; nothing else paces them then. None: there is none.
     """
 
-    def __init__(self, connections: ConnectionManager, patience_s: float, *, paces: bool = True) -> None:
+    def __init__(
+        self, connections: ConnectionManager, patience_s: float, *, paces: bool = True, emulated: Link | None = None
+    ) -> None:
         self.pace = Pace()  # of all links together
         self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
-        self._paces = paces and not self._slows_down
+        self._paces = paces and emulated is None and not self._slows_down
+        self._pacer = Pacer(emulated) if emulated else None
         self._told_bits_per_s = 0.0
         self._observing: asyncio.Task[None] | None = None
         self._connections = connections
@@ -73,7 +79,8 @@ class LinkManager:
         return await self._connections.open(self.address_of(opened.request.rank))
 
     async def _open(self, request: LinkRequest, route: Route) -> ReliableLink:
-        opened = OpenedLink(request, route, link := ReliableLink(self._connections.loop, self.pace, route.name))
+        link = ReliableLink(self._connections.loop, self.pace, route.name, self._pacer)
+        opened = OpenedLink(request, route, link)
         async with self._changed:
             if before := self._links.get(request.key):
                 before.link.end("it was opened anew")

@@ -85,7 +85,7 @@ class MeanExchange:
             if self._mine is not None:
                 for piece, (a, b) in self._residual_pieces(overlap(self._mine.stretch, self._shards[member])):
                     values = self._mine.values[a - self._mine.start : b - self._mine.start]
-                    self._messages.send(member, values.cpu().view(torch.uint8), piece, second=True)
+                    self._messages.send((member,), values.cpu().view(torch.uint8), piece, second=True)
             start, stop = overlap(held[member], self.owned)
             room = torch.zeros(stop - start)
             works = [
@@ -134,8 +134,7 @@ class MeanExchange:
             payload, left = encode_mean(self._values[start:stop], lost, self._encoding)
             if lost is not None and left is not None:
                 lost.copy_(left)
-            for member in self._messages.links:
-                self._messages.send(member, payload, piece, second=True)
+            self._messages.send(self._messages.links, payload, piece, second=True)
         return residual
 
     def _residual(self) -> Tensor | None:

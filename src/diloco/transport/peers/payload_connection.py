@@ -18,6 +18,7 @@ import contextlib
 import math
 import socket
 import struct
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -29,17 +30,28 @@ from diloco.transport.tcp import NEAR_S, Counters
 if TYPE_CHECKING:
     from diloco.transport.peers.reliable_link import ReliableLink
 
-__all__ = ["MAX_MESSAGE_BYTES", "MOST_PART_BYTES", "Head", "Part", "PayloadConnection"]
+__all__ = [
+    "HEAD",
+    "_MAX_MESSAGE_BYTES",
+    "_MOST_PART_BYTES",
+    "Head",
+    "Outgoing",
+    "Part",
+    "PayloadConnection",
+    "part_bytes",
+]
 
-MAX_MESSAGE_BYTES, MOST_PART_BYTES = 1 << 30, 1 << 18
+_MAX_MESSAGE_BYTES, _MOST_PART_BYTES = 1 << 30, 1 << 18
 """What is larger is refused."""
 
-_HEAD = struct.Struct(">cQIIIIQ")
+HEAD = struct.Struct(">cQIIIIQ")
 _LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
 """What the kernel may hold of a connection that it has not sent, beside so many seconds of what it sends: the others
 could carry the rest."""
 
-_ROOM_BYTES = 2 * (_HEAD.size + MOST_PART_BYTES)  # for what is read of a connection
+_LEAST_PART_BYTES = 12 << 10  # less than TCP sends at once after a pause
+_MOST_PART_S = 0.02  # where the pace is known: what leaves at once queues up
+_ROOM_BYTES = 2 * (HEAD.size + _MOST_PART_BYTES)  # for what is read of a connection
 _MOST_WOKEN_BYTES = 1 << 15  # less than the kernel has room for of any connection, so that they do come
 _RECORD_BYTES = 1 << 14  # of TLS, the longest: what has come of one can't be deciphered before all of it has
 
@@ -55,23 +67,45 @@ class Head(NamedTuple):
     size: int = 0
     checksum: int = 0
 
-    def pack(self) -> bytes:
-        return _HEAD.pack(*self)
 
-    @property
-    def of_a_part(self) -> bool:
-        """Whether a part can have it."""
-        fits = self.start + self.size <= self.total <= MAX_MESSAGE_BYTES and self.size <= MOST_PART_BYTES
-        return self.kind == b"D" and fits and (self.size > 0 or self.total == 0)
+@dataclass(eq=False)
+class Outgoing:
+    """A message to the other side."""
+
+    tag: int
+    data: memoryview
+    sent: Future[None]  # done when the other side has it
+    due_s: float = 0.0  # when it may leave, as of the loop's clock
+    missing: int = 0  # bytes that the other side has not acknowledged
+    number: int = 0  # once it is on its way
+    cut: int = 0  # bytes that parts were made of
 
 
 @dataclass(eq=False)
 class Part:
     """A stretch of a message, as one connection carries it."""
 
-    head: Head
+    message: Outgoing
+    start: int
     data: memoryview
     acknowledged: bool = False
+
+
+def part_bytes(waiting_bytes: int, connections: int, bits_per_s: float = math.inf) -> int:
+    """How much a connection that is free gets: the less is left, the smaller, so that all are done at about one time.
+
+    Args:
+        waiting_bytes: that no connection has taken yet.
+        bits_per_s: at which payloads are to leave.
+
+    >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16), part_bytes(1 << 30, 4, 1e7)
+    (262144, 100000, 12288, 25000)
+    >>> part_bytes(50_000, 1)  # there is no other one to be done with
+    262144
+    """
+    share = waiting_bytes // (2 * connections) if connections > 1 else _MOST_PART_BYTES
+    most = min(_MOST_PART_BYTES, share, bits_per_s / 8 * _MOST_PART_S)
+    return max(_LEAST_PART_BYTES, int(most))
 
 
 class PayloadConnection(asyncio.BufferedProtocol):
@@ -94,10 +128,12 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._full = False
         self._room = memoryview(b"")  # for what is read
         self._begun = self._filled = 0  # where what has not been taken yet begins in it, and ends
-        self._whole_bytes = _HEAD.size  # of the next that can be taken
-        self._waits = False  # until there is room for the part whose head has come
+        self._whole_bytes = HEAD.size  # of the next that can be taken
+        self.waits = False  # until there is room for the part whose head has come
         self._unsent_bytes = 0  # that the kernel may hold; 0: as much as it likes
         self._woken_bytes = 1  # that come before the kernel tells of them
+        # of TLS, that may not be deciphered yet, though the kernel has told of them
+        self._held_bytes = _RECORD_BYTES if transport.get_extra_info("ssl_object") else 0
         self._tune(silence_s)
         transport.set_write_buffer_limits(high=1)  # 0 would be reached by nothing at all over TLS
 
@@ -107,7 +143,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._room = memoryview(bytearray(max(_ROOM_BYTES, self._filled)))
         self._room[: self._filled] = already
         self.transport.set_protocol(self)
-        self._waits = True
+        self.waits = True
         self.go_on_reading()
 
     def end(self, why: str = "it ended") -> None:
@@ -124,22 +160,23 @@ class PayloadConnection(asyncio.BufferedProtocol):
         """Write a part of the link's, if this connection has room; whether it did."""
         if self._full or self.transport.is_closing() or (part := self._link.take()) is None:
             return False
-        head = part.head._replace(checksum=xxhash.xxh3_64_intdigest(part.data))
-        self._parts[head.number, head.start] = part
-        self.transport.write(b"".join((head.pack(), part.data)))
+        message, checksum = part.message, xxhash.xxh3_64_intdigest(part.data)
+        head = Head(b"D", message.number, message.tag, len(message.data), part.start, len(part.data), checksum)
+        self._parts[message.number, part.start] = part
+        self.transport.write(b"".join((HEAD.pack(*head), part.data)))
         return True
 
     def want(self, connections: int) -> None:
         """Tell the other side how many connections the link should have."""
         if not self.transport.is_closing():
-            self.transport.write(Head(b"S", connections).pack())
+            self.transport.write(HEAD.pack(*Head(b"S", connections)))
 
     def go_on_reading(self) -> None:
         """There may be room by now for the part that waits."""
-        if self._waits:
-            self._waits = False
-            self._take()
-            if not self._waits and not self.transport.is_closing():
+        if self.waits:
+            self.waits = False
+            self.buffer_updated(0)
+            if not self.waits and not self.transport.is_closing():
                 self.transport.resume_reading()
 
     def counters(self) -> Counters | None:
@@ -193,17 +230,15 @@ class PayloadConnection(asyncio.BufferedProtocol):
         return self._room[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        if not self.ended.done():  # else it is about to be closed
-            self._filled += nbytes
-            self._take()
-
-    def _take(self) -> None:
         """Take all that is there whole, and acknowledge parts together: each write and each wake-up costs as much as
-        the copying of many kilobytes."""
+        the copying of many kilobytes. The kernel is to tell of what comes once most of the next part is there."""
+        if self.ended.done():  # it is about to be closed
+            return
+        self._filled += nbytes
         taken: list[bytes] = []
         why = ""
         try:
-            while not (self._waits or self.ended.done()) and self._filled - self._begun >= self._whole_bytes:
+            while not (self.waits or self.ended.done()) and self._filled - self._begun >= self._whole_bytes:
                 self._take_next(taken)
         except TransportError as error:
             why = str(error)
@@ -213,10 +248,15 @@ class PayloadConnection(asyncio.BufferedProtocol):
             self.end(why)
         if self._begun == self._filled:
             self._begun = self._filled = 0
-        self._be_woken_for(self._whole_bytes - (self._filled - self._begun))
+        missing_bytes = self._whole_bytes - (self._filled - self._begun)
+        woken_bytes = max(1, min(missing_bytes - self._held_bytes, _MOST_WOKEN_BYTES))
+        if woken_bytes != self._woken_bytes:
+            self._woken_bytes = woken_bytes
+            self._set(socket.SOL_SOCKET, "SO_RCVLOWAT", woken_bytes)
 
     def _take_next(self, taken: list[bytes]) -> None:
-        head, begun = Head._make(_HEAD.unpack_from(self._room, self._begun)), self._begun + _HEAD.size
+        head, begun = Head._make(HEAD.unpack_from(self._room, self._begun)), self._begun + HEAD.size
+        fits = head.start + head.size <= head.total <= _MAX_MESSAGE_BYTES and head.size <= _MOST_PART_BYTES
         if head.kind == b"A":
             if (part := self._parts.pop((head.number, head.start), None)) is None:
                 raise TransportError(
@@ -225,28 +265,20 @@ class PayloadConnection(asyncio.BufferedProtocol):
             self._link.acknowledge(part)
         elif head.kind == b"S":
             self._link.wanted = head.number
-        elif not head.of_a_part:
+        elif head.kind != b"D" or not fits or head.size == 0 < head.total:
             raise TransportError(f"a part {head.kind!r} of {head.size} bytes at {head.start} of {head.total} came")
-        elif not self._link.inbox.has_room(head):
-            self._waits = True
+        elif not self._link.has_room(head):
+            self.waits = True
             self.transport.pause_reading()
             return
         elif self._filled - begun < head.size:
-            self._whole_bytes = _HEAD.size + head.size
+            self._whole_bytes = HEAD.size + head.size
             return
         else:
             data = self._room[begun : begun + head.size]
             if xxhash.xxh3_64_intdigest(data) != head.checksum:
                 raise TransportError(f"message {head.number} was damaged on its way")
-            self._link.inbox.arrived(head, data)
-            taken.append(Head(b"A", head.number, start=head.start).pack())
+            self._link.arrived(head, data)
+            taken.append(HEAD.pack(*Head(b"A", head.number, start=head.start)))
             begun += head.size
-        self._begun, self._whole_bytes = begun, _HEAD.size
-
-    def _be_woken_for(self, missing_bytes: int) -> None:
-        """Let the kernel tell of what comes only once so much of it is there: not of every segment."""
-        held_bytes = _RECORD_BYTES if self.transport.get_extra_info("ssl_object") else 0  # of it, not deciphered yet
-        woken_bytes = max(1, min(missing_bytes - held_bytes, _MOST_WOKEN_BYTES))
-        if woken_bytes != self._woken_bytes:
-            self._woken_bytes = woken_bytes
-            self._set(socket.SOL_SOCKET, "SO_RCVLOWAT", woken_bytes)
+        self._begun, self._whole_bytes = begun, HEAD.size

@@ -6,6 +6,7 @@ every value is taken in ascending order of replicas, whatever arrives first.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,8 +24,7 @@ from diloco.errors import CodecError, TransportError
 from diloco.protocol.actions import GiveVerdict, StartExchange
 from diloco.protocol.events import Computed, Event, ExchangeEnded
 from diloco.transport.peers.mean_exchange import MeanExchange
-from diloco.transport.peers.payload_links import SendQueue
-from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.peers.payload_links import Links
 from diloco.transport.peers.round_messages import RoundMessages
 
 __all__ = ["PayloadExchange"]
@@ -37,20 +37,17 @@ class PayloadExchange:
 
     Args:
         started: the contribution, its view, and how payloads travel.
-        queue, piece_bytes: as of `RoundMessages`.
+        loop, piece_bytes: as of `RoundMessages`.
     """
 
-    _messages: RoundMessages
-
-    def __init__(self, started: StartExchange, queue: SendQueue | None, piece_bytes: int) -> None:
+    def __init__(self, started: StartExchange, loop: asyncio.AbstractEventLoop, piece_bytes: int) -> None:
         self.contribution, self.plan = started.contribution, started.plan
         self.members = started.view.members
         self.me = self.members.index(started.contribution.replica)
         self.verdict: Future[GiveVerdict] = Future()  # what to sum, once it is known
         self._begun: Future[None] = Future()  # done once payloads are on their way
         self._view_id = started.view.id
-        self._queue = queue
-        self._piece_bytes = piece_bytes
+        self._messages = RoundMessages(started.contribution.round, loop, piece_bytes)
         everything = ((0, self.contribution.numel),) * len(self.members)
         # the stretch of values that each member sums
         self._summed = everything if self.plan.pattern == "all-gather" else self.plan.shards
@@ -63,7 +60,7 @@ class PayloadExchange:
         self._means: MeanExchange | None = None  # of a reduce-scatter
         self.values = torch.zeros(0, dtype=torch.float32)
 
-    def begin(self, links: Future[Mapping[int, ReliableLink]]) -> None:
+    def begin(self, links: Future[Links]) -> None:
         """Make room for what is to come, and send what is mine; `run` tells of a failure.
 
         In the thread of the links: one hand-over less for each message.
@@ -73,8 +70,8 @@ class PayloadExchange:
         """
         codec = self.contribution.codec
         try:
-            messages = RoundMessages(self.contribution.round, links.result(), self._queue, self._piece_bytes)
-            self._messages, self.values = messages, empty(self.contribution.numel, torch.float32, torch.device("cpu"))
+            messages, self._messages.links = self._messages, links.result()
+            self.values = empty(self.contribution.numel, torch.float32, torch.device("cpu"))
             pieces = enumerate(messages.pieces(*self._summed[self.me], codec))
             sizes = {piece: codec.payload_bytes(b - a) for piece, (a, b) in pieces}
             if len(self._extras):
@@ -84,7 +81,7 @@ class PayloadExchange:
                 self._incoming[member] = {p: (room, messages.receive(member, room, p)) for p, room in rooms.items()}
             if self.plan.pattern == "reduce-scatter":
                 self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
-            self._send(messages)
+            self._send()
         except Exception as error:
             self._begun.set_exception(error)
         else:
@@ -110,26 +107,22 @@ class PayloadExchange:
             spoiler = error.replica if isinstance(error, CodecError) else None
             yield ExchangeEnded(self._view_id, round_id, words, spoiler=spoiler)
 
-    def _send(self, messages: RoundMessages) -> None:
-        codec, numel = self.contribution.codec, self.contribution.numel
-        wanted = {
-            member: bounds
+    def _send(self) -> None:
+        messages, codec, numel = self._messages, self.contribution.codec, self.contribution.numel
+        plans = [
+            [(member, a, b) for a, b in messages.pieces(*bounds, codec)]
             for member, bounds in zip(self.members, self._summed, strict=True)
             if member in messages.links
-        }
-        plans = {member: list(enumerate(messages.pieces(*bounds, codec))) for member, bounds in wanted.items()}
+        ]
         # Peers take turns, piece by piece, so that all of them can begin to sum; each piece is cut once.
-        for row in itertools.zip_longest(*plans.values()):
-            cut: dict[tuple[int, int], Tensor] = {}
-            for member, planned in zip(plans, row, strict=True):
-                if planned is not None:
-                    piece, (a, b) = planned
-                    if (a, b) not in cut:
-                        cut[a, b] = codec.cut(self.contribution.payload, numel, a, b)
-                    messages.send(member, cut[a, b], piece)
+        for piece, row in enumerate(itertools.zip_longest(*plans)):
+            receivers: dict[Stretch, list[int]] = {}
+            for member, a, b in filter(None, row):
+                receivers.setdefault((a, b), []).append(member)
+            for (a, b), members in receivers.items():
+                messages.send(members, codec.cut(self.contribution.payload, numel, a, b), piece)
         if len(self._extras):
-            for member in messages.links:
-                messages.send(member, self._extras, _EXTRAS)
+            messages.send(messages.links, self._extras, _EXTRAS)
 
     def reduce(
         self, weights: Mapping[int, float], contributors: Sequence[int], residuals: Mapping[int, Stretch]
@@ -149,7 +142,7 @@ class PayloadExchange:
                 self._means.hand_over(residuals)
             factors, moments = self._reduce_mine(weights, contributors, total)
             left = None if self._means is None else self._means.share()
-            buffers, integers = self._reduce_extras(weights, contributors)
+            buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
         except CodecError:  # this round is void: the others wait for their parts, and the links are needed again
             self.drain()
             self._messages.finish()
@@ -242,7 +235,7 @@ class PayloadExchange:
     ) -> tuple[Tensor | None, Tensor | None]:
         mine = self.contribution
         raw: dict[int, Tensor] = {mine.replica: self._extras}
-        for member, pieces in self._incoming.items() if len(self._extras) else ():
+        for member, pieces in self._incoming.items():
             raw[member], come = pieces[_EXTRAS]
             self._messages.wait(member, come)
         buffers = integers = None

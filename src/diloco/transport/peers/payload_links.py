@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from diloco.algorithm.averaging import Contribution
 from diloco.errors import TransportError
@@ -22,10 +17,9 @@ from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.opened_link import LinkRequest, OpenLink
 from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.threads import Threads
-from diloco.transport.shaping import Pacer
 from diloco.transport.tcp import congestion_control, streams_to_each
 
-__all__ = ["HostCopies", "Links", "PayloadLinks", "SendQueue"]
+__all__ = ["HostCopies", "Links", "PayloadLinks"]
 
 Links = Mapping[int, ReliableLink]  # replica -> the way to it
 
@@ -128,65 +122,6 @@ class PayloadLinks:
             links.set_exception(TransportError("; ".join(failed.values()), replicas=failed))
         else:
             links.set_result(made)
-
-
-_Waiting = tuple[float, int, Callable[[], "Future[None]"], "Future[None]"]
-
-
-class SendQueue:
-    """Hands messages to the links in the order in which they were given, when an emulated link has time for them."""
-
-    def __init__(self, pacer: Pacer) -> None:
-        self._pacer = pacer
-        self._queue: list[_Waiting] = []
-        self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="diloco-send", daemon=True)
-        self._thread.start()
-
-    def send(self, link: ReliableLink, values: Tensor, tag: int) -> Future[None]:
-        """As `ReliableLink.send`, when the link has had time for what was sent before; the future gets any error."""
-        send, sent = partial(link.send, values, tag), Future[None]()
-        with self._changed:
-            due_s = self._pacer.arrival_s(time.monotonic(), values.nbytes)
-            waiting: _Waiting = (due_s, next(self._numbers), send, sent)
-            heapq.heappush(self._queue, waiting)
-            self._changed.notify()
-        return sent
-
-    def close(self, timeout_s: float) -> None:
-        """Hand over nothing more, once what is being handed over is, for which this waits so long."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(timeout_s)
-        for _, _, _, future in self._queue:
-            future.set_exception(TransportError("the transport was closed"))
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and (wait_s := self._wait_s()) != 0.0:
-                    self._changed.wait(wait_s)
-                if self._closed:
-                    return
-                _, _, send, future = heapq.heappop(self._queue)
-            try:
-                send().add_done_callback(partial(_tell, future))
-            except (RuntimeError, TransportError) as error:  # the link has ended
-                future.set_exception(error)
-            del send, future  # or they would be kept until the next message
-
-    def _wait_s(self) -> float | None:
-        return max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else None
-
-
-def _tell(whoever_waits: Future[None], sent: Future[None]) -> None:
-    if error := sent.exception():
-        whoever_waits.set_exception(error)
-    else:
-        whoever_waits.set_result(None)
 
 
 class HostCopies:

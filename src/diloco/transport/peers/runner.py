@@ -27,11 +27,10 @@ from diloco.transport.links import Link
 from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.opened_link import OpenLink
 from diloco.transport.peers.payload_exchange import PayloadExchange
-from diloco.transport.peers.payload_links import Links, PayloadLinks, SendQueue
+from diloco.transport.peers.payload_links import Links, PayloadLinks
 from diloco.transport.peers.pending import Contributed
 from diloco.transport.peers.streams import Streams, within
 from diloco.transport.peers.threads import Mailbox, Threads
-from diloco.transport.shaping import Pacer
 from diloco.waiting import waiting_for
 
 __all__ = ["ProtocolRunner"]
@@ -69,7 +68,6 @@ class ProtocolRunner:
         self._contributed = Contributed()
         self._closed = False
         self._threads = Threads()
-        self._queue = SendQueue(Pacer(link)) if link else None
         self._calls: set[asyncio.Task[None]] = set()
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
@@ -195,7 +193,7 @@ class ProtocolRunner:
             case actions.StartExchange(view, contribution):
                 self._links.need()
                 key = view.id, contribution.round
-                self._exchanges[key] = PayloadExchange(action, self._queue, self.rules.piece_bytes)
+                self._exchanges[key] = PayloadExchange(action, self.connections.loop, self.rules.piece_bytes)
                 # by its key: the links outlive the exchange, and keep what they call
                 self._linked.add_done_callback(lambda links: self._exchanges[key].begin(links))
                 self._threads.start(self._exchange, key, name=f"diloco-{contribution.round.fragment}")

@@ -250,8 +250,6 @@ class PeerTransport(ProtocolRunner, Transport):
         self._contributed.close(left)  # what the machine has not heard of
         self.mailbox.close("the transport was closed")
         self.connections.close()
-        if self._queue is not None:
-            self._queue.close(_ENDING_S)
         self._threads.join(_ENDING_S)
         self._copies.close()
 

@@ -181,9 +181,8 @@ def _connect(transport: PeerTransport, place: Place, wire: TcpWire, held_step: i
 
 
 def _open_link(transport: PeerTransport, registry: Registry, wire: TcpWire) -> OpenLink:
-    connections, paces = transport.connections, wire.pace and wire.link is None
-    connections.entries = registry.entries
-    return LinkManager(connections, wire.silence_s, paces=paces).open_link
+    transport.connections.entries = registry.entries
+    return LinkManager(transport.connections, wire.silence_s, paces=wire.pace, emulated=wire.link).open_link
 
 
 def _payload_places(transport: PeerTransport, wire: TcpWire) -> tuple[str, ...]:
