@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import Codec
-from diloco.algorithm.codec.base import empty
+from diloco.algorithm.memory import empty
 from diloco.algorithm.numbers import check_number
 from diloco.errors import CheckpointError, CodecError
 

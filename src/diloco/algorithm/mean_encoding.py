@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import Codec, Float32, Int8, make_codec
-from diloco.algorithm.codec.base import empty
 from diloco.algorithm.error_feedback import encode_with_residual
+from diloco.algorithm.memory import empty
 from diloco.algorithm.numbers import check_number
 from diloco.algorithm.settings import AUTO_MEANS_FROM_REPLICAS
 

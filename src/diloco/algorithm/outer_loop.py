@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.algorithm.codec.base import empty, largest_magnitude, pieces
+from diloco.algorithm.codec.base import largest_magnitude, pieces
 from diloco.algorithm.digest import digest_state
 from diloco.algorithm.fragments import Fragment, bind, flatten, local_shard, unflatten_
+from diloco.algorithm.memory import empty
 from diloco.algorithm.merge import MergeRule, carry_over
 from diloco.algorithm.outer_optimizer import OuterOptimizer, OuterState
 from diloco.errors import FragmentError, NonFiniteError

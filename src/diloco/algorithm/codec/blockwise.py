@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from diloco.algorithm.codec import native
-from diloco.algorithm.codec.base import Codec, empty, pieces
+from diloco.algorithm.codec.base import Codec, pieces
+from diloco.algorithm.memory import empty
 from diloco.errors import ConfigurationError
 
 __all__ = ["BlockwiseCodec"]

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from diloco.algorithm.averaging import Mean, combined, mean_of_buffers
 from diloco.algorithm.clipping import check_mean, scale_factors, vector_norm
-from diloco.algorithm.codec.base import empty
 from diloco.algorithm.digest import digest_tensors
 from diloco.algorithm.mean_encoding import Stretch
+from diloco.algorithm.memory import empty
 from diloco.algorithm.telemetry import sampled_stretches, spread, spread_terms
 from diloco.errors import CodecError, TransportError
 from diloco.protocol.actions import GiveVerdict, StartExchange
