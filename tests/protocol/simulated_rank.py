@@ -50,7 +50,7 @@ class Rank:
 
     Attributes:
         digest: of its state.
-        now_s: its clock, which stands still unless a test moves it.
+        now_s: its clock, which stands still unless a test moves it or a change of views takes long.
         left: why it stopped by itself; "" where it did not.
         timers: those that are set, and how long each was to be.
         first_step: the first one that it takes part in.
@@ -189,7 +189,10 @@ class Rank:
     def suffer(self, what: str, number: int) -> None:
         """A time is over, a payload connection breaks, it leaves, or it hears what nobody of its kind would say."""
         if what == "timers":
-            self.handle(events.TimerFired(self.timers.pop(number % len(self.timers))[1]))
+            delay_s, timer = self.timers.pop(number % len(self.timers))
+            if timer.kind == "settle":  # which asks the clock whether anything has come meanwhile
+                self.now_s += delay_s
+            self.handle(events.TimerFired(timer))
         elif what == "breaks":
             view_id, round_id = list(self._exchanges)[number % len(self._exchanges)]
             del self._exchanges[view_id, round_id]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import random
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from benchmarks.scale.messages import counted
+from benchmarks.scale.messages import Counted, counted
+from diloco.protocol.actions import Timer
+from diloco.protocol.events import TimerFired
 from diloco.protocol.machine import Machine
 from tests.membership.network import Limits
 from tests.protocol.simulated import check_agreement, simulate
-from tests.protocol.simulated_rank import Rank
+from tests.protocol.simulated_rank import LATE_S, Rank
 
 FEW = [1, 18, 25, 900, 77, 431, 1207]
 """A beginning in which something goes wrong; the simulated network goes on in turn."""
@@ -63,3 +66,44 @@ def calls(phase: str, members: int) -> float:
 def test_what_a_member_does_for_a_change_of_views_or_a_round_grows_as_their_number(phase: str) -> None:
     """And not as its square or cube, by weighing all reports again with each of them."""
     assert calls(phase, 16) < 2.5 * calls(phase, 8)
+
+
+def pass_time(network: Counted, due_s: dict[tuple[int, Timer], float], chance: random.Random, seconds: float) -> None:
+    """Half of the ways carry what is on them, and timers whose time has come fire."""
+    arriving = [pair for pair, waiting in network.on_the_way.items() if waiting and chance.random() < 0.5]
+    for number in network.alive:
+        network.rank(number).now_s += seconds
+    for pair in arriving:
+        while network.can("deliver", *pair):
+            network.happen("deliver", *pair, 0)
+    for kind, one, other in network.choices():
+        if kind == "notice":
+            network.happen(kind, one, other, 0)
+    for number in sorted(network.alive):
+        mine = network.rank(number)
+        for delay_s, timer in list(mine.timers):
+            if (
+                due_s.setdefault((number, timer), mine.now_s + delay_s) <= mine.now_s
+                and (delay_s, timer) in mine.timers
+            ):
+                mine.timers.remove((delay_s, timer))
+                del due_s[number, timer]
+                mine.handle(TimerFired(timer))
+
+
+def test_nobody_loses_its_place_since_many_join_while_the_members_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one more prolongs the change."""
+    monkeypatch.setattr(Rank, "STEPS", 0)
+    network, due_s, chance = Counted(4, 12), dict[tuple[int, Timer], float](), random.Random(1)
+    network.rest()
+    coming = list(network.ranks[4:])
+    for trip in range(100):
+        if coming and trip % 3 == 0:
+            network.return_whole(coming.pop(0))
+            network.rank(max(network.alive)).now_s = network.rank(0).now_s
+        for number in sorted(network.alive):
+            while (trip % 3 == 0 or network.rank(number).may("leaves")) and network.rank(number).act():
+                pass  # who joins asks again after a while
+        pass_time(network, due_s, chance, LATE_S / 25)
+    assert [network.rank(number).left for number in network.ranks] == [""] * 16
+    network.check(16)

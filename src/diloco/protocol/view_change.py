@@ -18,6 +18,9 @@ from diloco.protocol.rules import Policies, Rules
 
 __all__ = ["ViewChange"]
 
+_LONGEST = 4  # times as long as nothing new may come, a change lasts before its end is hurried, whatever comes
+_LETS_IN = 0.2  # of the time for which nothing new may come, others may still join by a change that has begun
+
 
 class ViewChange:
     """Idle until something happens to the view; from then on the rounds of the view are frozen.
@@ -44,6 +47,17 @@ class ViewChange:
         self._told: Report | None = None  # what this rank has said last
         self._awaited: set[int] = set()  # ranks that are to answer before it says more
         self._hurries = False
+        self._began_s = self._news_s = 0.0  # when the change began, and when it last got on
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether who asks to join may do so by this change, if there is one: each one more prolongs it for all."""
+        return self.known is None or self._outbox.now_s - self._began_s <= _LETS_IN * self._rules.settle_s
+
+    def patience_s(self) -> float:
+        """How much longer a change is waited for that gets on; 0 or less: somebody may be holding it up."""
+        until_s = min(self._news_s + self._rules.settle_s / 2, self._began_s + _LONGEST * self._rules.settle_s)
+        return until_s - self._outbox.now_s
 
     def extend(self, why: str, **news: Unpack[News]) -> NextView | None:
         """Something happened, ``why`` in words, so the view ends; ignored if this rank does not take part.
@@ -55,7 +69,8 @@ class ViewChange:
         if self._contributions.failure is not None or rounds is None:
             return None
         change = self._begin(why)
-        change.extend(**news)
+        if change.extend(**news):
+            self._news_s = self._outbox.now_s
         return self._settle(change)
 
     def absorb(self, said: ChangeReport) -> NextView | None:
@@ -67,7 +82,10 @@ class ViewChange:
             return None
         change = self._begin(said.why)
         self._awaited.discard(said.report.rank)
-        first = self._said.get(said.report.rank, said.report)
+        before = self._said.get(said.report.rank)
+        if before is None or (before.ready, before.known) != (said.report.ready, said.report.known):
+            self._news_s = self._outbox.now_s
+        first = before or said.report
         self._said[said.report.rank] = replace(
             said.report, step=first.step, commits=first.commits, void=first.void, voted=first.voted
         )
@@ -111,6 +129,7 @@ class ViewChange:
         unsteady = self._roster.unsteady(rounds.view, self._outbox.now_s)
         mine = replace(rounds.freeze(), step=self._contributions.step, unsteady=unsteady)
         size, votes = self._rules.ranks_per_replica, rounds.signed_votes()
+        self._began_s = self._news_s = self._outbox.now_s
         self.known = Change(mine, rounds.view, size, self._policies.quorum, why, votes)
         self._outbox.actions.append(SetTimer(Timer("settle", rounds.view.id), self._rules.settle_s / 2))
         return self.known

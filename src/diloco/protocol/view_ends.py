@@ -107,7 +107,9 @@ class ViewEnds:
 
     def settle(self, view_id: int) -> None:
         """A change of views takes long: wait for no answers first, then give up those who keep it from its end."""
-        if view_id == self._views.view.id and self._views.change.hurry():
+        if view_id == self._views.view.id and (wait_s := self._views.change.patience_s()) > 0:
+            self._outbox.actions.append(SetTimer(Timer("settle", view_id), wait_s))
+        elif view_id == self._views.view.id and self._views.change.hurry():
             self._outbox.actions.append(SetTimer(Timer("settle", view_id), self._rules.settle_s / 2))
         elif view_id == self._views.view.id and (blamed := self._views.change.blame()):
             words = f"{'replicas' if len(blamed) > 1 else 'replica'} {', '.join(map(str, sorted(blamed)))}"
@@ -134,8 +136,10 @@ class ViewEnds:
         elif out_s := self._views.contributions.conduct.stays_out_s(replica, self._outbox.now_s):
             why = f"replica {replica} has spoilt rounds, and may come back in {math.ceil(out_s)} s"
             self._outbox.send([rank], {"kind": "refused", "reason": why, "for_good": False})
-        elif len(self._joining - {replica}) >= _MOST_AT_ONCE or not connected.issuperset(
-            self._rules.ranks(each for each in self._views.view.members if each != replica)
+        elif (
+            (not self._views.change.lets_in and replica not in self._joining.union(self._views.view.members))
+            or len(self._joining - {replica}) >= _MOST_AT_ONCE
+            or not connected.issuperset(self._rules.ranks(each for each in self._views.view.members if each != replica))
         ):
             self._outbox.send([rank], _AGAIN)
         else:
