@@ -205,14 +205,14 @@ class PayloadExchange:
         return scale_factors(self.contribution.clipping, norms)
 
     def _decoded(self, member: int) -> Tensor:
-        """The values of a whole contribution, once it is here and checked; its payload is kept."""
+        """The values of a whole contribution, once it is here and checked."""
         codec, values = self.contribution.codec, torch.empty_like(self.values)
         for piece, (a, b) in enumerate(self._messages.pieces(*self._summed[self.me], codec)):
-            payload = self._piece(member, piece, a, b, check=True, keep=True)
+            payload = self._piece(member, piece, a, b, check=True)
             codec.decode(payload, b - a, out=values[a:b])
         return values
 
-    def _piece(self, member: int, piece: int, start: int, stop: int, *, check: bool, keep: bool = False) -> Tensor:
+    def _piece(self, member: int, piece: int, start: int, stop: int, *, check: bool) -> Tensor:
         """A piece of a payload, once it is here; `CodecError` if it is to be checked and no encoder writes it."""
         mine = self.contribution
         if member == mine.replica:
@@ -220,8 +220,6 @@ class PayloadExchange:
         else:
             payload, come = self._incoming[member][piece]
             self._messages.wait(member, come)
-            if not keep:
-                self._incoming[member][piece] = (payload[:0], come)
         try:
             if check:
                 mine.codec.validate(payload, stop - start)
