@@ -14,10 +14,11 @@ from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.address import Address
 from diloco.transport.peers import control_thread
 from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import MAX_BLOB_BYTES, pack
+from diloco.transport.peers.streams import MAX_BLOB_BYTES, Stream, pack
 from diloco.transport.peers.tcp_streams import TcpStreams
 from tests.processes import Processes, report, told
 from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair, stranger_at
+from tests.transport.wires import at_once
 
 # Messages.
 
@@ -56,6 +57,47 @@ def test_an_emulated_latency_delays_every_message_and_keeps_their_order(make_ran
     arrived = [second.heard.get(timeout=LIMIT_S) for _ in range(20)]
     assert [message["number"] for _, message, _, _ in arrived] == list(range(20))
     assert all(at_s - sent_s >= 0.25 for *_, at_s in arrived)
+
+
+def test_two_that_connect_to_each_other_at_the_same_time_keep_one_connection(
+    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the other one's hello before it has an answer to its own, as over a long way."""
+    ranks, said = (make_rank(0), make_rank(1)), (threading.Event(), threading.Event())
+    open_both = threading.Barrier(2)
+
+    def delay(me: int, other: int) -> None:
+        streams, address = ranks[me].connections.streams, str(ranks[other].address)
+        open_stream = streams.open
+
+        def identity(writer: asyncio.StreamWriter) -> str:
+            said[other].set()
+            return address
+
+        async def opened(place: Address) -> Stream:
+            reader, writer = await open_stream(place)
+            await asyncio.to_thread(open_both.wait, LIMIT_S)  # so that neither has heard of the other's
+            read = reader.readexactly
+
+            async def after_both(size: int) -> bytes:
+                data = await read(size)
+                for each in said:
+                    await asyncio.to_thread(each.wait, LIMIT_S)
+                return data
+
+            monkeypatch.setattr(reader, "readexactly", after_both)
+            return reader, writer
+
+        monkeypatch.setattr(streams, "identity", identity)
+        monkeypatch.setattr(streams, "open", opened)
+
+    delay(0, 1)
+    delay(1, 0)
+    assert at_once([lambda: ranks[0].reach(ranks[1]), lambda: ranks[1].reach(ranks[0])]) == [None, None]
+    for me, other in ((0, 1), (1, 0)):
+        ranks[me].say(other, {"kind": "still here"})
+        assert ranks[other].heard.get(timeout=LIMIT_S)[:2] == (me, {"kind": "still here"})
+        assert ranks[me].losses.empty()
 
 
 # Losses.

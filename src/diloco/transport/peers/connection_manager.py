@@ -21,6 +21,7 @@ from diloco.transport.address import Address
 from diloco.transport.peers.control_connection import ControlConnection, say_who
 from diloco.transport.peers.control_thread import ControlThread
 from diloco.transport.peers.gate import Gate
+from diloco.transport.peers.hellos import Hellos, say_hello
 from diloco.transport.peers.streams import (
     STRANGERS_BLOB_BYTES,
     STRANGERS_BYTES,
@@ -30,7 +31,6 @@ from diloco.transport.peers.streams import (
     pack,
     read_frame,
 )
-from diloco.units import visible
 
 __all__ = ["ConnectionManager", "Service"]
 
@@ -70,6 +70,7 @@ class ConnectionManager(ControlThread):
         self.entries: Mapping[int, Entry] = {}  # of known ranks, which nobody else takes who is proved to be another
         self._tell = tell
         self._standing: dict[int, ControlConnection] = {}
+        self._hellos = Hellos(rank)
         self._members: frozenset[int] = frozenset()
         self._gate = Gate[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
         self._strangers = Gate[int](_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE)
@@ -127,23 +128,19 @@ class ConnectionManager(ControlThread):
             TransportError: somebody else does.
         """
         reader, writer = await self.open(address)
+        if rank in self._standing:  # it has connected meanwhile
+            writer.close()
+            return
         try:
             self.streams.tune(writer, self.timing.silence_s)
-            writer.write(pack({"kind": "hello", "rank": self.rank, "address": str(self.address)}))
-            answer, _ = await read_frame(reader, STRANGERS_BYTES, 0)
-            if answer["kind"] == "refused":
-                raise TransportError(f"{address} refuses: {Fields(answer).words('reason')}")
-            if answer["kind"] != "hello" or answer.get("rank") != rank:
-                raise TransportError(
-                    f"{address} was to be rank {rank} and answered {visible(str(answer))}; another diloco may be using "
-                    "that port."
-                )
+            with self._hellos.to(rank) as hello:
+                crossed = await say_hello((reader, writer), self.rank, self.address, hello, rank, address)
+                self._register(rank, address, (reader, writer), opened=True, crossed=crossed)
         except BaseException as error:
             writer.close()
-            if isinstance(error, ValueError):
-                raise TransportError(f"{address} answered with what is no message: {error}") from error
-            raise
-        self._register(rank, address, (reader, writer), opened=True)
+            if not isinstance(error, EOFError) or rank not in self._standing:
+                raise
+            return  # the one that it has opened stands instead
         self.send(rank, _BEAT)  # tells the other end that the connection stands here too
 
     def hang_up(self, rank: int) -> None:
@@ -186,7 +183,7 @@ class ConnectionManager(ControlThread):
                     return
                 message, blob = await read_frame(reader, STRANGERS_BYTES, STRANGERS_BLOB_BYTES)
             if message["kind"] == "hello":
-                await self._greet(Fields(message), reader, writer)
+                await self._greet(message, reader, writer)
             elif service := self.services.get(message["kind"]):
                 await service(message, blob, reader, writer)
         except (OSError, EOFError, TransportError, ValueError, asyncio.CancelledError):
@@ -196,15 +193,18 @@ class ConnectionManager(ControlThread):
             if not any(connection.writer is writer for connection in self._standing.values()):
                 writer.close()
 
-    async def _greet(self, hello: Fields, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _greet(self, said: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Somebody says which rank it is."""
+        hello = Fields(said)
         rank, address = hello.rank("rank"), self.streams.address(hello.printable("address", 300))
         identity = self.streams.identity(writer)
         known = self.entries.get(rank)
         taken = identity and known is not None and known.address != identity
         if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks or taken:
             return
-        before = self._standing.get(rank)
+        crossed = await self._hellos.before(rank)
+        if (before := self._standing.get(rank)) is not None and before.crossed == said.get("hello"):
+            return  # it said so before it answered this process's own
         if before is not None and not identity and await before.answers(self.timing.heartbeat_s):
             reason = f"rank {rank} is connected from {before.address}, and answers"
             writer.write(pack({"kind": "refused", "reason": reason}))
@@ -216,7 +216,7 @@ class ConnectionManager(ControlThread):
             if out is not None:
                 self._drop(self._standing[out], "there are too many that are no members")
         self.streams.tune(writer, self.timing.silence_s)
-        writer.write(pack({"kind": "hello", "rank": self.rank}))
+        writer.write(pack({"kind": "hello", "rank": self.rank, "crossed": crossed}))
         self._register(rank, address, (reader, writer), opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
@@ -227,14 +227,14 @@ class ConnectionManager(ControlThread):
             self._tell(ConnectionEnded(connection.rank))
             self._tell(Lost(connection.rank, Loss("cut", f"the connection to {connection.address} was ended: {why}")))
 
-    def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool) -> None:
+    def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool, crossed: str = "") -> None:
         reader, writer = stream
         if before := self._standing.get(rank):
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
         hear_out(writer.transport)
         number, trusted = next(self._numbers), opened or rank in self._members
-        connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time())
+        connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time(), crossed)
         self._standing[rank] = connection
         self._tell(ConnectionMade(rank, number, str(address)))
         connection.task = self.loop.create_task(self._listen_to(connection, reader))
