@@ -15,9 +15,9 @@ from diloco.algorithm.outer_loop import OuterLoop
 from diloco.algorithm.outer_optimizer import OuterState
 from diloco.errors import DivergedError, FragmentError, TransportError
 from diloco.events import StateFetched
-from diloco.outer.fetch_progress import FetchProgress
 from diloco.protocol.actions import Average
 from diloco.transport.base import Fetching, Transport
+from diloco.units import format_bytes
 from diloco.waiting import waiting_for
 
 __all__ = ["SharedState", "TakingOver"]
@@ -113,13 +113,27 @@ class TakingOver:
             TransportError: if none of ``donors`` answers.
         """
         expected = {fragment.index: self._expected_bytes(fragment.index) for fragment in self._loop.fragments}
-        progress = FetchProgress(self._transport, expected, step)
-        with waiting_for(lambda: f"the state of replica {', '.join(map(str, donors))} ({progress})"):
+        index, before = 0, self._transport.fetched_bytes
+
+        def come(*, here: bool = False) -> StateFetched:
+            """By now, of the fragment ``index`` and of those before it; bytes that came twice count once."""
+            received = expected[index] if here else min(expected[index], self._transport.fetched_bytes - before)
+            return StateFetched(
+                step=step,
+                fragment=index,
+                fragment_received_bytes=received,
+                fragment_expected_bytes=expected[index],
+                received_bytes=received + sum(list(expected.values())[:index]),
+                expected_bytes=sum(expected.values()),
+                here=here,
+            )
+
+        with waiting_for(lambda: f"the state of replica {', '.join(map(str, donors))} ({_in_words(come())})"):
             for index, expected_bytes in expected.items():
-                progress.begin(index)
+                before = self._transport.fetched_bytes
                 fetching = self._transport.fetch_beside(index, donors, expected_bytes)
                 while not _ended(fetching, _TELL_EVERY_S):
-                    yield progress.now()
+                    yield come()
                 state = fetching.result()
                 carrying = self._loop.carrying_over(index) if keep_work else nullcontext()
                 finished = _whole(index, state, "finished_rounds")  # may raise, while nothing has changed
@@ -131,7 +145,7 @@ class TakingOver:
                     self._shared.data_order = str(state.get("data_order", ""))
                     if not keep_work:
                         self._loop.merge(index, AlphaMerge(), None)
-                yield progress.end()
+                yield come(here=True)
 
     def follow(self, index: int, error: DivergedError) -> str:
         """Take over a fragment now, if it is what the majority holds; work that is not shared yet stays in the local
@@ -255,6 +269,14 @@ def _ended(fetching: Fetching, within_s: float) -> bool:
     except (TimeoutError, TransportError):
         return fetching.done()
     return True
+
+
+def _in_words(now: StateFetched) -> str:
+    """In per cent, rounded down: 100 % are all."""
+    of_all = 100 * now.received_bytes // max(1, now.expected_bytes)
+    of_fragment = 100 * now.fragment_received_bytes // max(1, now.fragment_expected_bytes)
+    came, expected = format_bytes(now.received_bytes), format_bytes(now.expected_bytes)
+    return f"{of_all} %, {came} of {expected}; fragment {now.fragment}: {of_fragment} %"
 
 
 def _whole(index: int, state: Mapping[str, Any], name: str) -> int:
