@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import subprocess
 import sys
@@ -273,6 +274,7 @@ def _version(package: str) -> str | None:
         return None
 
 
+@functools.cache  # what runs is what was imported
 def _git(*arguments: str) -> str | None:
     """Output of a git command in this package's own checkout; None when it is no checkout."""
     here = Path(__file__).resolve().parent
