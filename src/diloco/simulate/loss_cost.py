@@ -11,6 +11,7 @@ them extrapolated; the words say where. Sources:
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -88,6 +89,7 @@ def loss_cost(
     return (window, overlap, lossy, *encoded)
 
 
+@functools.cache  # a plan asks for the same H with every codec and overlap
 def _window(parameters: float, num_replicas: int, inner_steps: int) -> tuple[float, str]:
     short = max(0.0, _at_30(parameters, num_replicas))
     if inner_steps <= 30:
