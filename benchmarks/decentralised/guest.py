@@ -57,17 +57,27 @@ class Guest:
             TimeoutError: if that takes too long.
             RuntimeError: if it ends before.
         """
-        assert self._process.stdout is not None
         deadline_s = time.monotonic() + self._limit_s
         while event not in self.said:
-            if not select.select([self._process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            if not self.hear(max(0.0, deadline_s - time.monotonic())):
                 raise TimeoutError(f"the peer that comes and goes did not say {event!r}; it said {self.said}")
-            chunk = os.read(self._process.stdout.fileno(), 65536)
-            if not chunk:
-                raise RuntimeError(f"the peer that comes and goes ended before {event!r}; it said {self.said}")
-            *lines, self._buffered = (self._buffered + chunk).split(b"\n")
-            for line in lines:
-                self.said |= json.loads(line)
+
+    def hear(self, within_s: float) -> bool:
+        """Take in what it says next; whether it says anything so soon.
+
+        Raises:
+            RuntimeError: if it has ended.
+        """
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], within_s)[0]:
+            return False
+        chunk = os.read(self._process.stdout.fileno(), 65536)
+        if not chunk:
+            raise RuntimeError(f"the peer that comes and goes has ended; it said {self.said}")
+        *lines, self._buffered = (self._buffered + chunk).split(b"\n")
+        for line in lines:
+            self.said |= json.loads(line)
+        return True
 
     def ask(self, word: str) -> None:
         """Have it do something."""

@@ -1,7 +1,7 @@
 """``python -m benchmarks.decentralised.swarm``: what being one of many costs a replica, as processes that train.
 
 M replicas start together and train; one more joins and leaves; another one is killed; and so is the founder. Prints the
-table, and keeps the rows in swarm.json.
+table, and keeps the rows in swarm.json. A member that the others go on without is named in its row, and not waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ RTT_S = 0.1
 
 _VALUES = 393_216
 _STEADY_S = 40.0
+_LOOK_S = 0.1
 CHANGES = ("join", "leave", "kill", "founder killed")
 """What happens, one after the other: who joins is who leaves, and who is killed was there from the start."""
 
@@ -43,6 +44,9 @@ class Swarm:
 
     Args:
         apart_s: from the start of one process to that of the next.
+
+    Attributes:
+        lost: members that have ended though nobody ended them.
     """
 
     def __init__(self, network: Network, members: int, folder: Path, limit_s: float, apart_s: float) -> None:
@@ -53,16 +57,15 @@ class Swarm:
         self._known: list[str] = []
         self._alive: dict[int, Guest] = {}
         self._began: list[Guest] = []
+        self.lost: list[int] = []
 
     def start(self) -> None:
         """All members; they train from now on."""
         for number in range(self._job.num_replicas):
             self._begin(number)
             time.sleep(self._apart_s)
-        for each in self._alive.values():
-            each.wait_for("member")
-        for each in self._alive.values():
-            each.ask("begin")
+        self._each(lambda guest: guest.wait_for("member"))
+        self._each(lambda guest: guest.ask("begin"))
 
     def change(self, name: str) -> float:
         """One of `CHANGES` happens; when."""
@@ -70,7 +73,7 @@ class Swarm:
             guest = self._begin(self._job.num_replicas)
             guest.wait_for("asks")
             return float(guest.said["asks"])
-        guest = self._alive.pop(0 if name == "founder killed" else max(self._alive))
+        guest = self._alive.pop(min(self._alive) if name == "founder killed" else max(self._alive))
         if name == "leave":
             guest.ask("leave")
             guest.wait_for("left")
@@ -80,19 +83,21 @@ class Swarm:
 
     def settle(self, since_s: float = 0.0) -> tuple[int, ...]:
         """Until a round of all who live has gone through after ``since_s``; who they are."""
-        event = f"contributed with {len(self._alive)}"
-        for each in self._alive.values():
-            while each.said.get(event, -1.0) < since_s:
-                each.said.pop(event, None)
-                each.wait_for(event)
+        deadline_s = time.monotonic() + self._job.timeout_s
+
+        def is_through(guest: Guest) -> bool:
+            return bool(guest.said.get(f"contributed with {len(self._alive)}", -1.0) >= since_s)
+
+        while not all(map(is_through, self._alive.values())):
+            self._each(lambda guest: is_through(guest) or guest.hear(_LOOK_S))
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no round of all {len(self._alive)} came within {self._job.timeout_s:g} s")
         return tuple(sorted(self._alive))
 
     def tell(self, name: str) -> Told:
         """What all have counted until now; ``name`` is new every time."""
-        for each in self._alive.values():
-            each.ask(name)
-        for each in self._alive.values():
-            each.wait_for(name)
+        self._each(lambda guest: guest.ask(name))
+        self._each(lambda guest: guest.wait_for(name))
         return {number: each.said["counts"] for number, each in self._alive.items()}
 
     def end(self) -> None:
@@ -101,6 +106,15 @@ class Swarm:
             each.kill()
         for each in self._began:
             each.end()
+
+    def _each(self, do: Callable[[Guest], object]) -> None:
+        """With all who live; who has ended is lost."""
+        for number, guest in list(self._alive.items()):
+            try:
+                do(guest)
+            except (RuntimeError, BrokenPipeError):
+                del self._alive[number]
+                self.lost.append(number)
 
     def _begin(self, number: int) -> Guest:
         here = self._network.command(number, [])
@@ -141,7 +155,16 @@ def run_one(network: Network, members: int, given: argparse.Namespace) -> dict[s
         swarm.end()
     share = (busy_s() - busy) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
     start = {**start, "s": started_s}
-    return {"members": members, "rtt_s": given.rtt_s, "start": start, "steady": steady, **phases, "cpu_busy": share}
+    row = {
+        "members": members,
+        "lost": swarm.lost,
+        "rtt_s": given.rtt_s,
+        "start": start,
+        "steady": steady,
+        **phases,
+        "cpu_busy": share,
+    }
+    return row
 
 
 def _said(told: Told, before: Told, *, of_rounds: bool) -> dict[str, float]:
@@ -158,6 +181,7 @@ def _said(told: Told, before: Told, *, of_rounds: bool) -> dict[str, float]:
 
 def _steady(told: Told, before: Told) -> dict[str, Any]:
     """A round of an undisturbed swarm, for a member in the mean."""
+    before = {number: before[number] for number in told}
     complete = [
         {
             name
@@ -206,6 +230,11 @@ def _change(told: Told, before: Told, at_s: float, alive: Sequence[int]) -> dict
     return {**_said(told, before, of_rounds=False), "void": void, "adopted_s": max(adopted_s) - at_s}
 
 
+def _members(row: Mapping[str, Any]) -> str:
+    lost = row.get("lost", [])
+    return f"{row['members']}{f', {len(lost)} lost' if lost else ''}"
+
+
 def _tables(rows: Iterable[Mapping[str, Any]]) -> str:
     body = []
     for row in rows:
@@ -213,7 +242,7 @@ def _tables(rows: Iterable[Mapping[str, Any]]) -> str:
         votes = [f"{each / trip_s:.1f}" if trip_s else f"{1e3 * each:.0f} ms" for each in one["vote_s"]]
         body.append(
             [
-                row["members"],
+                _members(row),
                 one["rounds"],
                 one["void"],
                 f"{one['messages']:.0f} ({one['bytes'] / 1e3:.0f})",
@@ -228,7 +257,7 @@ def _tables(rows: Iterable[Mapping[str, Any]]) -> str:
     steady = table([*head, "CPU a round (ms)", "memory (MB)", "both cores busy"], body)
     body = [
         [
-            row["members"],
+            _members(row),
             f"{row['start']['messages']:.0f} ({row['start']['bytes'] / 1e3:.0f}); {row['start']['s']:.0f} s",
         ]
         + [
