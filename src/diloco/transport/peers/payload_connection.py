@@ -30,16 +30,7 @@ from diloco.transport.tcp import NEAR_S, Counters
 if TYPE_CHECKING:
     from diloco.transport.peers.reliable_link import ReliableLink
 
-__all__ = [
-    "HEAD",
-    "_MAX_MESSAGE_BYTES",
-    "_MOST_PART_BYTES",
-    "Head",
-    "Outgoing",
-    "Part",
-    "PayloadConnection",
-    "part_bytes",
-]
+__all__ = ["HEAD", "Head", "Outgoing", "Part", "PayloadConnection", "part_bytes"]
 
 _MAX_MESSAGE_BYTES, _MOST_PART_BYTES = 1 << 30, 1 << 18
 """What is larger is refused."""
