@@ -42,7 +42,7 @@ class Rules:
     late_s: float | None = None
     # of a rank from which nothing has come for so long, though its connection stands, this one says so for a while
     unsteady_s: float = 3.0
-    settle_s: float = 15.0  # a change of views that takes longer gives up those who keep it from its end
+    settle_s: float = 15.0  # where nothing new comes for so long, those who keep a change of views from its end go
 
     @property
     def position(self) -> int:
