@@ -18,8 +18,8 @@ from diloco.protocol.rules import Policies, Rules
 
 __all__ = ["ViewChange"]
 
-_LONGEST = 4  # times as long as nothing new may come, a change lasts before its end is hurried, whatever comes
-_LETS_IN = 0.2  # of the time for which nothing new may come, others may still join by a change that has begun
+_LONGEST = 4  # times `settle_s`: after that a change is hurried, even if something new still comes
+_LETS_IN = 0.2  # times `settle_s`: for so long others may join by a change that has begun
 
 
 class ViewChange:

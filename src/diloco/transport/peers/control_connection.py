@@ -53,7 +53,7 @@ class ControlConnection:
     opened: bool  # whether this process has opened it, because it wanted to talk to that rank
     trusted: bool  # whether the other process is a member, or was asked to tell this one who is
     heard_s: float  # when something last came, by the clock of the loop
-    crossed: str = ""  # the hello of the other end that crossed the one by which this connection was opened; "": none
+    crossed: str = ""  # name of the hello of the other end that crossed mine, by which this was opened; "": none did
     words: int = 0  # number of messages that have come, heartbeats included
     task: asyncio.Task[None] | None = None  # the one that listens
 

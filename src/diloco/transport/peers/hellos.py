@@ -1,4 +1,4 @@
-"""Who says hello first over a control connection, where two ranks open one to each other at the same time."""
+"""Of two control connections that two ranks open to each other at the same time, one stands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Hellos:
                 del self._said[rank]
 
     async def before(self, rank: int) -> str:
-        """Wait until that rank's hello is to be looked at; the name of the one of this rank that it crosses, or ""."""
+        """Wait until a hello of ``rank`` is to be answered. Returns the name of my own that it crosses; "" if none."""
         name, over = self._said.get(rank, ("", None))
         if over is not None and self._me < rank:
             await over.wait()
