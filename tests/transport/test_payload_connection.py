@@ -1,8 +1,11 @@
-"""One connection of a payload link: what it makes of what comes in."""
+"""One connection of a payload link: what it makes of what comes in, and of what the kernel tells of it."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import sys
 from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock
@@ -11,6 +14,7 @@ import pytest
 import xxhash
 
 from diloco.transport.path import Pace
+from diloco.transport.peers.opened_link import LinkRequest, OpenedLink, Route
 from diloco.transport.peers.payload_connection import HEAD, Head, PayloadConnection
 from diloco.transport.peers.reliable_link import ReliableLink
 
@@ -18,8 +22,8 @@ from diloco.transport.peers.reliable_link import ReliableLink
 class Listening(asyncio.Transport):
     """A connection that hears what it is made to hear, and keeps what is written."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **extra: Any) -> None:
+        super().__init__(extra)
         self.written: list[bytes] = []
 
     def hear(self, connection: PayloadConnection, data: bytes) -> None:
@@ -84,3 +88,63 @@ def test_what_comes_after_a_damaged_part_is_dropped() -> None:
         assert transport.written == []
 
     asyncio.run(listen())
+
+
+class Kernel:
+    """Of a connection, as far as it is asked."""
+
+    family = socket.AF_INET
+
+    def __init__(self, control: bytes) -> None:
+        self.set: list[bytes] = []
+        self.in_order = self.beyond = self.paced_bits_per_s = 0
+        self._control = control
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        if option == socket.TCP_CONGESTION:
+            return self._control.ljust(size, b"\0")
+        words = [0] * 24
+        words[2], words[5], words[15] = 1448, self.beyond, 100_000
+        return struct.pack("=8B24I4Q6I", *[0] * 8, *words, self.paced_bits_per_s // 8, 0, self.in_order, 0, *[0] * 6)
+
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        if option == getattr(socket, "TCP_CONGESTION", None):
+            self.set.append(value)
+
+
+def observed(kernel: Kernel, told: list[dict[str, int]]) -> list[int]:
+    """How much the other side has got in each interval, of what the kernel has told at its end."""
+
+    async def observe() -> list[int]:
+        link = ReliableLink(asyncio.get_running_loop(), Pace())
+        link.connections[0] = PayloadConnection(link, Listening(socket=kernel), 20.0)
+        opened = OpenedLink(LinkRequest("0/0-1", 1, True, 1, False, 20.0), Route("TCP"), link)
+        found = []
+        for each in told:
+            vars(kernel).update(each)
+            found.append(opened.observe(0.05).acknowledged_bytes)
+        return found
+
+    return asyncio.run(observe())
+
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="no other kernel tells")
+
+
+@needs_linux
+def test_what_has_come_does_not_become_less_when_the_last_segment_proves_to_be_short() -> None:
+    told = [{"in_order": 1448}, {"in_order": 1448, "beyond": 10}, {"in_order": 11 * 1448 - 900, "beyond": 0}]
+    assert observed(Kernel(b"bbr"), [*told, {"in_order": 20_000}]) == [0, 14_480, 0, 20_000 - 11 * 1448]
+
+
+@needs_linux
+def test_tcp_that_has_come_to_think_little_of_a_way_begins_anew_once() -> None:
+    fast, shared, slow = ({"paced_bits_per_s": rate} for rate in (90_000_000, 6_000_000, 500_000))
+    for control, expected in ((b"bbr", [b"reno", b"bbr"]), (b"cubic", [])):
+        kernel = Kernel(control)
+        observed(kernel, [slow, fast, shared])
+        assert kernel.set == []
+        observed(kernel, [fast, slow, slow, shared])
+        assert kernel.set == expected
+        observed(kernel, [slow, fast, slow, fast, slow])
+        assert kernel.set == 3 * expected

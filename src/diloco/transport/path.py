@@ -20,8 +20,11 @@ QUEUE_SHARE, QUEUE_S = 0.5, 0.01
 """A way is full while round trips take so much longer than the shortest one, as a share and at least in seconds."""
 
 WINDOW = 4
-"""Intervals over which a rate is taken, and in all of which a way has to be full to count as full: a machine that is
-busy answers late now and then."""
+"""Intervals in all of which a way has to be full to count as full: a machine that is busy answers late now and then."""
+
+TRIPS = 1.5
+"""Round trips, with queues, over which a rate is taken, and at least a window: where several senders meet, answers
+come in bunches, which alone would show a faster way than there is."""
 
 OVERFLOW, LEAST_RESENT = 0.15, 100
 """Share of what arrives that is sent again where a queue has no room left, and at least so many segments. A burst that
@@ -33,6 +36,7 @@ UTILIZATION, PROBING, DRAINING = 0.97, 1.25, 0.75
 what is used until a queue is gone."""
 
 CYCLE, PROBES = 24, 6
+MOST_KEPT = 200  # of the intervals of a burst
 REMEMBERED_S = 30.0  # the highest rate within so many seconds counts
 
 _BURST_S = 0.01  # of what may leave at once after a pause
@@ -152,7 +156,7 @@ class Pace:
         self._full: deque[tuple[float, float]] = deque()  # when, and bits per second
         self._rate = math.inf
         self._intervals = 0
-        self._window: deque[PathSample] = deque(maxlen=WINDOW)
+        self._burst: deque[PathSample] = deque(maxlen=MOST_KEPT)  # since something came after the last pause
         self._rates: deque[float] = deque(maxlen=CYCLE)  # since the last pause, over a window each
         self._paid_s = -math.inf
 
@@ -164,27 +168,40 @@ class Pace:
     def observe(self, now_s: float, sample: PathSample) -> None:
         """Take in what happened to all connections together while something was on its way."""
         if not sample.busy:
-            self._window.clear()
+            self._burst.clear()
             self._rates.clear()
             return
         self._intervals += 1
-        longest_s = max([sample.round_trip_s, *(each.round_trip_s for each in self._window)])
-        self._window.append(sample)
-        # while round trips become shorter, what is acknowledged in an interval was sent over a longer one
-        seconds = sum(each.interval_s for each in self._window) + longest_s - sample.round_trip_s
-        rate = 8 * sum(each.acknowledged_bytes for each in self._window) / seconds
-        resent = sum(each.resent_segments for each in self._window)
-        arrived = sum(each.acknowledged_bytes for each in self._window) / SEGMENT_BYTES
-        overflows = resent > max(LEAST_RESENT, OVERFLOW * arrived) and sample.least_round_trip_s < seconds
-        full = sum(each.full for each in self._window) >= (WINDOW / 2 if overflows else WINDOW)
-        if len(self._window) == WINDOW and rate > 0:
-            self._rates.append(rate)
-            if full or rate > self._rate:  # the end of a burst brings less than the way carries
+        if self._burst or sample.acknowledged_bytes:
+            self._burst.append(sample)
+        if len(self._burst) >= WINDOW:
+            self._rates.append(rate := self._measured())
+            if self._is_full() or rate > self._rate:  # the end of a burst brings less than the way carries
                 self._full.append((now_s, max(self._rates)))
         while len(self._full) > 1 and self._full[0][0] < now_s - REMEMBERED_S:
             self._full.popleft()
         if self._full:
             self._rate = max(rate for _, rate in self._full)
+
+    def _measured(self) -> float:
+        """Bits per second over the last round trips, or as much of them as something has come."""
+        seconds = longest_s = num_bytes = 0.0
+        for count, each in enumerate(reversed(self._burst), 1):
+            seconds += each.interval_s
+            num_bytes += each.acknowledged_bytes
+            longest_s = max(longest_s, each.round_trip_s)
+            if count >= WINDOW and seconds >= TRIPS * longest_s:
+                break
+        # while round trips become shorter, what is acknowledged in an interval was sent over a longer one
+        return 8 * num_bytes / (seconds + longest_s - self._burst[-1].round_trip_s)
+
+    def _is_full(self) -> bool:
+        window = list(self._burst)[-WINDOW:]
+        resent = sum(each.resent_segments for each in window)
+        arrived = sum(each.acknowledged_bytes for each in window) / SEGMENT_BYTES
+        overflows = resent > max(LEAST_RESENT, OVERFLOW * arrived)
+        longer = window[-1].least_round_trip_s < sum(each.interval_s for each in window)
+        return sum(each.full for each in window) >= (WINDOW / 2 if overflows and longer else WINDOW)
 
     def wait_s(self, now_s: float) -> float:
         """Seconds until something may leave."""
@@ -193,6 +210,6 @@ class Pace:
     def spend(self, now_s: float, num_bytes: int) -> None:
         """So much leaves now."""
         share = PROBING if self._intervals % CYCLE >= CYCLE - PROBES else UTILIZATION
-        if self._window and self._window[-1].full:
+        if self._burst and self._burst[-1].full:
             share = DRAINING
         self._paid_s = max(self._paid_s, now_s) + 8 * num_bytes / (share * self._rate)

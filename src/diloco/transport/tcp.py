@@ -6,7 +6,7 @@ import math
 import socket
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -168,6 +168,12 @@ class Counters:
     resent_segments: int
     round_trip_s: float  # of late, with queues on the way
     least_round_trip_s: float  # ever
+    paced_bits_per_s: float  # at which congestion control lets it send
+
+    def after(self, before: Counters) -> Counters:
+        """These, told later than ``before``: what came out of order was told of in full segments, of which the last one
+        may prove to be shorter, and what has come once does not become less."""
+        return replace(self, acknowledged_bytes=max(self.acknowledged_bytes, before.acknowledged_bytes))
 
     @classmethod
     def of(cls, connection: _Asked | None) -> Counters | None:
@@ -179,9 +185,9 @@ class Counters:
             found = _TCP_INFO.unpack(told)
         except (OSError, struct.error):  # it is closed, or the kernel is older than 4.6
             return None
-        words, (_, _, in_order, _), (_, _, _, least, _, sent) = found[8:32], found[32:36], found[36:42]
+        words, (paced, _, in_order, _), (_, _, _, least, _, sent) = found[8:32], found[32:36], found[36:42]
         segment_bytes, beyond = words[2], words[5]
-        return cls(in_order + beyond * segment_bytes, sent, words[23], words[15] / 1e6, least / 1e6)
+        return cls(in_order + beyond * segment_bytes, sent, words[23], words[15] / 1e6, least / 1e6, 8.0 * paced)
 
 
 class _Asked(Protocol):

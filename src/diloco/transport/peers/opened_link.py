@@ -66,11 +66,12 @@ class OpenedLink:
 
     def observe(self, interval_s: float) -> PathSample:
         """What the link did since this was last called, so long ago."""
-        found = {each: now for each in self.link.connections.values() if (now := each.counters())}
-        for each, now in found.items():
-            before = self.counted.get(each, now)
-            each.keep_pace((now.acknowledged_bytes - before.acknowledged_bytes) / interval_s)
+        told = {each: now for each in self.link.connections.values() if (now := each.counters())}
+        found = {each: now.after(self.counted.get(each, now)) for each, now in told.items()}
         pairs = [(self.counted.get(each, now), now) for each, now in found.items()]
+        for each, (before, now) in zip(found, pairs, strict=True):
+            each.keep_pace((now.acknowledged_bytes - before.acknowledged_bytes) / interval_s)
+            each.notice(now.paced_bits_per_s)
         acknowledged = sum(now.acknowledged_bytes - before.acknowledged_bytes for before, now in pairs)
         if not pairs:  # the kernel does not tell
             acknowledged = self.link.acknowledged_bytes - self.acknowledged_bytes

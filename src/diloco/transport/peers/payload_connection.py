@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import xxhash
 
 from diloco.errors import TransportError
-from diloco.transport.tcp import NEAR_S, Counters
+from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters
 
 if TYPE_CHECKING:
     from diloco.transport.peers.reliable_link import ReliableLink
@@ -39,6 +39,8 @@ HEAD = struct.Struct(">cQIIIIQ")
 _LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
 """What the kernel may hold of a connection that it has not sent, beside so many seconds of what it sends: the others
 could carry the rest."""
+
+_TOO_SLOW = 16  # times slower than ever before: not what sharing a way with others makes of a connection
 
 _LEAST_PART_BYTES = 12 << 10  # less than TCP sends at once after a pause
 _MOST_PART_S = 0.02  # where the pace is known: what leaves at once queues up
@@ -122,6 +124,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._whole_bytes = HEAD.size  # of the next that can be taken
         self.waits = False  # until there is room for the part whose head has come
         self._unsent_bytes = 0  # that the kernel may hold; 0: as much as it likes
+        self._fastest_bits_per_s = 0.0  # at which TCP has let it send
         self._woken_bytes = 1  # that come before the kernel tells of them
         # of TLS, that may not be deciphered yet, though the kernel has told of them
         self._held_bytes = _RECORD_BYTES if transport.get_extra_info("ssl_object") else 0
@@ -180,6 +183,20 @@ class PayloadConnection(asyncio.BufferedProtocol):
         if self._unsent_bytes not in (0, unsent_bytes):
             self._unsent_bytes = unsent_bytes
             self._set(socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", unsent_bytes)
+
+    def notice(self, paced_bits_per_s: float) -> None:
+        """Let TCP find out anew what the way carries, if it lets the connection send at a small part of what it once
+        did: a bbr that has mistaken a few short round trips for a slow way takes seconds to come up again."""
+        self._fastest_bits_per_s = max(self._fastest_bits_per_s, paced_bits_per_s)
+        if paced_bits_per_s >= self._fastest_bits_per_s / _TOO_SLOW:
+            return
+        self._fastest_bits_per_s = paced_bits_per_s  # a way that has really become slower is tried once
+        with contextlib.suppress(OSError, AttributeError):
+            connection, option = self.transport.get_extra_info("socket"), socket.TCP_CONGESTION
+            control = connection.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0")
+            if control.decode("ascii") in KEEPING_THEIR_RATE:  # others are slow for a loss, and stay so
+                for each in (b"reno", control):  # setting what is set changes nothing
+                    connection.setsockopt(socket.IPPROTO_TCP, option, each)
 
     def _tune(self, silence_s: float) -> None:
         connection = cast("socket.socket | None", self.transport.get_extra_info("socket"))
