@@ -165,7 +165,7 @@ class ConnectionManager(ControlThread):
     async def listen_at(self, *where: Any) -> Address:
         """As `listen`, in the control thread."""
         self.address = await self.streams.listen(self._arrive, *where)
-        self._watch = asyncio.get_running_loop().create_task(self._beat())
+        self._watch = self.begin(self._beat())
         return self.address
 
     def _arrive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Coroutine[Any, Any, None]:
@@ -237,7 +237,7 @@ class ConnectionManager(ControlThread):
         connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time(), crossed)
         self._standing[rank] = connection
         self._tell(ConnectionMade(rank, number, str(address)))
-        connection.task = self.loop.create_task(self._listen_to(connection, reader))
+        connection.task = self.begin(self._listen_to(connection, reader))
         self.arrived.set()
 
     async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:

@@ -80,6 +80,12 @@ class ControlThread:
 
     # In this thread.
 
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``coroutine``; an error that ends it is logged at once, though nobody waits for it."""
+        task = self.loop.create_task(coroutine)
+        task.add_done_callback(self._note_end)
+        return task
+
     def keep(self, stream: Stream) -> Stream:
         """From now on `abort_connections` ends this connection, too."""
         self._transports.add(stream[1].transport)
@@ -116,6 +122,10 @@ class ControlThread:
                 task.cancel()
             await asyncio.wait(tasks, timeout=CANCELLING_S)
             await self.release()
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._note_failure(self.loop, {"message": "it ended", "exception": error})
 
     def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log the failure of a task that nobody awaits, such as a library's, in one line; at the end, not at all."""

@@ -86,9 +86,9 @@ class LinkManager:
                 before.link.end("it was opened anew")
             self._links[request.key] = opened
             self._changed.notify_all()
-        opened.watching = asyncio.ensure_future(self._forget_ended(opened))
+        opened.watching = self._connections.begin(self._forget_ended(opened))
         if self._observing is None:
-            self._observing = asyncio.ensure_future(self._observe_often())
+            self._observing = self._connections.begin(self._observe_often())
         if opened.dials:
             self._keep_number(opened, request.streams if request.chosen else 1)
         with contextlib.suppress(TimeoutError):
@@ -117,7 +117,7 @@ class LinkManager:
     def _keep_number(self, opened: OpenedLink, number: int) -> None:
         """Have so many connections from now on, or more."""
         for index in range(len(opened.keeping), min(number, MOST_CONNECTIONS)):
-            opened.keeping.append(asyncio.ensure_future(self._keep(opened, index)))
+            opened.keeping.append(self._connections.begin(self._keep(opened, index)))
 
     async def _observe_often(self) -> None:
         """See what the links show of their ways while something travels, and do what follows from it."""
