@@ -20,7 +20,7 @@ from tests.processes import Processes
 from tests.same import same
 from tests.train.ranks import STEPS, Rank, Setup, largest_difference, load, open_group, save, unequal
 
-AFTER = 12
+AFTER = 8
 """Steps after the checkpoint: what was in flight and one more round of each fragment are merged."""
 
 LOSSY: dict[str, Any] = {"codec": "fp4", "error_feedback": True}

@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 MODEL = ModelSettings(layers=2, width=16, ffn_width=33, heads=2, vocab_size=17, max_sequence_length=16)
 """33 and 17 rows are no even shares of any number of ranks."""
 
-SCHEDULE = SyncSchedule(inner_steps=9, num_fragments=3, overlap_steps=2)
-STEPS = 28
+SCHEDULE = SyncSchedule(inner_steps=6, num_fragments=3, overlap_steps=2)
+STEPS = 19
 """Each of the three fragments has been merged twice by then, and the third round of the first is in flight."""
 
 
