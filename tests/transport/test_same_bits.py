@@ -19,7 +19,7 @@ from tests.replicas import Swarm, Vectors, quadratic
 from tests.transport.wires import Wires
 
 SCHEDULE = SyncSchedule(inner_steps=7, num_fragments=3, overlap_steps=2)
-STEPS = 105
+STEPS = 56
 
 
 def big(scale: int = 700) -> Vectors:
@@ -89,10 +89,8 @@ def over_sockets(num_replicas: int, codec: Codec | str, **more: Any) -> list[tup
     return [results[number] for number in range(num_replicas)]
 
 
-@pytest.mark.parametrize(
-    ("codec", "num_replicas"), [("fp4", 2), ("fp4", 3), ("float32", 3), ("int8", 3), ("float16", 2)]
-)
-def test_over_100_steps_both_transports_give_the_same_bits(codec: str, num_replicas: int) -> None:
+@pytest.mark.parametrize(("codec", "num_replicas"), [("fp4", 3), ("float32", 3), ("int8", 3), ("float16", 2)])
+def test_over_seven_rounds_of_each_fragment_both_transports_give_the_same_bits(codec: str, num_replicas: int) -> None:
     """P = 3, tau = 2, alpha = 0.5; float32 between three takes a reduce-scatter, the others an all-gather."""
     check_both(num_replicas, codec)
 
