@@ -207,6 +207,7 @@ def test_a_peer_that_is_started_again_says_what_becomes_of_its_checkpoint(make: 
         "It knows of nobody else (no --join), so it founds the swarm anew, at step 30. Whoever joins takes over its "
         "state.",
     )
+    assert alone.state_dict()["swarm"] == alone.connected.swarm, "a checkpoint names the swarm that it was saved in"
     alone.transport.step = 70
     alone.close_to_joiners("")
     (words,) = make(1, alone, held_step=50).beginning()
@@ -228,8 +229,3 @@ def test_before_training_begins_a_new_member_draws_from_the_first_step_on(make: 
     second.close_to_joiners("")
     third.join(LIMIT_S)
     assert [each.from_step for each in third.take_assignments()][-1] == 1
-
-
-def test_a_checkpoint_names_the_swarm_that_it_was_saved_in(make: Make) -> None:
-    fleet = make(0)
-    assert fleet.state_dict()["swarm"] == fleet.connected.swarm

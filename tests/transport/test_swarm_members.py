@@ -127,12 +127,13 @@ def test_a_member_that_cannot_be_reached_is_tried_again_until_it_is_none_or_answ
     wait_for_members(first, 3)
 
 
-def test_peers_with_the_secret_find_each_other_and_one_without_is_turned_away(swarms: Swarms) -> None:
-    first = swarms.peer(0, secret="the words of this run").transport
-    second = swarms.peer(1, [first], secret="the words of this run")
-    assert second.joining
-    with pytest.raises(RendezvousError, match=r"nobody of it could be joined within 2 s: .* turned this peer away"):
-        swarms.peer(2, [first], secret="some words", **PATIENCE)
+def test_only_those_on_the_list_who_have_the_secret_may_come(swarms: Swarms, keys: Path) -> None:
+    allowed = frozenset(load_identity(keys / f"{number}.key").peer_id for number in (0, 1, 3))
+    first = swarms.peer(0, secret="the words of this run", allowed=allowed).transport
+    assert swarms.peer(1, [first], secret="the words of this run", allowed=allowed).joining
+    for number, secret in ((2, "the words of this run"), (3, "some words")):
+        with pytest.raises(RendezvousError, match=r"nobody of it could be joined within 2 s: .* turned this peer away"):
+            swarms.peer(number, [first], secret=secret, **PATIENCE)
     assert first.view.members == (0,)
 
 
@@ -175,14 +176,6 @@ def test_another_run_is_another_world(swarms: Swarms, member: PeerTransport) -> 
     assert not other.joining, "it founded a swarm of its own run"
     assert other.transport.view.members == (1,)
     assert member.view.members == (0,)
-
-
-def test_only_those_on_the_list_may_come(swarms: Swarms, keys: Path) -> None:
-    allowed = frozenset(load_identity(keys / f"{number}.key").peer_id for number in (0, 1))
-    first = swarms.peer(0, allowed=allowed).transport
-    assert swarms.peer(1, [first], allowed=allowed).joining
-    with pytest.raises(RendezvousError, match="turned this peer away"):
-        swarms.peer(2, [first], **PATIENCE)
 
 
 def test_settings_that_differ_are_refused_in_one_sentence(swarms: Swarms, member: PeerTransport) -> None:
@@ -272,19 +265,13 @@ def test_who_waits_for_one_that_looks_and_does_not_begin_is_told_whom(swarms: Sw
     assert "replica 3 of run 'fresh', which has no checkpoint, looks for the others, too" in str(waiting[3])
 
 
-def test_nobody_at_the_address_is_an_error_that_names_it(swarms: Swarms) -> None:
+def test_a_peer_waits_for_the_one_that_it_is_to_enter_through(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one may be starting itself, or be cut off for a moment; if it does not come, the error names it."""
     first = swarms.peer(0).transport
     known = swarms.addresses_of(first)
     first.close()
     with pytest.raises(RendezvousError, match=r"the network can't be entered through|nobody at .* answers as a peer"):
         swarms.peer_at(1, known, **PATIENCE)
-
-
-def test_a_peer_waits_for_the_one_that_it_is_to_enter_through(swarms: Swarms, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That one may be starting itself, or be cut off for a moment."""
-    first = swarms.peer(0).transport
-    known = swarms.addresses_of(first)
-    first.close()
     where = [address.rpartition("/p2p/")[0] for address in known]
 
     def later() -> Connected:
