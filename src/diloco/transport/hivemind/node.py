@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -175,7 +176,10 @@ class Node:
         while True:
             await asyncio.sleep(KEEP_UP_EVERY_S)
             known = [str(peer) for peer in self._dht.protocol.routing_table.uid_to_peer_id.values()]
-            load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_MOST_CLOCKS]))
+            try:
+                load_engine().clock.keep_up(await _clocks_ahead_s(self._daemon.p2p, known[:_MOST_CLOCKS]))
+            except Exception:  # of libp2p; a later time will do
+                logging.getLogger(__name__).debug("asking for the time failed", exc_info=True)
 
 
 async def _clocks_ahead_s(p2p: Any, peers: Sequence[str]) -> list[float]:
