@@ -42,6 +42,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", default=["*"], help="which links, as shell-style patterns")
     parser.add_argument("--methods", nargs="+", help="which methods, as shell-style patterns")
     parser.add_argument("--compute", choices=["pause", "matmul"], default="pause", help="what stands for a step")
+    parser.add_argument(
+        "--cycles", type=int, default=Work().cycles, help="length of a run, in H; rare events take more"
+    )
     parser.add_argument("--limit-s", type=float, default=300.0, help="a run that takes longer is stopped")
     parser.add_argument("--runs", type=Path, default=Path("runs/wan"), help="where logs go")
     parser.add_argument("--again", action="store_true", help="run what has a result, too")
@@ -113,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     links, path = (GRID, GRID_RESULTS) if given.grid else (LINKS, RESULTS)
     methods = given.methods or ([METHODS[0].name, "Streaming fp4"] if given.grid else ["*"])
     results = _read(path)
-    work = replace(Work(), compute=given.compute)
+    work = replace(Work(), compute=given.compute, cycles=given.cycles)
     if given.wan:
         network = Network(given.wan, given.prefix)
         for link, method in chosen(links, given.links, methods):
