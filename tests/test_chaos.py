@@ -453,7 +453,7 @@ def test_real_peers_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     What is said of the run is said of a case, too: its figures are those of the same checks.
     """
     times_s = {"silence_s": 6.0, "join_window_s": 4.0, "heartbeat_s": 0.5, "slack_s": 60.0}
-    set_up = Settings(peers=3, steps=240, step_s=0.25, hurries=True, **times_s)
+    set_up = Settings(peers=3, steps=150, step_s=0.4, hurries=True, **times_s)
     events = (
         Event(0.5, "kill", 2, with_daemon=True),
         Event(1.0, "resume", 2),
