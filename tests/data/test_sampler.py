@@ -53,11 +53,11 @@ def test_shuffled_replicas_share_out_one_shuffle_after_the_other(shape: tuple[in
     windows, replicas, batch_size = shape
     batches_per_epoch = windows // batch_size
     steps = 2 * batches_per_epoch // replicas + 1
-    members = samplers(*shape, seed=seed)
-    for number, batch in enumerate(draw(members, steps)):
-        epoch, place = divmod(number, batches_per_epoch)
-        order = permute(np.arange(windows), windows, f"seed {seed}, epoch {epoch}")
-        assert batch == order[place * batch_size : (place + 1) * batch_size].tolist()
+    drawn = draw(samplers(*shape, seed=seed), steps)
+    for epoch, first in enumerate(range(0, len(drawn), batches_per_epoch)):
+        order = permute(np.arange(windows), windows, f"seed {seed}, epoch {epoch}").tolist()
+        for place, batch in enumerate(drawn[first : first + batches_per_epoch]):
+            assert batch == order[place * batch_size : (place + 1) * batch_size]
 
 
 @settings(deadline=None)

@@ -94,7 +94,7 @@ BOUNDED = [name for name in NAMES if name != "it is far ahead"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("replicas", [3, 4, 5])
+@pytest.mark.parametrize("replicas", [3, 5])
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_what_one_says_of_all_others_ends_none_of_them(name: str, replicas: int, place: str) -> None:
     """With n > 2 f: at most the liar is put out."""
