@@ -114,19 +114,6 @@ def test_where_all_have_lost_each_other_the_one_with_the_newest_state_founds_ano
     assert fleets[1].transport.view.id > before
 
 
-def test_a_founder_that_waits_for_others_says_so(
-    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet = make(0, start=3)
-    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
-
-    def told() -> list[str]:
-        return [record.getMessage() for record in caplog.records if "more replica" in record.getMessage()]
-
-    fleet.wait_for_start(lambda: bool(told()))
-    assert told()[0].startswith("waiting for 2 more replicas, to begin with 3 (Ctrl-C leaves), for")
-
-
 def test_a_change_of_threads_is_told_between_two_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, told = make(0), list[Event]()
     monkeypatch.setattr(fleet.threads, "follow", lambda: "2 peers train on this machine.")
@@ -218,10 +205,19 @@ def test_a_peer_that_is_started_again_says_what_becomes_of_its_checkpoint(make: 
     assert make(2, alone).beginning() == ()
 
 
-def test_before_training_begins_a_new_member_draws_from_the_first_step_on(make: Make) -> None:
-    """Nobody takes a step until then, so nobody needs time to hear of the new shares; later they do."""
+def test_before_training_begins_a_new_member_draws_from_the_first_step_on(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes a step until then, so nobody needs time to hear of the new shares; later they do. The founder says
+    that it waits."""
     first = make(0, start=2)
-    first.wait_for_start(lambda: True)
+    monkeypatch.setattr("diloco.waiting.FIRST_S", 0.01)
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "more replica" in record.getMessage()]
+
+    first.wait_for_start(lambda: bool(told()))
+    assert told()[0].startswith("waiting for 1 more replica, to begin with 2 (Ctrl-C leaves), for")
     second = make(1, first, start=2)
     second.join(LIMIT_S)
     assert {each.from_step for each in second.take_assignments()} == {0}

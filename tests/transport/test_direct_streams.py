@@ -186,7 +186,6 @@ def meet(swarms: Swarms, founder: Peer, joiner: Peer) -> list[PeerTransport]:
 
 
 WAYS: dict[str, tuple[Peer, Peer, str]] = {
-    "both listen": ((0, {}), (1, {}), "direct streams"),
     "the one of the lower number listens": ((0, {}), (1, {"hidden": True}), "direct streams"),
     "the one of the higher number listens": ((1, {}), (0, {"hidden": True}), "direct streams"),
     "one wants none": (

@@ -35,6 +35,10 @@ class SharedSwarms(contract.PayloadContract):
         monkeypatch.setattr(contract, "FIRST", next(FIRSTS))
         return swarm_of
 
+    @pytest.mark.parametrize("num_replicas", [2, 3])  # nothing travels where there is one
+    def test_every_replica_gets_the_same_weighted_mean(self, make_endpoints: MakeEndpoints, num_replicas: int) -> None:
+        super().test_every_replica_gets_the_same_weighted_mean(make_endpoints, num_replicas)
+
 
 class TestDirectStreamsContract(SharedSwarms):
     options: ClassVar[dict[str, Any]] = {"direct": "only", "streams": 2}
