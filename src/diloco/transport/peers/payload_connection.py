@@ -186,7 +186,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     def notice(self, paced_bits_per_s: float) -> None:
         """Let TCP find out anew what the way carries, if it lets the connection send at a small part of what it once
-        did: a bbr that has mistaken a few short round trips for a slow way takes seconds to come up again."""
+        did: bbr sometimes takes a way for a slow one after losses, and needs seconds to find out otherwise."""
         self._fastest_bits_per_s = max(self._fastest_bits_per_s, paced_bits_per_s)
         if paced_bits_per_s >= self._fastest_bits_per_s / _TOO_SLOW:
             return
