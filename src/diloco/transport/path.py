@@ -157,7 +157,7 @@ class Pace:
         self._rate = math.inf
         self._intervals = 0
         self._burst: deque[PathSample] = deque(maxlen=MOST_KEPT)  # since something came after the last pause
-        self._rates: deque[float] = deque(maxlen=CYCLE)  # since the last pause, over a window each
+        self._rates: deque[float] = deque(maxlen=CYCLE)  # measured since the last pause, one in each interval
         self._paid_s = -math.inf
 
     @property

@@ -40,7 +40,7 @@ _LEAST_UNSENT_BYTES, _UNSENT_S = 1 << 14, 0.02
 """What the kernel may hold of a connection that it has not sent, beside so many seconds of what it sends: the others
 could carry the rest."""
 
-_TOO_SLOW = 16  # times slower than ever before: not what sharing a way with others makes of a connection
+_TOO_SLOW = 16  # times slower than it once was; sharing a way with a few others does not make it that slow
 
 _LEAST_PART_BYTES = 12 << 10  # less than TCP sends at once after a pause
 _MOST_PART_S = 0.02  # where the pace is known: what leaves at once queues up
