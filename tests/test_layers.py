@@ -83,6 +83,18 @@ def test_what_decides_is_pure(part: str) -> None:
             assert not any(name.startswith("torch.distributed") for name in names)
 
 
+def test_transports_stand_on_connections() -> None:
+    """Connections know nothing of rounds, nor the shell around the protocol what carries its bytes."""
+    order = ("connections", "peers", "torch_distributed|hivemind")
+    for path in (ROOT / "transport").rglob("*.py"):
+        room = path.parent.name
+        floor = next((floor for floor, rooms in enumerate(order) if room in rooms.split("|")), -1)
+        modules = [node.module or "" for node in imports(path) if isinstance(node, ast.ImportFrom)]
+        found = {module.split(".")[2] for module in modules if module.startswith("diloco.transport.")}
+        later = found & {room for rooms in order[floor + 1 :] for room in rooms.split("|")}
+        assert not later, f"{path.relative_to(ROOT)} imports {later}, which stand after it"
+
+
 def test_settings_do_not_import_torch() -> None:
     """So that help and configuration errors come at once."""
     for path in ROOT.rglob("settings.py"):

@@ -39,7 +39,7 @@ class Counts:
         self.views: list[dict[str, Any]] = []  # when adopted, and the members
         self.rounds: dict[str, dict[str, float]] = {}  # when handed in, voted for and committed, by the clock
         self.void = 0
-        manager: Any = importlib.import_module("diloco.transport.peers.connection_manager")
+        manager: Any = importlib.import_module("diloco.transport.connections.connection_manager")
         machine: Any = importlib.import_module("diloco.protocol.machine").Machine  # this process has one
         pack, handle, adopt = manager.pack, machine.handle, transport.on_change
 

@@ -16,10 +16,10 @@ from benchmarks.hostile.attack import Attack, Outcome
 from diloco.protocol.events import Event, Lost, Received
 from diloco.protocol.failure_detector import Timing
 from diloco.transport.address import Address
-from diloco.transport.peers.connection_manager import ConnectionManager
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import pack
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.donor_session import DonorService
-from diloco.transport.peers.streams import pack
-from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.torch_distributed.doctor import serve_probes
 from tests.transport.state_donors import state
 

@@ -25,12 +25,12 @@ from diloco.protocol.headers import Header
 from diloco.protocol.messages import RoundVote, change_message, next_view, read, read_answer, speed_of
 from diloco.protocol.registry import Entry
 from diloco.transport.address import parse_address
+from diloco.transport.connections.streams import read_frame
 from diloco.transport.hivemind.identity import PeerRecord, owner_of
 from diloco.transport.hivemind.place import Admission
 from diloco.transport.hivemind.swarm import SwarmTable
 from diloco.transport.hivemind.visitor import PeerReport, status_of
 from diloco.transport.peers.state_wire import Description
-from diloco.transport.peers.streams import read_frame
 from diloco.units import visible
 
 __all__ = ["PARSERS", "feed", "fuzz"]

@@ -23,10 +23,10 @@ import torch
 
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import make_codec
+from diloco.transport.connections.path import Pace
+from diloco.transport.connections.payload_connection import PayloadConnection
+from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.hivemind.direct_streams import DirectStreams
-from diloco.transport.path import Pace
-from diloco.transport.peers.payload_connection import PayloadConnection
-from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.round_messages import RoundMessages
 
 HOST, LIMIT_S = "127.0.0.1", 60.0

@@ -20,7 +20,7 @@ from diloco.train.joining import follow_views, join_run
 from diloco.train.session import Session
 from diloco.train.stopping import StopAsked
 from diloco.transport.address import Address
-from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from tests.finetuning import write_base, write_sums
 from tests.train.test_finetuning import plan_of

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 from diloco.protocol.events import Event, Lost, Received
 from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.address import Address
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.tcp_streams import TcpStreams
 
 
 class HasBoard(Protocol):

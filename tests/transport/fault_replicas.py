@@ -24,11 +24,11 @@ from diloco.events import Event
 from diloco.outer.diloco import DiLoCo
 from diloco.transport.address import Address
 from diloco.transport.base import Transport
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.peers.connected import join
-from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.pending import Contributed
-from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.torch_distributed.connect import Place, connect
 from tests.processes import PRELOADED, report, told
 from tests.replicas import quadratic

@@ -10,12 +10,12 @@ import torch
 
 from diloco.protocol.failure_detector import Timing
 from diloco.transport.address import Address
-from diloco.transport.peers.connection_manager import ConnectionManager
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import pack, read_frame
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.donor_session import DonorService
 from diloco.transport.peers.state_transfer import fetch_state
 from diloco.transport.peers.state_wire import describe
-from diloco.transport.peers.streams import pack, read_frame
-from diloco.transport.peers.tcp_streams import TcpStreams
 
 LIMIT_S = 30.0
 NUMEL = 1_600_000  # with a slot of the same size 12.8 MB: 32 blocks, each of two chunks

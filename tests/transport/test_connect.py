@@ -13,8 +13,8 @@ from diloco.errors import TransportError
 from diloco.protocol.actions import Average
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
+from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, serve
 from tests.transport.contract import contribution, exchange

@@ -12,10 +12,10 @@ import pytest
 from diloco.errors import TransportError
 from diloco.protocol.failure_detector import Loss, Timing
 from diloco.transport.address import Address
-from diloco.transport.peers import control_thread
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import MAX_BLOB_BYTES, Stream, pack
-from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.connections import control_thread
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import MAX_BLOB_BYTES, Stream, pack
+from diloco.transport.connections.tcp_streams import TcpStreams
 from tests.processes import Processes, report, told
 from tests.transport.connection_managers import LIMIT_S, QUICK, MakeRank, Rank, pair, stranger_at
 from tests.transport.wires import at_once

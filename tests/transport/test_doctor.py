@@ -11,7 +11,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.transport.address import Address
-from diloco.transport.peers.streams import pack
+from diloco.transport.connections.streams import pack
 from diloco.transport.torch_distributed.doctor import MOST_BYTES, Finding, examine
 from tests.transport.wires import Wires, answering_probes
 

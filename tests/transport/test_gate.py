@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport.peers.gate import Gate
+from diloco.transport.connections.gate import Gate
 
 
 def test_a_flood_from_one_origin_keeps_nobody_out() -> None:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from diloco.transport.peers.streams import hear_out
+from diloco.transport.connections.streams import hear_out
 
 
 async def broken(said: bytes) -> asyncio.StreamReader:

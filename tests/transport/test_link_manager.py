@@ -20,17 +20,17 @@ from diloco.errors import TransportError
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
+from diloco.transport.connections import reliable_link
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.link_manager import LinkManager
+from diloco.transport.connections.opened_link import LinkRequest
+from diloco.transport.connections.path import Pace
+from diloco.transport.connections.payload_connection import HEAD, Head, Outgoing, Part
+from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.streams import pack
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.links import Link
-from diloco.transport.path import Pace
-from diloco.transport.peers import reliable_link
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.link_manager import LinkManager
-from diloco.transport.peers.opened_link import LinkRequest
-from diloco.transport.peers.payload_connection import HEAD, Head, Outgoing, Part
-from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.round_messages import RoundMessages
-from diloco.transport.peers.streams import pack
-from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.shaping import Pacer
 from tests.transport.connection_managers import said_to
 from tests.transport.wires import at_once

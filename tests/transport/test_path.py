@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.transport.path import (
+from diloco.transport.connections.path import (
     CYCLE,
     LEAST_SEGMENTS,
     REMEMBERED_S,

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 import xxhash
 
-from diloco.transport.path import Pace
-from diloco.transport.peers.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.peers.payload_connection import HEAD, Head, PayloadConnection
-from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
+from diloco.transport.connections.path import Pace
+from diloco.transport.connections.payload_connection import HEAD, Head, PayloadConnection
+from diloco.transport.connections.reliable_link import ReliableLink
 
 
 class Listening(asyncio.Transport):

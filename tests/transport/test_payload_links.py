@@ -10,10 +10,10 @@ from diloco.errors import TransportError
 from diloco.membership.quorum import Policy
 from diloco.membership.view import View
 from diloco.protocol.rules import Policies, Rules
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.opened_link import LinkRequest
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.opened_link import LinkRequest
+from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.peers.payload_links import PayloadLinks
-from diloco.transport.peers.reliable_link import ReliableLink
 from diloco.transport.peers.threads import Threads
 
 LIMIT_S = 30.0

@@ -18,9 +18,9 @@ import pytest
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import PROTOCOL, pack, read_frame
-from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import PROTOCOL, pack, read_frame
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.torch_distributed import connect as torch_connect
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.rendezvous import ask, exchange_word, serve

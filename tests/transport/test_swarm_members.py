@@ -16,12 +16,12 @@ import torch
 
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.transport.address import Address
+from diloco.transport.connections.streams import pack
 from diloco.transport.hivemind.identity import load_identity, number_of
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission
 from diloco.transport.hivemind.search import Search
 from diloco.transport.peers.connected import Connected, join
-from diloco.transport.peers.streams import pack
 from diloco.transport.peers.transport import PeerTransport
 from tests.transport.contract import contribution, exchange
 from tests.transport.swarms import HIVEMIND_LEAVES_CONNECTIONS, LIMIT_S, Swarms, wait_for_members

@@ -12,10 +12,10 @@ import pytest
 
 from diloco.errors import ConfigurationError, RendezvousError
 from diloco.protocol.failure_detector import Timing
-from diloco.transport.peers import tcp_streams
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import pack
-from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.connections import tcp_streams
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import pack
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.secret import TurnedAwayError, proof, read_secret
 from diloco.transport.torch_distributed.connect import connect
 from diloco.transport.torch_distributed.doctor import examine, serve_probes

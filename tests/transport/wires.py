@@ -10,9 +10,9 @@ from typing import Any
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
 from diloco.transport.address import Address
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect
 from diloco.transport.torch_distributed.doctor import serve_probes

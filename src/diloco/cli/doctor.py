@@ -96,8 +96,8 @@ def _examine(options: DoctorOptions) -> int:
 
 def _listen(text: str, secret_file: Path | None) -> int:
     from diloco.protocol.failure_detector import Timing
-    from diloco.transport.peers.connection_manager import ConnectionManager
-    from diloco.transport.peers.tcp_streams import TcpStreams
+    from diloco.transport.connections.connection_manager import ConnectionManager
+    from diloco.transport.connections.tcp_streams import TcpStreams
     from diloco.transport.torch_distributed.doctor import serve_probes
 
     secret = read_secret(secret_file, "--secret-file")

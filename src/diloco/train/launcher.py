@@ -20,8 +20,8 @@ from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Registry
 from diloco.train.stopping import is_echo
 from diloco.transport.address import Address
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.secret import read_secret
 from diloco.transport.settings import TransportSettings
 from diloco.transport.torch_distributed.rendezvous import serve

@@ -7,8 +7,8 @@ from typing import cast
 
 from diloco.membership.view import View
 from diloco.train.fleet.peer_fleet import PeerFleet
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.connected import Connected
-from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.replica_group import ReplicaGroup
 from diloco.transport.tcp import congestion_control, streams_to_each
 from diloco.transport.torch_distributed.connect import Place, TcpWire, connect_again

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco.transport.connections.streams import Stream, within
+from diloco.transport.connections.tcp_streams import stop_listening
 from diloco.transport.hivemind.engine import load_engine
-from diloco.transport.peers.streams import Stream, within
-from diloco.transport.peers.tcp_streams import stop_listening
 
 __all__ = ["Daemon", "Handler", "plainly"]
 

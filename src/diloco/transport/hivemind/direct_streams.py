@@ -22,8 +22,8 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address, parse_address
-from diloco.transport.peers.streams import Accept, Stream
-from diloco.transport.peers.tcp_streams import stop_listening
+from diloco.transport.connections.streams import Accept, Stream
+from diloco.transport.connections.tcp_streams import stop_listening
 from diloco.units import visible
 
 __all__ = ["DirectStreams", "hosts_in"]

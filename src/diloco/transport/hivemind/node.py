@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from diloco.errors import RendezvousError, TransportError
+from diloco.transport.connections.streams import Stream, within
 from diloco.transport.hivemind.daemon import Daemon, Handler, plainly
 from diloco.transport.hivemind.engine import load_engine
 from diloco.transport.hivemind.identity import Identity, PeerRecord, make_subkey, make_validator, owner_of
 from diloco.transport.hivemind.place import Admission, NodePlace
-from diloco.transport.peers.streams import Stream, within
 
 __all__ = ["Node"]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from diloco.errors import TransportError
 from diloco.protocol.fields import json_object
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.link_manager import LinkManager
+from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
+from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.streams import Stream
 from diloco.transport.hivemind.direct_streams import hosts_in
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.links import Link
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.link_manager import LinkManager
-from diloco.transport.peers.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.peers.reliable_link import ReliableLink
-from diloco.transport.peers.streams import Stream
 from diloco.transport.peers.threads import Mailbox
 from diloco.units import visible
 

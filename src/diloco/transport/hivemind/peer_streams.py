@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
+from diloco.transport.connections.streams import Accept, Stream, within
 from diloco.transport.hivemind.direct_streams import DirectStreams, hosts_in
 from diloco.transport.hivemind.identity import Identity
 from diloco.transport.hivemind.node import Node
 from diloco.transport.hivemind.place import Admission, NodePlace
-from diloco.transport.peers.streams import Accept, Stream, within
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError
 
 __all__ = ["PeerAddress", "PeerStreams"]

@@ -11,10 +11,10 @@ from typing import Any
 from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry, difference
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import MAX_JSON_BYTES, STRANGERS_BYTES, Streams, pack, read_frame, within
 from diloco.transport.hivemind.peer_streams import PeerAddress, PeerStreams
 from diloco.transport.hivemind.status import PeerStatus
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import MAX_JSON_BYTES, STRANGERS_BYTES, Streams, pack, read_frame, within
 from diloco.transport.peers.transport import PeerTransport
 from diloco.units import visible
 

@@ -14,11 +14,11 @@ from typing import Any
 from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.faults import read_faults
 from diloco.protocol.fields import GREATEST, MOST_RANK
+from diloco.transport.connections.streams import within
 from diloco.transport.hivemind.identity import PeerRecord, load_identity
 from diloco.transport.hivemind.peer_streams import PeerStreams
 from diloco.transport.hivemind.place import Admission, NodePlace
 from diloco.transport.hivemind.swarm import ask_peer
-from diloco.transport.peers.streams import within
 from diloco.units import visible
 
 __all__ = ["PeerReport", "Visitor", "absence", "status_of", "visiting"]

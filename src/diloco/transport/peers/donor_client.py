@@ -14,9 +14,9 @@ from typing import Any
 
 from diloco.errors import TransportError
 from diloco.transport.address import Address
+from diloco.transport.connections.streams import Streams, pack, read_frame
 from diloco.transport.peers.block_assembly import Assembly, Block
 from diloco.transport.peers.state_wire import Description
-from diloco.transport.peers.streams import Streams, pack, read_frame
 from diloco.units import visible
 
 __all__ = ["Donor", "FetchContext", "Meter"]

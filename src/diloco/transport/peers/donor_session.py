@@ -28,8 +28,8 @@ import xxhash
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.base import SnapshotSource
+from diloco.transport.connections.streams import pack, read_frame
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe
-from diloco.transport.peers.streams import pack, read_frame
 from diloco.transport.shaping import TokenBucket
 
 __all__ = ["MAX_ASKERS", "MAX_CHUNK_BYTES", "DonorService", "Snapshot", "SnapshotCache"]

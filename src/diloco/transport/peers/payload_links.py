@@ -13,9 +13,9 @@ from diloco.algorithm.averaging import Contribution
 from diloco.errors import TransportError
 from diloco.membership.view import View
 from diloco.protocol.rules import Policies, Rules
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.opened_link import LinkRequest, OpenLink
-from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.opened_link import LinkRequest, OpenLink
+from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.peers.threads import Threads
 from diloco.transport.tcp import congestion_control, streams_to_each
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import Codec
 from diloco.errors import TransportError
-from diloco.transport.peers.reliable_link import ReliableLink
+from diloco.transport.connections.reliable_link import ReliableLink
 
 __all__ = ["RoundMessages"]
 

@@ -23,13 +23,13 @@ from diloco.protocol.messages import facts_message
 from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.opened_link import OpenLink
+from diloco.transport.connections.streams import Streams, within
 from diloco.transport.links import Link
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.opened_link import OpenLink
 from diloco.transport.peers.payload_exchange import PayloadExchange
 from diloco.transport.peers.payload_links import Links, PayloadLinks
 from diloco.transport.peers.pending import Contributed
-from diloco.transport.peers.streams import Streams, within
 from diloco.transport.peers.threads import Mailbox, Threads
 from diloco.waiting import waiting_for
 

@@ -22,12 +22,12 @@ from diloco.protocol.registry import Entry
 from diloco.protocol.rules import Rules
 from diloco.transport.address import Address
 from diloco.transport.base import SnapshotSource
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import Streams
 from diloco.transport.peers.block_assembly import Assembly
-from diloco.transport.peers.connection_manager import ConnectionManager
 from diloco.transport.peers.donor_client import Donor, FetchContext, Meter
 from diloco.transport.peers.donor_session import DonorService
 from diloco.transport.peers.state_wire import Description, not_finite
-from diloco.transport.peers.streams import Streams
 
 __all__ = ["StateTransfer", "choose", "donors_in_turn", "fetch_state"]
 

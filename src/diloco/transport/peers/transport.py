@@ -22,13 +22,13 @@ from diloco.protocol.registry import Entry, Registry
 from diloco.protocol.rules import Policies, Rules
 from diloco.transport.address import Address
 from diloco.transport.base import Fetching, Pending, SnapshotSource, Transport
+from diloco.transport.connections.opened_link import OpenLink
+from diloco.transport.connections.streams import Streams
 from diloco.transport.links import Link
-from diloco.transport.peers.opened_link import OpenLink
 from diloco.transport.peers.payload_links import HostCopies
 from diloco.transport.peers.pending import PeerPending
 from diloco.transport.peers.runner import ProtocolRunner
 from diloco.transport.peers.state_transfer import StateTransfer
-from diloco.transport.peers.streams import Streams
 from diloco.transport.peers.threads import in_thread
 
 __all__ = ["PeerTransport"]

@@ -13,11 +13,11 @@ from diloco.membership.view import View
 from diloco.protocol.failure_detector import Timing
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, local_host_towards, parse_address, parse_ports
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.link_manager import LinkManager
+from diloco.transport.connections.opened_link import OpenLink
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.peers.connected import Connected, Wire
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.link_manager import LinkManager
-from diloco.transport.peers.opened_link import OpenLink
-from diloco.transport.peers.tcp_streams import TcpStreams
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.secret import TurnedAwayError
 from diloco.transport.torch_distributed.doctor import serve_probes

@@ -14,9 +14,9 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import pack, read_frame, within
-from diloco.transport.peers.tcp_streams import TcpStreams
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import pack, read_frame, within
+from diloco.transport.connections.tcp_streams import TcpStreams
 from diloco.transport.secret import TurnedAwayError
 
 __all__ = ["Finding", "examine", "serve_probes"]

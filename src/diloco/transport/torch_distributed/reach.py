@@ -9,9 +9,9 @@ from collections.abc import Collection
 
 from diloco.errors import RendezvousError, TransportError
 from diloco.transport.address import parse_address
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import within
 from diloco.transport.peers.connected import Table
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import within
 from diloco.transport.torch_distributed.rendezvous import greet
 from diloco.waiting import waiting_for
 

@@ -14,9 +14,9 @@ from diloco.membership.view import View
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address, parse_address
+from diloco.transport.connections.opened_link import OpenLink
+from diloco.transport.connections.streams import pack, within
 from diloco.transport.peers.connected import Connected, Table
-from diloco.transport.peers.opened_link import OpenLink
-from diloco.transport.peers.streams import pack, within
 from diloco.transport.peers.transport import PeerTransport
 from diloco.transport.torch_distributed.rendezvous import question, serve
 from diloco.waiting import waiting_for

@@ -18,9 +18,9 @@ from diloco.errors import RendezvousError, TransportError
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry, Registry
 from diloco.transport.address import Address
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.streams import Streams, pack, read_frame, within
 from diloco.transport.peers.connected import Table
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.streams import Streams, pack, read_frame, within
 from diloco.transport.secret import TurnedAwayError
 from diloco.waiting import waiting_for
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
-from diloco.transport.peers.streams import STRANGERS_BYTES, Stream, pack, read_frame
+from diloco.transport.connections.streams import STRANGERS_BYTES, Stream, pack, read_frame
 from diloco.units import visible
 
 __all__ = ["Hellos", "say_hello"]

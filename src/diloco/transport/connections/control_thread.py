@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from diloco.errors import TransportError
-from diloco.transport.peers.streams import Stream, within
+from diloco.transport.connections.streams import Stream, within
 
 __all__ = ["ControlThread"]
 

@@ -10,13 +10,13 @@ from typing import Any
 from diloco.errors import TransportError
 from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
+from diloco.transport.connections.connection_manager import ConnectionManager
+from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
+from diloco.transport.connections.path import Pace, together
+from diloco.transport.connections.payload_connection import PayloadConnection
+from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.streams import Stream, pack, read_frame, within
 from diloco.transport.links import Link
-from diloco.transport.path import Pace, together
-from diloco.transport.peers.connection_manager import ConnectionManager
-from diloco.transport.peers.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.peers.payload_connection import PayloadConnection
-from diloco.transport.peers.reliable_link import ReliableLink
-from diloco.transport.peers.streams import Stream, pack, read_frame, within
 from diloco.transport.shaping import Pacer
 from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters, congestion_control, connections_worth_having
 

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from diloco.errors import TransportError
-from diloco.transport.path import Pace
-from diloco.transport.peers.payload_connection import Head, Outgoing, Part, PayloadConnection, part_bytes
+from diloco.transport.connections.path import Pace
+from diloco.transport.connections.payload_connection import Head, Outgoing, Part, PayloadConnection, part_bytes
 from diloco.transport.shaping import Pacer
 
 __all__ = ["ReliableLink"]

@@ -11,7 +11,7 @@ from diloco.errors import TransportError
 from diloco.protocol.events import Received
 from diloco.protocol.failure_detector import Loss
 from diloco.transport.address import Address
-from diloco.transport.peers.streams import (
+from diloco.transport.connections.streams import (
     MAX_BLOB_BYTES,
     MAX_JSON_BYTES,
     STRANGERS_BLOB_BYTES,

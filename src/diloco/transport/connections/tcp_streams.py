@@ -9,7 +9,7 @@ import socket
 from diloco.errors import TransportError
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address, address_of_interface, parse_address
-from diloco.transport.peers.streams import ASKS, Accept, Stream, within
+from diloco.transport.connections.streams import ASKS, Accept, Stream, within
 from diloco.transport.secret import PROOF_BYTES, TurnedAwayError, is_proof, proof
 
 __all__ = ["TcpStreams", "stop_listening"]

@@ -18,11 +18,11 @@ from diloco.protocol.failure_detector import Loss, Pulse, Timing, silent_ones
 from diloco.protocol.fields import Fields
 from diloco.protocol.registry import Entry
 from diloco.transport.address import Address
-from diloco.transport.peers.control_connection import ControlConnection, say_who
-from diloco.transport.peers.control_thread import ControlThread
-from diloco.transport.peers.gate import Gate
-from diloco.transport.peers.hellos import Hellos, say_hello
-from diloco.transport.peers.streams import (
+from diloco.transport.connections.control_connection import ControlConnection, say_who
+from diloco.transport.connections.control_thread import ControlThread
+from diloco.transport.connections.gate import Gate
+from diloco.transport.connections.hellos import Hellos, say_hello
+from diloco.transport.connections.streams import (
     STRANGERS_BLOB_BYTES,
     STRANGERS_BYTES,
     Stream,

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diloco.transport.path import PathEstimate, PathSample
-from diloco.transport.peers.payload_connection import PayloadConnection
-from diloco.transport.peers.reliable_link import ReliableLink
-from diloco.transport.peers.streams import Stream
+from diloco.transport.connections.path import PathEstimate, PathSample
+from diloco.transport.connections.payload_connection import PayloadConnection
+from diloco.transport.connections.reliable_link import ReliableLink
+from diloco.transport.connections.streams import Stream
 from diloco.transport.tcp import Counters
 from diloco.units import format_rate
 

@@ -28,7 +28,7 @@ from diloco.errors import TransportError
 from diloco.transport.tcp import KEEPING_THEIR_RATE, NEAR_S, Counters
 
 if TYPE_CHECKING:
-    from diloco.transport.peers.reliable_link import ReliableLink
+    from diloco.transport.connections.reliable_link import ReliableLink
 
 __all__ = ["HEAD", "Head", "Outgoing", "Part", "PayloadConnection", "part_bytes"]
 
