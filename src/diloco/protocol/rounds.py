@@ -43,6 +43,7 @@ class RoundTable:
         self._rounds: dict[RoundId, RoundState] = {}
         self._frozen_s = math.inf  # when voting and deciding stopped
         self._early: dict[int, set[RoundId]] = {}  # by sender: rounds that this rank has not begun
+        self._last: dict[int, int] = {}  # by fragment: outer step of the last round that this rank has begun
 
     @property
     def frozen(self) -> bool:
@@ -107,6 +108,7 @@ class RoundTable:
         fragment = contribution.round.fragment
         state = self._state(contribution.round)
         self._forget_before(contribution.round)
+        self._last[fragment] = max(self._last.get(fragment, 0), contribution.round.outer_step)
         state.begun = handed
         state.taking_over = joined and fragment >= 0 and fragment not in self._voting.has_state_of
         # others decided so before this view began
@@ -294,6 +296,5 @@ class RoundTable:
         state = self._rounds.get(round_id)
         if state is not None:  # an exchange may still be waiting for a late header
             return f"{name}: it had contributed to it before" if sender in state.headers else ""
-        mine = (each for each, s in self._rounds.items() if each.fragment == round_id.fragment and s.was_begun)
-        last = max((each.outer_step for each in mine), default=0)
-        return f"{name}: that round is long over" if round_id.outer_step + 1 < last else ""
+        over = round_id.outer_step + 1 < self._last.get(round_id.fragment, 0)
+        return f"{name}: that round is long over" if over else ""
