@@ -54,7 +54,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quiet", type=float, default=1.0, help="wait until others use less than this share of the CPU"
     )
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.cycles < 1:
+        parser.error(f"--cycles {given.cycles} was given; it must be at least 1. Nothing was started.")
+    return given
 
 
 def chosen(of: Sequence[Link], links: Sequence[str], methods: Sequence[str]) -> list[tuple[Link, Method]]:

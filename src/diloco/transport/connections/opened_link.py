@@ -66,10 +66,14 @@ class OpenedLink:
 
     def observe(self, interval_s: float) -> PathSample:
         """What the link did since this was last called, so long ago."""
-        told = {each: now for each in self.link.connections.values() if (now := each.counters())}
-        found = {each: now.after(self.counted.get(each, now)) for each, now in told.items()}
-        pairs = [(self.counted.get(each, now), now) for each, now in found.items()]
-        for each, (before, now) in zip(found, pairs, strict=True):
+        found: dict[PayloadConnection, Counters] = {}
+        pairs: list[tuple[Counters, Counters]] = []
+        for each in self.link.connections.values():
+            if (told := each.counters()) is None:
+                continue
+            before = self.counted.get(each, told)
+            found[each] = now = told.after(before)
+            pairs.append((before, now))
             each.keep_pace((now.acknowledged_bytes - before.acknowledged_bytes) / interval_s)
             each.notice(now.paced_bits_per_s)
         acknowledged = sum(now.acknowledged_bytes - before.acknowledged_bytes for before, now in pairs)
