@@ -80,6 +80,7 @@ TUNING = (
     streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .8/.5", more=outer("0.8", "0.5"), inner=LONGER),
     streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .9/.6", more=outer("0.9", "0.6"), inner=LONGER),
     streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .8/.7", more=outer("0.8", "0.7"), inner=LONGER),
+    streaming("Streaming fp4, Muon, AdamW betas .97/.99, outer .6/.7", more=outer("0.6", "0.7"), inner=LONGER),
     streaming(
         "Streaming fp4, Muon, AdamW betas .97/.99, tau 0", more=outer("0.8", "0.6") + " --overlap-steps 0", inner=LONGER
     ),
