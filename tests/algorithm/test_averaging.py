@@ -270,3 +270,4 @@ class TestMean:
 def test_a_round_reads_as_what_it_is() -> None:
     assert str(RoundId(2, 7)) == "fragment 2, outer step 7"
     assert str(RoundId(-1, 7)) == "gradients of step 7"
+    assert str(RoundId(-3, 7)) == "gradients of step 7, attempt 3"

@@ -13,10 +13,11 @@ from torch import Tensor
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import codec_names, make_codec
 from diloco.algorithm.numbers import ValueSchedule
-from diloco.errors import NonFiniteError
+from diloco.errors import RoundVoidError
+from diloco.events import Event, Note
 from diloco.model.settings import ModelSettings
 from diloco.model.transformer import Transformer, build_model
-from diloco.train.data_parallel import GradientAverager
+from diloco.train.data_parallel import GradientAverager, average_gradients
 from diloco.train.inner import InnerLoop
 from diloco.train.inner_optimizer import make_inner_optimizer
 from diloco.train.parallel import ParallelModel
@@ -46,6 +47,7 @@ class Replicas:
     ) -> None:
         self.hub = InProcessTransport(num_replicas, **transport)
         self.loops, self.averagers = [], []
+        self.events: list[Event] = []
         for m in range(num_replicas):
             model = build_model(MODEL, seed=0)
             for name in frozen:
@@ -63,15 +65,15 @@ class Replicas:
                 gradients(loop.model)[0][0, 0] = odd
             loop.unscale()
 
-    def average(self, step: int, *, may_skip: bool = False) -> list[bool]:
+    def average(self, step: int, *, may_skip: bool = False) -> bool:
         for averager in self.averagers:
             averager.begin(step)
-        return [averager.finish(may_skip=may_skip) for averager in self.averagers]
+        return average_gradients(self.averagers, self.events.append, may_skip=may_skip)
 
     def step(self, step: int, spoilt: int | None = None) -> list[bool]:
         self.compute(step, spoilt)
-        applied = self.average(step, may_skip=self.loops[0].scaler.is_enabled())
-        return [not loop.apply(step, skip=not done).skipped for loop, done in zip(self.loops, applied, strict=True)]
+        done = self.average(step, may_skip=self.loops[0].scaler.is_enabled())
+        return [not loop.apply(step, skip=not done).skipped for loop in self.loops]
 
     def weights(self) -> list[Tensor]:
         return [torch.cat([p.detach().flatten().clone() for p in loop.model.parameters()]) for loop in self.loops]
@@ -85,7 +87,7 @@ def gradients(model: Transformer) -> list[Tensor]:
 def test_the_mean_is_the_gradient_of_the_joined_batch(num_replicas: int) -> None:
     replicas = Replicas(num_replicas)
     replicas.compute(0)
-    assert replicas.average(0) == [True] * num_replicas
+    assert replicas.average(0)
     together = build_model(MODEL, seed=0)
     parts = [batch(m) for m in range(num_replicas)]
     tokens, targets = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -137,12 +139,9 @@ def test_without_a_scaler_a_gradient_that_is_no_number_is_an_error_that_names_th
     replicas.step(0)
     held = replicas.weights()
     replicas.compute(1, spoilt, odd)
-    for averager in replicas.averagers:
-        averager.begin(1)
-    for averager in replicas.averagers:
-        words = f"gradients of step 1 is void: .* replica {spoilt} was refused: gradients that are not finite"
-        with pytest.raises(NonFiniteError, match=words):
-            averager.finish(may_skip=False)
+    words = f"step 1, attempt 3 is void: .* replica {spoilt} was refused: gradients that are not finite.* tried 3 times"
+    with pytest.raises(RoundVoidError, match=words):
+        replicas.average(1)
     assert all(torch.equal(a, b) for a, b in zip(replicas.weights(), held, strict=True))
 
 
@@ -173,11 +172,28 @@ def test_where_fewer_suffice_the_replica_left_out_moves_with_the_others() -> Non
     assert scales == [2.0**16, 2.0**15, 2.0**16]
 
 
-def test_a_lost_contribution_is_an_error_that_names_the_replica() -> None:
-    replicas = Replicas(2, faults=[Fault(kind="drop", replica=1, round=RoundId(-1, 0))])
+@pytest.mark.parametrize("lost", [1, 2])
+def test_what_a_lost_contribution_makes_void_is_tried_again_and_nothing_is_lost(lost: int) -> None:
+    faults = [Fault(kind="drop", replica=1, round=RoundId(-attempt, 0)) for attempt in range(1, lost + 1)]
+    replicas, undisturbed = Replicas(2, faults=faults), Replicas(2)
+    for each in (replicas, undisturbed):
+        assert [each.step(step) for step in range(2)] == [[True] * 2] * 2
+    assert all(torch.equal(a, b) for a, b in zip(replicas.weights(), undisturbed.weights(), strict=True))
+    assert [type(event) for event in replicas.events] == [Note] * lost
+    last = str(replicas.events[-1])
+    assert "replica 1 was not heard of" in last
+    assert "It is tried again." in last
+    assert replicas.hub.endpoint(0).sent_bytes == (1 + lost / 2) * undisturbed.hub.endpoint(0).sent_bytes
+
+
+def test_a_contribution_that_is_lost_each_time_is_an_error_that_names_the_replica() -> None:
+    faults = [Fault(kind="drop", replica=1, round=RoundId(-attempt, 0)) for attempt in (1, 2, 3)]
+    replicas = Replicas(2, faults=faults)
     replicas.compute(0)
-    with pytest.raises(NonFiniteError, match="replica 1 was not heard of"):
+    with pytest.raises(RoundVoidError, match=r"replica 1 was not heard of.* tried 3 times") as raised:
         replicas.average(0)
+    assert raised.value.round == "gradients of step 0, attempt 3"
+    assert len(replicas.events) == 2
 
 
 def test_absent_gradients_count_as_zero() -> None:
@@ -188,7 +204,7 @@ def test_absent_gradients_count_as_zero() -> None:
     assert weight[0].grad is not None
     own = weight[0].grad.clone()
     weight[1].grad = None
-    assert replicas.average(0) == [True, True]
+    assert replicas.average(0)
     for each in weight:
         assert each.grad is not None
         assert torch.equal(each.grad, own / 2)
@@ -208,4 +224,4 @@ def test_frozen_parameters_are_left_out() -> None:
 
 def test_a_finish_without_a_begin_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(AssertionError, match="begin comes first"):
-        Replicas(1).averagers[0].finish(may_skip=False)
+        Replicas(1).averagers[0].finish()

@@ -222,12 +222,12 @@ def rank_averages_gradients(setup: Setup, group: ReplicaGroup) -> dict[str, Any]
     held = {name: local_shard(p.grad) for name, p in rank.model.named_parameters() if p.grad is not None}
     before = {name: gradient.clone() for name, gradient in held.items()}
     averager.begin(0)
-    applied = [averager.finish(may_skip=False)]
+    applied = [averager.finish() is None]
     changed = unequal(held, before)
     if group.position == 1:
         held["norm.weight"][-1] = float("nan")
     averager.begin(1)
-    applied.append(averager.finish(may_skip=True))
+    applied.append(averager.finish() is None)
     return {"parameters": len(held), "changed": changed, "applied": applied}
 
 

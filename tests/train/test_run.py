@@ -19,6 +19,7 @@ from diloco.events import (
     Evaluated,
     Event,
     Interrupted,
+    Note,
     RoundCommitted,
     RoundSent,
     RoundVoid,
@@ -225,6 +226,19 @@ def test_faults_void_their_rounds_and_training_goes_on(data: Path, tmp_path: Pat
     assert void == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 1)]
     assert summary["rounds_void"] == 3
     assert summary["heldout_loss"] < 5.5
+
+
+def test_a_void_round_of_the_shared_start_costs_nothing_but_itself(data: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    toml = tmp_path / "faults.toml"
+    toml.write_text('[transport]\nfaults = ["drop replica=1 fragment=-1 outer_step=2"]\n')
+    undisturbed = train(data, tmp_path / "undisturbed", "--data-parallel-steps 4")
+    summary = train(data, tmp_path / "run", "--data-parallel-steps 4", sink=listener, file=toml)
+    assert summary["global_params_digest"] == undisturbed["global_params_digest"]
+    told = [(event.step, event.text) for event in listener.of(Note) if "void" in event.text]
+    assert [step for step, _ in told] == [2]
+    assert told[0][1].startswith("gradients of step 2 is void: ")
+    assert told[0][1].endswith("It is tried again.")
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path) -> None:

@@ -180,6 +180,18 @@ class PayloadContract:
                 words = f"the error feedback of the mean of {gone[outer_step]} of 1000 values is gone with its owner"
                 assert average.note == (words if gone[outer_step] else "")
 
+    def test_void_gradients_are_averaged_at_a_later_attempt(self, make_endpoints: MakeEndpoints) -> None:
+        endpoints = make_endpoints(3)
+        given = [replace(contribution(m, fragment=-1), withdrawn="it fails" if m == 1 else "") for m in range(3)]
+        for attempt in (1, 2):
+            given = [replace(each, round=replace(each.round, fragment=-attempt)) for each in given]
+            for pending in [endpoint.average(each) for endpoint, each in zip(endpoints, given, strict=True)]:
+                with pytest.raises(RoundVoidError, match="replica 1 was refused: it fails"):
+                    pending.wait()
+        given = [replace(each, round=replace(each.round, fragment=-3), withdrawn="") for each in given]
+        averages, expected = exchange(endpoints, given), weighted_mean(given).values
+        assert [torch.equal(average.values, expected) for average in averages] == [True] * 3
+
     def test_nothing_is_kept_of_a_round_that_is_over(self, make_endpoints: MakeEndpoints) -> None:
         """A run has millions of rounds, and each is as large as the model."""
         endpoints, freed = make_endpoints(3), list[threading.Event]()

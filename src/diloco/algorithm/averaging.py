@@ -31,7 +31,8 @@ class RoundId:
     """One exchange of one fragment.
 
     Attributes:
-        fragment: p; -1 for the gradients of a data-parallel step.
+        fragment: p; -1 for the gradients of a data-parallel step, -2 where that round is void and tried again, and so
+            on.
         outer_step: the fragment's synchronisations before this one; the inner step for gradients.
     """
 
@@ -40,7 +41,8 @@ class RoundId:
 
     def __str__(self) -> str:
         if self.fragment < 0:
-            return f"gradients of step {self.outer_step}"
+            attempt = f", attempt {-self.fragment}" if self.fragment < -1 else ""
+            return f"gradients of step {self.outer_step}{attempt}"
         return f"fragment {self.fragment}, outer step {self.outer_step}"
 
 

@@ -13,10 +13,22 @@ from typing import Any
 
 from diloco.units import visible
 
-__all__ = ["GREATEST", "MOST_DIGEST", "MOST_RANK", "MOST_ROUNDS", "Fields", "json_object", "room_bytes"]
+__all__ = [
+    "GREATEST",
+    "LEAST_FRAGMENT",
+    "MOST_DIGEST",
+    "MOST_RANK",
+    "MOST_ROUNDS",
+    "Fields",
+    "json_object",
+    "room_bytes",
+]
 
 GREATEST = 1 << 53
 """No step, size or count of anything here is larger; JSON's numbers are exact up to it."""
+
+LEAST_FRAGMENT = -3
+"""Fragments below 0 are gradients: -1, and less where a void round of them is tried again."""
 
 MOST_RANK = (1 << 31) - 1
 """The greatest number of a rank or a replica, at whatever door it comes in."""
@@ -196,8 +208,8 @@ class Fields:
         return ends[0], ends[1]
 
     def round(self, name: str) -> tuple[int, int]:
-        """A fragment and an outer step; fragments below 0 are gradients."""
-        return _pair(name, self._of(name), -1)
+        """A fragment and an outer step."""
+        return _pair(name, self._of(name), LEAST_FRAGMENT)
 
     def pairs(self, name: str, least: int = 0) -> frozenset[tuple[int, int]]:
         """A list of pairs of integers; ``least`` bounds the first of each."""
@@ -227,8 +239,8 @@ class Fields:
         for value in values:
             if len(_list(name, value)) != 6 or not isinstance(value[3], bool):
                 raise _wrong(name, value, "a list of [rank, fragment, outer step, flag, digest, signature]")
-            rank, digest, signature = value[0], _text(name, value[4], MOST_DIGEST), _text(name, value[5], most)
-            found.append((_integer(name, rank, 0, MOST_RANK), _pair(name, value[1:3], -1), value[3], digest, signature))
+            rank, key = _integer(name, value[0], 0, MOST_RANK), _pair(name, value[1:3], LEAST_FRAGMENT)
+            found.append((rank, key, value[3], _text(name, value[4], MOST_DIGEST), _text(name, value[5], most)))
         return found
 
     def numbered(self, name: str) -> tuple[int, Mapping[str, Any]]:
@@ -249,7 +261,7 @@ class Fields:
         for value in values:
             if len(_list(name, value)) != 3:
                 raise _wrong(name, value, "a list of [fragment, outer step, digest]")
-            yield _pair(name, value[:2], -1), _text(name, value[2], MOST_DIGEST)
+            yield _pair(name, value[:2], LEAST_FRAGMENT), _text(name, value[2], MOST_DIGEST)
 
     def _of(self, name: str) -> Any:
         if name not in self._message:

@@ -12,7 +12,7 @@ from diloco.membership.ballot import Vote
 from diloco.membership.proofs import Commits, SignedVote
 from diloco.membership.reports import Agreed, NextView, Report
 from diloco.membership.view import View
-from diloco.protocol.fields import MOST_DIGEST, MOST_RANK, Fields
+from diloco.protocol.fields import LEAST_FRAGMENT, MOST_DIGEST, MOST_RANK, Fields
 from diloco.protocol.headers import Header
 from diloco.protocol.registry import Entry
 from diloco.protocol.signing import SIGNATURE_CHARACTERS, sign
@@ -204,7 +204,7 @@ def next_view(message: Mapping[str, Any], previous: View) -> NextView:
         commits=fields.digests("commits"),
         reason=fields.words("reason"),
         joined=joined,
-        void=fields.pairs("void", -1),
+        void=fields.pairs("void", LEAST_FRAGMENT),
         left=tuple(sorted(fields.pairs("left"))),
     )
 
@@ -238,7 +238,7 @@ def _report_of(sender: int, fields: Fields, view: View) -> Report:
         joining=joining,
         step=fields.integer("step"),
         commits=fields.digests("commits"),
-        void=fields.pairs("void", -1),
+        void=fields.pairs("void", LEAST_FRAGMENT),
         voted=fields.digests("voted"),
         left=fields.pairs("left"),
         left_commits=left_commits,

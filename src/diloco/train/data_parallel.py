@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,13 +13,18 @@ from diloco.algorithm.codec import Codec
 from diloco.algorithm.codec.base import largest_magnitude
 from diloco.algorithm.fragments import flatten, local_shard, trainable_parameters, unflatten_
 from diloco.algorithm.weighting import contribution_weight
-from diloco.errors import NonFiniteError, RoundVoidError, TransportError, ViewChangedError
+from diloco.errors import RoundVoidError, TransportError, ViewChangedError
+from diloco.events import Event, Note
 from diloco.model.language_model import LanguageModel
 from diloco.protocol.actions import Average
+from diloco.protocol.fields import LEAST_FRAGMENT
 from diloco.transport.base import Pending, Transport
 from diloco.transport.replica_group import ReplicaGroup
 
-__all__ = ["GradientAverager"]
+__all__ = ["GradientAverager", "average_gradients"]
+
+_ATTEMPTS = -LEAST_FRAGMENT
+"""Rounds for the gradients of a step: they are in no later one, as the work of a pseudo-gradient is."""
 
 
 class GradientAverager:
@@ -62,37 +69,30 @@ class GradientAverager:
         self._pending = self.transport.average(self._contribution)
         self.transport.tick()
 
-    def finish(self, *, may_skip: bool, may_lose: bool = False) -> bool:
+    def begin_again(self) -> None:
+        """The round is void on all replicas alike: send the same gradients in another one."""
+        assert self._contribution is not None, "begin comes first"
+        void = self._contribution.round
+        self._contribution = replace(self._contribution, round=replace(void, fragment=void.fragment - 1))
+        self._pending = self.transport.average(self._contribution)
+
+    def finish(self) -> RoundVoidError | None:
         """Put the mean in the gradients' place.
 
-        Args:
-            may_skip: whether a void round means to skip the step (gradient scaling) rather than an error.
-            may_lose: whether this replica looks for the others, where it has lost them, rather than end.
-
         Returns:
-            False if the step is to be skipped: the round is void, on all replicas alike, or the others are lost.
+            Why the round is void, on all replicas alike; `begin_again` may follow. None: it is not.
 
         Raises:
-            NonFiniteError: if the round is void and ``may_skip`` is false; it says which replica's gradients failed.
-            TransportError: if the others are lost and ``may_lose`` is false.
+            TransportError: if the others are lost.
         """
         try:
             average = self._wait()
         except RoundVoidError as error:
-            if may_skip:
-                return False
-            raise NonFiniteError(
-                f"{error} Data-parallel training can't go on without it. Nothing was applied; checkpoints stand."
-            ) from error
-        except TransportError:
-            if not may_lose:
-                raise
-            return False
-        finally:
-            self._pending = self._contribution = None
+            return error
+        self._pending = self._contribution = None
         self._fill_absent()
         unflatten_(average.values, [parameter.grad for parameter in self.parameters if parameter.grad is not None])
-        return True
+        return None
 
     def _fill_absent(self) -> None:
         for parameter in self.parameters:
@@ -108,3 +108,46 @@ class GradientAverager:
                 return self._pending.wait()
             except ViewChangedError:
                 self._pending = self.transport.average(self._contribution)
+
+
+def average_gradients(
+    averagers: Sequence[GradientAverager], emit: Callable[[Event], None], *, may_skip: bool, may_lose: bool = False
+) -> bool:
+    """Put the mean in place of the gradients that each of them has begun to average.
+
+    A void round is tried again with the same gradients, so that one slow or broken link costs time and nothing else.
+
+    Args:
+        averagers: of the replicas of this process.
+        emit: gets a note of each round that is tried again, its step to be filled in.
+        may_skip: whether a void round means to skip the step (gradient scaling), rather than to try again.
+        may_lose: whether this replica looks for the others, where it has lost them, rather than end.
+
+    Returns:
+        False if the step is to be skipped: the round is void, on all replicas alike, or the others are lost.
+
+    Raises:
+        RoundVoidError: if round after round is void; it says why, and which replica's gradients failed.
+        TransportError: if the others are lost and ``may_lose`` is false.
+    """
+    tried = 1
+    while True:
+        try:
+            void = [error for averager in averagers if (error := averager.finish())]
+        except TransportError:
+            if not may_lose:
+                raise
+            return False
+        if not void or may_skip:
+            return not void
+        if tried == _ATTEMPTS:
+            raise RoundVoidError(
+                f"{void[0]} It was tried {tried} times, and data-parallel training can't go on without it. Nothing was "
+                "applied; checkpoints stand.",
+                round=void[0].round,
+                replicas=void[0].replicas,
+            )
+        tried += 1
+        emit(Note(step=0, text=f"{void[0]} It is tried again."))
+        for averager in averagers:
+            averager.begin_again()

@@ -19,6 +19,7 @@ from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.events import Event, StepFinished
 from diloco.model.language_model import LanguageModel
 from diloco.outer.diloco import DiLoCo
+from diloco.train.data_parallel import average_gradients
 from diloco.train.dynamic_steps import DynamicSteps
 from diloco.train.fleet.base import Fleet
 from diloco.train.inner import InnerLoop, InnerStep
@@ -252,8 +253,9 @@ class Session:
             self._loss = float(torch.stack(losses).mean())
         else:
             computed_s = time.perf_counter()
+            may_skip = self.replicas[0].inner.scaler.is_enabled()
             may_lose = self.fleet.comes_back and self.settings.algorithm != "data-parallel"
-            keep = all([r.gradients.finish(may_skip=r.inner.scaler.is_enabled(), may_lose=may_lose) for r in averaging])
+            keep = average_gradients([r.gradients for r in averaging], self._emit, may_skip=may_skip, may_lose=may_lose)
             averaging_s += time.perf_counter() - computed_s
             # All replicas' work is handed to the device before any of it is waited for: once, whatever their number.
             norms = [inner.begin(step, skip=not keep) for inner in inners]
