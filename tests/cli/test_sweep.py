@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from diloco.cli import main
+from diloco.sweep.execute import only_sweep
 from tests.cli.runs import SMALL
 
 
@@ -37,3 +39,20 @@ def _nested(text: str) -> str:
     """The sections of a run's file as sections of [base]."""
     head, *sections = text.split("\n[")
     return "[base]\n" + head + "".join(f"\n[base.{section}" for section in sections)
+
+
+def test_a_folder_is_one_sweeps_until_its_last_process_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep that is killed leaves runs behind, which go on."""
+    path = tmp_path / "study.toml"
+    path.write_text("[axes]\nseed = [0]\n")
+    command = ["sweep", str(path), "--out", str(tmp_path)]
+    with only_sweep(tmp_path) as inherited:
+        left = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=inherited)
+    assert main(command) == 2
+    assert "another `diloco sweep`, or a run that one has begun, is at work in" in capsys.readouterr().err
+    assert not (tmp_path / "results.jsonl").exists()
+    left.communicate()
+    with only_sweep(tmp_path):
+        pass

@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     if repeated := [run.name for run in runs if [each.name for each in runs].count(run.name) > 1]:
         raise ConfigurationError(f"Two runs of the study would be called {repeated[0]}.")
 
-    from diloco.sweep.execute import run_all
+    from diloco.sweep.execute import only_sweep, run_all
     from diloco.sweep.outcomes import Outcomes, check_plot, draw, table
 
     folder = given.out / "runs"
@@ -85,13 +85,14 @@ def run(arguments: Sequence[str]) -> int:
             print(f"  {'done ' if outcomes.is_done(each) else 'to do'}  {each.name}")
         return 0
 
-    for each, ended in run_all(rest, folder, jobs):
-        if ended is None:
-            print(f"  begun  {each.name}", flush=True)
-            continue
-        outcomes.add(each, ended.summary, ended.error)
-        write_whole(given.out / "table.md", table(outcomes.of_all(runs)) + "\n")
-        print(f"  {'failed' if ended.summary is None else 'done  '} {each.name}: {_in_words(ended)}", flush=True)
+    with only_sweep(given.out) as inherited:
+        for each, ended in run_all(rest, folder, jobs, inherited):
+            if ended is None:
+                print(f"  begun  {each.name}", flush=True)
+                continue
+            outcomes.add(each, ended.summary, ended.error)
+            write_whole(given.out / "table.md", table(outcomes.of_all(runs)) + "\n")
+            print(f"  {'failed' if ended.summary is None else 'done  '} {each.name}: {_in_words(ended)}", flush=True)
     held = outcomes.of_all(runs)
     text = table(held)
     write_whole(given.out / "table.md", text + "\n")

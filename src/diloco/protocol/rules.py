@@ -18,6 +18,7 @@ __all__ = [
     "expired_words",
     "late_words",
     "left_out",
+    "names_of",
     "owing_words",
     "spoilt_words",
     "stopped",
@@ -89,7 +90,7 @@ fragment 0, outer step 3 and nothing else came within 5 s'
     """
     waited_for = [(absent, f"no contribution to {round_id}"), (silent, f"no vote on {round_id} and nothing else")]
     return "; ".join(
-        f"{_names(late)} {'are' if len(late) > 1 else 'is'} late: {what} came within {late_s:g} s"
+        f"{names_of(late)} {'are' if len(late) > 1 else 'is'} late: {what} came within {late_s:g} s"
         for late, what in waited_for
         if late
     )
@@ -101,7 +102,7 @@ def owing_words(round_id: RoundId, owing: frozenset[int], timeout_s: float) -> s
     >>> owing_words(RoundId(0, 3), frozenset({1, 2}), 600.0)
     'replicas 1, 2 have not voted on fragment 0, outer step 3 within 600 s'
     """
-    return f"{_names(owing)} {'have' if len(owing) > 1 else 'has'} not voted on {round_id} within {timeout_s:g} s"
+    return f"{names_of(owing)} {'have' if len(owing) > 1 else 'has'} not voted on {round_id} within {timeout_s:g} s"
 
 
 def spoilt_words(spoilers: frozenset[int], reason: str) -> str:
@@ -111,7 +112,7 @@ def spoilt_words(spoilers: frozenset[int], reason: str) -> str:
     'replica 2 has spoilt 3 rounds or more lately: the contribution of replica 2 was refused: has the weight nan'
     """
     has = "have" if len(spoilers) > 1 else "has"
-    return f"{_names(spoilers)} {has} spoilt {Conduct.MOST} rounds or more lately: {reason}"
+    return f"{names_of(spoilers)} {has} spoilt {Conduct.MOST} rounds or more lately: {reason}"
 
 
 def disputed_words(round_id: RoundId, reason: str) -> str:
@@ -153,5 +154,6 @@ def left_out(replica: int, reason: str, policies: Policies) -> str:
     return f"the others {'went on' if policies.go_on else 'stopped'} without replica {replica}: {reason}."
 
 
-def _names(replicas: frozenset[int]) -> str:
+def names_of(replicas: frozenset[int]) -> str:
+    """Replicas in words."""
     return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, sorted(replicas)))}"

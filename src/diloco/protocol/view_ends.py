@@ -13,7 +13,7 @@ from diloco.protocol.events import Outbox, ViewBegan
 from diloco.protocol.failure_detector import Loss
 from diloco.protocol.messages import ChangeReport, Leaving, adopted
 from diloco.protocol.roster import Roster
-from diloco.protocol.rules import Policies, Rules
+from diloco.protocol.rules import Policies, Rules, names_of
 from diloco.protocol.views import ViewManager
 
 __all__ = ["ViewEnds"]
@@ -162,7 +162,7 @@ class ViewEnds:
             if unheard:
                 gone = unheard & (self._gone_before | self._roster.replaced(unheard))
                 how = "joins" if following else "begins with"
-                words = f"replica {self._rules.replica} can't reach all that it {how}"
+                words = f"replica {self._rules.replica} can't reach all that it {how}: {names_of(unheard)}"
                 self._views.end(words, unheard=unheard, gone=gone)
             return
         if view is following.view:
@@ -207,6 +207,6 @@ class ViewEnds:
         gone = mine.gone & members
         unheard |= frozenset(other for one, other in mine.unheard if one == me) & members
         if gone | unheard:
-            words = f"replica {me} can't reach all of the next view"
+            words = f"replica {me} can't reach all of the next view: {names_of(gone | unheard)}"
             commits = mine.left_commits if left else frozenset()
             self._views.end(words, unheard=unheard, gone=gone, left=left, left_commits=commits)

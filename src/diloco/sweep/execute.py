@@ -8,16 +8,21 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diloco.checkpoint.disk import write_whole
 from diloco.cores import choose_share
+from diloco.errors import ConfigurationError
 from diloco.sweep.study import Run
 
-__all__ = ["Ended", "run_all"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["Ended", "only_sweep", "run_all"]
 
 _LOOK_S = 0.05
 
@@ -30,7 +35,33 @@ class Ended:
     error: str = ""  # why
 
 
-def run_all(runs: Iterable[Run], folder: Path, jobs: int) -> Iterator[tuple[Run, Ended | None]]:
+@contextmanager
+def only_sweep(folder: Path) -> Iterator[Sequence[int]]:
+    """Keep other sweeps out of a folder (except on Windows), until this one and all processes of it have ended.
+
+    Returns:
+        The open files that its processes are to inherit.
+
+    Raises:
+        ConfigurationError: if another one has it, or a run that one has begun.
+    """
+    if sys.platform == "win32":
+        yield ()
+        return
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(
+                f"another `diloco sweep`, or a run that one has begun, is at work in {folder}. Nothing was begun. Wait "
+                "for it to end, end it, or use another --out."
+            ) from error
+        yield (lock.fileno(),)
+
+
+def run_all(
+    runs: Iterable[Run], folder: Path, jobs: int, inherited: Sequence[int] = ()
+) -> Iterator[tuple[Run, Ended | None]]:
     """Run all, ``jobs`` at a time: each with None as it begins, and with how it ended.
 
     A run that was interrupted goes on from its last checkpoint. If the caller stops, the processes are ended with
@@ -38,13 +69,14 @@ def run_all(runs: Iterable[Run], folder: Path, jobs: int) -> Iterator[tuple[Run,
 
     Args:
         folder: gets a configuration, a log and a run folder for each.
+        inherited: open files of this process that those of the runs keep open.
     """
     waiting, going = list(runs), dict[subprocess.Popen[bytes], Run]()
     try:
         while waiting or going:
             while waiting and len(going) < jobs:
                 run = waiting.pop(0)
-                going[_begin(run, folder, jobs)] = run
+                going[_begin(run, folder, jobs, inherited)] = run
                 yield run, None
             ended = [process for process in going if process.poll() is not None]
             for process in ended:
@@ -59,7 +91,7 @@ def run_all(runs: Iterable[Run], folder: Path, jobs: int) -> Iterator[tuple[Run,
             process.wait()
 
 
-def _begin(run: Run, folder: Path, jobs: int) -> subprocess.Popen[bytes]:
+def _begin(run: Run, folder: Path, jobs: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
     place = folder / run.name
     environment = dict(os.environ)
     choose_share(environment, jobs)
@@ -73,7 +105,9 @@ def _begin(run: Run, folder: Path, jobs: int) -> subprocess.Popen[bytes]:
         words = [str(settings), "--out", str(place)]
     with (folder / f"{run.name}.log").open("ab") as log:
         command = [sys.executable, "-m", "diloco", "train", *words]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, pass_fds=inherited
+        )
 
 
 def _ended(run: Run, folder: Path, code: int) -> Ended:
