@@ -23,7 +23,7 @@ import torch
 
 from diloco.algorithm.averaging import RoundId
 from diloco.algorithm.codec import make_codec
-from diloco.transport.connections.path import Pace
+from diloco.transport.connections.outlet import Outlet
 from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.hivemind.direct_streams import DirectStreams
@@ -82,7 +82,7 @@ class End:
         return coming
 
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link, transport = ReliableLink(self._loop, Pace()), writer.transport
+        link, transport = ReliableLink(Outlet(self._loop)), writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.pause_reading()
         reader.feed_eof()

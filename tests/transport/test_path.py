@@ -185,10 +185,12 @@ def test_one_late_answer_is_no_queue() -> None:
 def test_answers_that_were_held_up_do_not_show_a_faster_way() -> None:
     """They waited behind what others sent to here, and come closer together than what they answer has left."""
     pace = Pace()
-    trips_s = [6 * TRIP_S] * 8 + [6 * TRIP_S - n * INTERVAL_S for n in range(1, 9)]
-    for n, trip_s in enumerate(trips_s):
-        pace.observe(n * INTERVAL_S, sample(1e7 if n < 8 else 2e7, trip_s=trip_s))
-    assert pace.bits_per_s == pytest.approx(UTILIZATION * 1e7)
+    pace.observe(0.0, sample(1e6))
+    pace.observe(0.0, sample(1e6, busy=False))
+    told = [(0.0, 0.0)] * 12 + [(1e7, 6 * TRIP_S)] * 8 + [(2e7, 6 * TRIP_S - n * INTERVAL_S) for n in range(1, 9)]
+    for n, (bits_per_s, trip_s) in enumerate(told):
+        pace.observe(n * INTERVAL_S, sample(bits_per_s, trip_s=trip_s))
+    assert pace.bits_per_s < 1.35e7, "and where it is full, three quarters of that are used"
 
 
 def burst(*, resent: bool = True, queued: bool = True) -> Pace:

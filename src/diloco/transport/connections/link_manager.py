@@ -12,7 +12,8 @@ from diloco.protocol.fields import Fields
 from diloco.transport.address import Address
 from diloco.transport.connections.connection_manager import ConnectionManager
 from diloco.transport.connections.opened_link import LinkRequest, OpenedLink, Route
-from diloco.transport.connections.path import Pace, together
+from diloco.transport.connections.outlet import Outlet
+from diloco.transport.connections.path import together
 from diloco.transport.connections.payload_connection import PayloadConnection
 from diloco.transport.connections.reliable_link import ReliableLink
 from diloco.transport.connections.streams import Stream, pack, read_frame, within
@@ -45,7 +46,7 @@ class LinkManager:
     def __init__(
         self, connections: ConnectionManager, patience_s: float, *, paces: bool = True, emulated: Link | None = None
     ) -> None:
-        self.pace = Pace()  # of all links together
+        self._outlet = Outlet(connections.loop)
         self._slows_down = congestion_control() not in KEEPING_THEIR_RATE
         self._paces = paces and emulated is None and not self._slows_down
         self._pacer = Pacer(emulated) if emulated else None
@@ -79,7 +80,7 @@ class LinkManager:
         return await self._connections.open(self.address_of(opened.request.rank))
 
     async def _open(self, request: LinkRequest, route: Route) -> ReliableLink:
-        link = ReliableLink(self._connections.loop, self.pace, route.name, self._pacer)
+        link = ReliableLink(self._outlet, route.name, self._pacer)
         opened = OpenedLink(request, route, link)
         async with self._changed:
             if before := self._links.get(request.key):
@@ -128,8 +129,8 @@ class LinkManager:
             now_s, active = loop.time(), [each for each in links.values() if each.link.active or each.path.in_burst]
             samples = [each.observe(now_s - before_s) for each in active]
             if samples and self._paces:
-                self.pace.observe(now_s, together(samples))
-                known, told = self.pace.bits_per_s, self._told_bits_per_s
+                self._outlet.pace.observe(now_s, together(samples))
+                known, told = self._outlet.pace.bits_per_s, self._told_bits_per_s
                 if math.isfinite(known) and abs(known - told) > _WORTH_TELLING * told:
                     self._told_bits_per_s = known
             for opened in active:

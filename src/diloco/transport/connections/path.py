@@ -156,7 +156,10 @@ class Pace:
         self._full: deque[tuple[float, float]] = deque()  # when, and bits per second
         self._rate = math.inf
         self._intervals = 0
-        self._burst: deque[PathSample] = deque(maxlen=MOST_KEPT)  # since something came after the last pause
+        # since the first answer after the last pause came, or could have come if nothing had held it up
+        self._burst: deque[PathSample] = deque(maxlen=MOST_KEPT)
+        self._unanswered_s = 0.0  # before that
+        self._least_round_trip_s = math.inf
         self._rates: deque[float] = deque(maxlen=CYCLE)  # measured since the last pause, one in each interval
         self._paid_s = -math.inf
 
@@ -170,10 +173,14 @@ class Pace:
         if not sample.busy:
             self._burst.clear()
             self._rates.clear()
+            self._unanswered_s = 0.0
             return
         self._intervals += 1
-        if self._burst or sample.acknowledged_bytes:
+        self._least_round_trip_s = sample.least_round_trip_s or self._least_round_trip_s
+        if self._burst or sample.acknowledged_bytes or self._unanswered_s >= self._least_round_trip_s:
             self._burst.append(sample)
+        else:
+            self._unanswered_s += sample.interval_s
         if len(self._burst) >= WINDOW:
             self._rates.append(rate := self._measured())
             if self._is_full() or rate > self._rate:  # the end of a burst brings less than the way carries
@@ -184,7 +191,7 @@ class Pace:
             self._rate = max(rate for _, rate in self._full)
 
     def _measured(self) -> float:
-        """Bits per second over the last round trips, or as much of them as something has come."""
+        """Bits per second over the last round trips, or all of the burst."""
         seconds = longest_s = num_bytes = 0.0
         for count, each in enumerate(reversed(self._burst), 1):
             seconds += each.interval_s
@@ -192,8 +199,7 @@ class Pace:
             longest_s = max(longest_s, each.round_trip_s)
             if count >= WINDOW and seconds >= TRIPS * longest_s:
                 break
-        # while round trips become shorter, what is acknowledged in an interval was sent over a longer one
-        return 8 * num_bytes / (seconds + longest_s - self._burst[-1].round_trip_s)
+        return 8 * num_bytes / seconds
 
     def _is_full(self) -> bool:
         window = list(self._burst)[-WINDOW:]

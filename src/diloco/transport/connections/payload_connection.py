@@ -43,7 +43,7 @@ could carry the rest."""
 _TOO_SLOW = 16  # times slower than it once was; sharing a way with a few others does not make it that slow
 
 _LEAST_PART_BYTES = 12 << 10  # less than TCP sends at once after a pause
-_MOST_PART_S = 0.02  # where the pace is known: what leaves at once queues up
+_MOST_PART_S = 0.005  # where the pace is known: what leaves at once queues up
 _ROOM_BYTES = 2 * (HEAD.size + _MOST_PART_BYTES)  # for what is read of a connection
 _MOST_WOKEN_BYTES = 1 << 15  # less than the kernel has room for of any connection, so that they do come
 _RECORD_BYTES = 1 << 14  # of TLS, the longest: what has come of one can't be deciphered before all of it has

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from diloco.errors import TransportError
-from diloco.transport.connections.path import Pace
+from diloco.transport.connections.outlet import Outlet
 from diloco.transport.connections.payload_connection import Head, Outgoing, Part, PayloadConnection, part_bytes
 from diloco.transport.shaping import Pacer
 
@@ -43,14 +43,11 @@ class ReliableLink:
     All but `close` runs in the loop's thread.
 
     Args:
-        loop: whose thread does everything.
-        pace: of all links of this rank together.
+        outlet: of all links of this rank together.
         pacer: says when an emulated link of this rank lets a message go; None: it is not emulated.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, pace: Pace, way: str = "TCP", pacer: Pacer | None = None
-    ) -> None:
+    def __init__(self, outlet: Outlet, way: str = "TCP", pacer: Pacer | None = None) -> None:
         self.connections: dict[int, PayloadConnection] = {}  # by number, those that stand
         self.waiting_bytes = 0  # that no connection has taken yet
         self.acknowledged_bytes = 0  # that the other side has, so far
@@ -59,9 +56,9 @@ class ReliableLink:
         self.settled = asyncio.Event()  # set once a connection has stood, or the link has ended
         self.uses = 0  # connections that have stood so far
         self.why = "the other side did not come"  # the latest reason for which one ended, or could not be made
-        self._loop = loop
+        self._loop = outlet.loop
         self.words = way  # what carries it, for people
-        self._pace = pace
+        self._outlet = outlet
         self._pacer = pacer
         self._numbers = 0
         self._fresh: deque[Outgoing] = deque()  # not cut to the end yet
@@ -74,7 +71,6 @@ class ReliableLink:
         self._received_through = 0
         self._received: set[int] = set()  # numbers after that one
         self._wakes = False  # whether `wake` is about to be called for what was handed over
-        self._waking: asyncio.TimerHandle | None = None
         self._error: TransportError | None = None
 
     def close(self) -> None:
@@ -180,24 +176,20 @@ class ReliableLink:
 
     def take(self) -> Part | None:
         """The next part to send, for a connection that is free; where none may leave now, they are woken later."""
-        now_s = self._loop.time()
-        if not (self._fresh or self._again):
-            return None
-        if (wait_s := self._pace.wait_s(now_s)) > 0:
-            if self._waking is None or self._waking.when() <= now_s:
-                self._waking = self._loop.call_later(wait_s, self.wake)
+        pace = self._outlet.pace
+        if not (self._fresh or self._again) or not self._outlet.may_send(self):
             return None
         if self._again:
             part = self._again.popleft()
         else:
             message = self._fresh[0]
-            size = part_bytes(self.waiting_bytes, len(self.connections), self._pace.bits_per_s)
+            size = part_bytes(self.waiting_bytes, len(self.connections), pace.bits_per_s)
             part = Part(message, message.cut, message.data[message.cut : message.cut + size])
             message.cut += len(part.data)
             if message.cut == len(message.data):
                 self._fresh.popleft()
         self.waiting_bytes -= len(part.data)
-        self._pace.spend(now_s, len(part.data))
+        pace.spend(self._loop.time(), len(part.data))
         return part
 
     def acknowledge(self, part: Part) -> None:
