@@ -89,10 +89,13 @@ class GradientAverager:
             average = self._wait()
         except RoundVoidError as error:
             return error
-        self._pending = self._contribution = None
         self._fill_absent()
         unflatten_(average.values, [parameter.grad for parameter in self.parameters if parameter.grad is not None])
         return None
+
+    def forget(self) -> None:
+        """Let go of what was sent, which is as large as the model."""
+        self._pending = self._contribution = None
 
     def _fill_absent(self) -> None:
         for parameter in self.parameters:
@@ -131,23 +134,28 @@ def average_gradients(
         TransportError: if the others are lost and ``may_lose`` is false.
     """
     tried = 1
-    while True:
-        try:
-            void = [error for averager in averagers if (error := averager.finish())]
-        except TransportError:
-            if not may_lose:
-                raise
-            return False
-        if not void or may_skip:
-            return not void
-        if tried == _ATTEMPTS:
-            raise RoundVoidError(
-                f"{void[0]} It was tried {tried} times, and data-parallel training can't go on without it. Nothing was "
-                "applied; checkpoints stand.",
-                round=void[0].round,
-                replicas=void[0].replicas,
-            )
-        tried += 1
-        emit(Note(step=0, text=f"{void[0]} It is tried again."))
+    try:
+        while void := [error for averager in averagers if (error := averager.finish())]:
+            if may_skip:
+                return False
+            if tried == _ATTEMPTS:
+                raise RoundVoidError(
+                    f"{void[0]} It was tried {tried} times, and data-parallel training can't go on without it. Nothing "
+                    "was applied; checkpoints stand.",
+                    round=void[0].round,
+                    replicas=void[0].replicas,
+                )
+            tried += 1
+            emit(Note(step=0, text=f"{void[0]} It is tried again."))
+            for averager in averagers:
+                averager.begin_again()
+    except RoundVoidError:
+        raise
+    except TransportError:
+        if not may_lose:
+            raise
+        return False
+    finally:
         for averager in averagers:
-            averager.begin_again()
+            averager.forget()
+    return True

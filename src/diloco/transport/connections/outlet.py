@@ -14,8 +14,8 @@ __all__ = ["Outlet"]
 
 
 class Outlet:
-    """Lets links send at the pace of their way out. Where they have to wait, the one with the most to send is next: all
-    are done at about one time, and each of the others gets its share all the while, not everything at once.
+    """Lets links send at the pace of their way out. Where they have to wait, the one with most left to send is next: all
+    are served side by side and done at about one time, so no way to another host is full first and empty later.
 
     Args:
         loop: whose thread does everything.
@@ -42,10 +42,12 @@ class Outlet:
 
     def _go_on(self) -> None:
         self._timer = None
-        while self._waiting and self.pace.wait_s(self.loop.time()) <= 0:
-            self._next = max(self._waiting, key=lambda link: link.waiting_bytes)
-            del self._waiting[self._next]
-            self._next.wake()
+        try:
+            while self._waiting and self.pace.wait_s(self.loop.time()) <= 0:
+                self._next = max(self._waiting, key=lambda link: link.waiting_bytes)
+                del self._waiting[self._next]
+                self._next.wake()
+        finally:  # whatever becomes of one link, the others go on
             self._next = None
-        if self._waiting:
-            self._wait()
+            if self._waiting:
+                self._wait()
