@@ -14,8 +14,8 @@ __all__ = ["Outlet"]
 
 
 class Outlet:
-    """Lets links send at the pace of their way out. Where they have to wait, the one with most left to send is next: all
-    are served side by side and done at about one time, so no way to another host is full first and empty later.
+    """Lets links send at the pace of their way out. Where they have to wait, the one with most left to send is next, so
+    all are served side by side and done at about one time: no way to another host is full first and empty later.
 
     Args:
         loop: whose thread does everything.
