@@ -91,8 +91,8 @@ def part_bytes(waiting_bytes: int, connections: int, bits_per_s: float = math.in
         waiting_bytes: that no connection has taken yet.
         bits_per_s: at which payloads are to leave.
 
-    >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16), part_bytes(1 << 30, 4, 1e7)
-    (262144, 100000, 12288, 25000)
+    >>> part_bytes(1 << 30, 4), part_bytes(3_200_000, 16), part_bytes(50_000, 16), part_bytes(1 << 30, 4, 1e8)
+    (262144, 100000, 12288, 62500)
     >>> part_bytes(50_000, 1)  # there is no other one to be done with
     262144
     """
