@@ -141,7 +141,7 @@ def average_gradients(
             if tried == _ATTEMPTS:
                 raise RoundVoidError(
                     f"{void[0]} It was tried {tried} times, and data-parallel training can't go on without it. Nothing "
-                    "was applied; checkpoints stand.",
+                    "was applied. Go on from the last checkpoint with --resume once its cause is mended.",
                     round=void[0].round,
                     replicas=void[0].replicas,
                 )
