@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from diloco.transport.peers.block_assembly import Assembly
 from diloco.transport.peers.donor_session import MAX_CHUNK_BYTES
 from diloco.transport.peers.state_wire import block_bytes
 from tests.same import same_values
-from tests.transport.state_donors import LIMIT_S, Asker, Donor, MakeDonor, size_of, state
+from tests.transport.state_donors import LIMIT_S, Asker, Donor, MakeDonor, lying, size_of, state
 
 
 def test_what_arrives_is_the_donors_bit_for_bit(asker: Asker, make_donor: MakeDonor) -> None:
@@ -67,7 +68,16 @@ def test_damage_on_the_way_costs_the_chunk(asker: Asker, make_donor: MakeDonor) 
 
 
 def test_donors_share_the_load(asker: Asker, make_donor: MakeDonor) -> None:
-    donors = {replica: make_donor(state()) for replica in (2, 5, 7)}
+    """Where all have been asked before any of them is through: none sends before each is about to."""
+    all_asked, waiting = threading.Barrier(3), {2, 5, 7}
+
+    def together(replica: int, message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+        if blob and replica in waiting:
+            waiting.remove(replica)
+            all_asked.wait(LIMIT_S)
+        return message, blob
+
+    donors = {replica: lying(make_donor(state()), partial(together, replica)) for replica in (2, 5, 7)}
     assert same_values(asker.fetch(donors), {**state(), "fragment": 0})
     shares = [asker.received_from(donor) for donor in donors.values()]
     assert sum(shares) == size_of(state()), "no byte came twice"
