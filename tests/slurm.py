@@ -31,11 +31,9 @@ done
 trap 'kill -TERM "${tasks[@]}"' TERM
 highest=0
 for task in "${tasks[@]}"; do
+    while kill -0 "$task" 2>/dev/null; do wait "$task"; done
     code=0
-    while kill -0 "$task" 2>/dev/null; do
-        code=0
-        wait "$task" || code=$?
-    done
+    wait "$task" || code=$?
     if ((code > highest)); then highest=$code; fi
 done
 exit $highest
