@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import closing
 
 import pytest
@@ -79,33 +80,41 @@ def test_two_that_connect_to_each_other_at_the_same_time_keep_one_connection(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes the other one's hello before it has an answer to its own, as over a long way."""
-    ranks, said = (make_rank(0), make_rank(1)), (threading.Event(), threading.Event())
-    open_both = threading.Barrier(2)
+    ranks = (make_rank(0), make_rank(1))
+    said, taken = (threading.Event(), threading.Event()), (threading.Event(), threading.Event())  # hellos, by who says
+
+    async def both(events: Iterable[threading.Event]) -> None:
+        for event in events:
+            assert await asyncio.to_thread(event.wait, LIMIT_S)
 
     def delay(me: int, other: int) -> None:
         streams, address = ranks[me].connections.streams, str(ranks[other].address)
-        open_stream = streams.open
-
-        def identity(writer: asyncio.StreamWriter) -> str:
-            said[other].set()
-            return address
+        open_stream, admit = streams.open, streams.admit
 
         async def opened(place: Address) -> Stream:
             reader, writer = await open_stream(place)
-            await asyncio.to_thread(open_both.wait, LIMIT_S)  # so that neither has heard of the other's
             read = reader.readexactly
 
-            async def after_both(size: int) -> bytes:
+            async def answer(size: int) -> bytes:
+                said[me].set()
                 data = await read(size)
-                for each in said:
-                    await asyncio.to_thread(each.wait, LIMIT_S)
+                await both(taken)
                 return data
 
-            monkeypatch.setattr(reader, "readexactly", after_both)
+            monkeypatch.setattr(reader, "readexactly", answer)
             return reader, writer
 
-        monkeypatch.setattr(streams, "identity", identity)
+        async def admitted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+            await both(said)
+            return await admit(reader, writer)
+
+        def identity(writer: asyncio.StreamWriter) -> str:
+            taken[other].set()
+            return address
+
         monkeypatch.setattr(streams, "open", opened)
+        monkeypatch.setattr(streams, "admit", admitted)
+        monkeypatch.setattr(streams, "identity", identity)
 
     delay(0, 1)
     delay(1, 0)
