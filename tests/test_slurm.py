@@ -102,7 +102,7 @@ def test_a_replica_on_the_gpus_of_a_node_is_started_by_torchrun(slurm: Slurm, tm
 def test_a_step_that_ends_before_the_script_waits_for_it_still_ends_the_job_with_its_code(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """`kill`, which the script asks whether the step still runs, waits until it does not."""
+    """The script's `kill -0` is made to answer only once the step has ended."""
     (tmp_path / "tools" / "srun").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "early").write_text(
         'kill() { until [[ $1 != -0 ]] || ! builtin kill "$@" 2>/dev/null; do :; done; builtin kill "$@"; }\n'

@@ -81,7 +81,10 @@ def test_two_that_connect_to_each_other_at_the_same_time_keep_one_connection(
 ) -> None:
     """Each takes the other one's hello before it has an answer to its own, as over a long way."""
     ranks = (make_rank(0), make_rank(1))
-    said, taken = (threading.Event(), threading.Event()), (threading.Event(), threading.Event())  # hellos, by who says
+    said, taken = (
+        (threading.Event(), threading.Event()),
+        (threading.Event(), threading.Event()),
+    )  # hellos, by who says them
 
     async def both(events: Iterable[threading.Event]) -> None:
         for event in events:
