@@ -24,10 +24,12 @@ from diloco.train.session import Session
 from diloco.train.settings import InnerSettings, RunSettings, TrainSettings
 from diloco.transport.settings import TransportSettings
 
-__all__ = ["Measured", "free", "make_session", "random_corpus", "settle", "time_session"]
+__all__ = ["ADAMW", "Measured", "free", "make_session", "random_corpus", "settle", "time_session"]
 
 NO_ROUNDS = 10**6
 """Inner steps between rounds where none is to come."""
+
+ADAMW = InnerSettings(warmup_steps=0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,12 @@ def random_corpus(job: Job, batches: int) -> Corpus:
 
 
 def make_session(
-    job: Job, device: torch.device, precision: str, replicas: int = 1, train: Mapping[str, Any] | None = None
+    job: Job,
+    device: torch.device,
+    precision: str,
+    replicas: int = 1,
+    train: Mapping[str, Any] | None = None,
+    inner: InnerSettings = ADAMW,
 ) -> Session:
     """Replicas of ``job``'s model that never exchange anything; ``train`` has further settings of that name."""
     settings = RunSettings(
@@ -75,7 +82,7 @@ def make_session(
             precision=precision,  # type: ignore[arg-type]  # one of them
             **(train or {}),
         ),
-        inner=InnerSettings(warmup_steps=0),
+        inner=inner,
         schedule=ScheduleSettings(inner_steps=NO_ROUNDS),
         transport=TransportSettings(replicas=replicas),
         model=job.model,

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.rival import time_rival
-from benchmarks.gpu.sessions import Measured, free, make_session, time_session
+from benchmarks.gpu.sessions import ADAMW, Measured, free, make_session, time_session
 from benchmarks.gpu.sizes import Job, Sizes
 from diloco.devices import flops_utilization, known_peak_flops_per_s
 from diloco.model.transformer import build_model
+from diloco.train.settings import InnerSettings
 
 __all__ = ["measure_training"]
 
@@ -27,6 +28,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "diloco, compiled, documents apart": COMPILED | {"document_masks": True},
 }
 """Name -> what of ``[train]`` differs from its defaults."""
+
+MUON = "diloco, compiled, Muon inside"
 
 RIVALS = {"transformers Trainer": False, "transformers Trainer, compiled": True}
 
@@ -47,6 +50,8 @@ def measure_training(
     for name, changes in VARIANTS.items():
         if sizes.backend is not None or not changes.get("compile"):
             ways[name] = lambda changes=changes: _ours(job, sizes, device, changes)  # type: ignore[misc]  # bound now
+    if sizes.backend is not None:
+        ways[MUON] = lambda: _ours(job, sizes, device, COMPILED, InnerSettings(name="Muon", warmup_steps=0))
     for name, compiled in RIVALS.items():
         if sizes.backend is not None or not compiled:
             ways[name] = lambda compiled=compiled: time_rival(  # type: ignore[misc]  # bound now
@@ -79,6 +84,8 @@ def measure_training(
     return rows
 
 
-def _ours(job: Job, sizes: Sizes, device: torch.device, changes: Mapping[str, Any]) -> Measured:
-    session = make_session(job, device, sizes.precision, train=changes)
+def _ours(
+    job: Job, sizes: Sizes, device: torch.device, changes: Mapping[str, Any], inner: InnerSettings = ADAMW
+) -> Measured:
+    session = make_session(job, device, sizes.precision, train=changes, inner=inner)
     return time_session(session, warmup_steps=sizes.warmup_steps, steps=sizes.steps)

@@ -15,12 +15,11 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from diloco.algorithm.codec.base import pieces
 from diloco.algorithm.numbers import check_number, learning_rate_of_gain
 from diloco.errors import ConfigurationError
 
 __all__ = ["Adam", "Nesterov", "OuterOptimizer", "OuterState", "ScalarSchedule", "Sgd"]
-
-PIECE = 1 << 18  # values updated at a time: small enough to stay in the cache
 
 ScalarSchedule = float | Callable[[int], float]  # a number, or a pure function of the outer step (counted from 0)
 
@@ -65,8 +64,8 @@ def _check(name: str, value: ScalarSchedule, high: float = math.inf) -> None:
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    for start in range(0, tensors[0].numel(), PIECE):
-        yield tuple(tensor[start : start + PIECE] for tensor in tensors)
+    for start, stop in pieces(tensors[0].numel(), tensors[0].device):
+        yield tuple(tensor[start:stop] for tensor in tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
