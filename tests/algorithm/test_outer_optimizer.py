@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.algorithm.numbers import ValueSchedule
 from diloco.algorithm.codec.base import pieces
+from diloco.algorithm.numbers import ValueSchedule
 from diloco.algorithm.outer_optimizer import Adam, Nesterov, OuterOptimizer, Sgd
 from diloco.errors import ConfigurationError
 from diloco.testing import check_outer_optimizer
