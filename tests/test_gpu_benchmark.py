@@ -30,7 +30,7 @@ def test_every_part_runs_and_is_reported(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert [row["name"] for row in results["1b"]] == ["diloco, loss of all logits at once"]
     names = {row["name"] for row in results["150m"]}
-    assert {"diloco", "transformers Trainer"} <= names
+    assert {"diloco", "diloco, Muon inside", "transformers Trainer"} <= names
     assert all(row["step_s"] > 0 and row["model_flops_utilization"] > 0 for row in results["150m"])
     for row in results["rounds"]:
         assert row["round_s"] == pytest.approx(sum(row["parts_s"].values()))

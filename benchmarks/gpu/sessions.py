@@ -30,6 +30,7 @@ NO_ROUNDS = 10**6
 """Inner steps between rounds where none is to come."""
 
 ADAMW = InnerSettings(warmup_steps=0)
+"""Inner optimizer where nothing else is said; steps are alike from the first one on."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def make_session(
     train: Mapping[str, Any] | None = None,
     inner: InnerSettings = ADAMW,
 ) -> Session:
-    """Replicas of ``job``'s model that never exchange anything; ``train`` has further settings of that name."""
+    """Replicas of ``job``'s model that never exchange anything; ``train`` has further settings of that name, ``inner``
+    those of the inner optimizer."""
     settings = RunSettings(
         train=TrainSettings(
             steps=NO_ROUNDS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,6 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Name -> what of ``[train]`` differs from its defaults."""
 
-MUON = "diloco, compiled, Muon inside"
-
 RIVALS = {"transformers Trainer": False, "transformers Trainer, compiled": True}
 
 
@@ -50,8 +48,10 @@ def measure_training(
     for name, changes in VARIANTS.items():
         if sizes.backend is not None or not changes.get("compile"):
             ways[name] = lambda changes=changes: _ours(job, sizes, device, changes)  # type: ignore[misc]  # bound now
-    if sizes.backend is not None:
-        ways[MUON] = lambda: _ours(job, sizes, device, COMPILED, InnerSettings(name="Muon", warmup_steps=0))
+    with_muon, compiles = replace(ADAMW, name="Muon"), sizes.backend is not None
+    ways["diloco, compiled, Muon inside" if compiles else "diloco, Muon inside"] = lambda: _ours(
+        job, sizes, device, COMPILED if compiles else {}, with_muon
+    )
     for name, compiled in RIVALS.items():
         if sizes.backend is not None or not compiled:
             ways[name] = lambda compiled=compiled: time_rival(  # type: ignore[misc]  # bound now

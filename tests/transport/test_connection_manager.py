@@ -81,10 +81,8 @@ def test_two_that_connect_to_each_other_at_the_same_time_keep_one_connection(
 ) -> None:
     """Each takes the other one's hello before it has an answer to its own, as over a long way."""
     ranks = (make_rank(0), make_rank(1))
-    said, taken = (
-        (threading.Event(), threading.Event()),
-        (threading.Event(), threading.Event()),
-    )  # hellos, by who says them
+    # hellos, by who says them
+    said, taken = (threading.Event(), threading.Event()), (threading.Event(), threading.Event())
 
     async def both(events: Iterable[threading.Event]) -> None:
         for event in events:
