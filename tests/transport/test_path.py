@@ -255,6 +255,19 @@ def test_a_burst_that_overflows_a_queue_tells_the_rate_though_it_is_over_soon() 
     assert math.isinf(burst(queued=False).bits_per_s), "loss on the way"
 
 
+@pytest.mark.parametrize(("resent", "queue_s", "learns"), [(150, 0.04, True), (30, 0.04, False), (150, 0.0, False)])
+def test_a_burst_that_is_over_before_a_window_tells_the_rate_where_it_overflowed(
+    resent: int, queue_s: float, learns: bool
+) -> None:
+    """3 MB over 200 Mbit/s and 30 ms, three intervals: at least so much; and what is probed shows the rest."""
+    pace, trip_s = Pace(), 0.03
+    for megabytes in (0.9, 1.25, 0.85):
+        pace.observe(0.0, PathSample(INTERVAL_S, int(1e6 * megabytes), 0, resent, trip_s + queue_s, trip_s))
+    assert math.isinf(pace.bits_per_s)
+    pace.observe(0.0, PathSample(INTERVAL_S, 0, busy=False))
+    assert pace.bits_per_s == (pytest.approx(UTILIZATION * 1.6e8) if learns else math.inf)
+
+
 # What the kernel tells.
 
 

@@ -171,10 +171,20 @@ class Pace:
     def observe(self, now_s: float, sample: PathSample) -> None:
         """Take in what happened to all connections together while something was on its way."""
         if not sample.busy:
+            if 0 < len(self._burst) < WINDOW and self._was_full():
+                self._full.append((now_s, self._measured()))
             self._burst.clear()
             self._rates.clear()
             self._unanswered_s = 0.0
-            return
+        else:
+            self._take_in(now_s, sample)
+        while len(self._full) > 1 and self._full[0][0] < now_s - REMEMBERED_S:
+            self._full.popleft()
+        if self._full:
+            self._rate = max(rate for _, rate in self._full)
+
+    def _take_in(self, now_s: float, sample: PathSample) -> None:
+        """Of a burst that goes on."""
         self._intervals += 1
         self._least_round_trip_s = sample.least_round_trip_s or self._least_round_trip_s
         if self._burst or sample.acknowledged_bytes or self._unanswered_s >= self._least_round_trip_s:
@@ -185,10 +195,6 @@ class Pace:
             self._rates.append(rate := self._measured())
             if self._is_full() or rate > self._rate:  # the end of a burst brings less than the way carries
                 self._full.append((now_s, max(self._rates)))
-        while len(self._full) > 1 and self._full[0][0] < now_s - REMEMBERED_S:
-            self._full.popleft()
-        if self._full:
-            self._rate = max(rate for _, rate in self._full)
 
     def _measured(self) -> float:
         """Bits per second over the last round trips, or all of the burst."""
@@ -208,6 +214,11 @@ class Pace:
         overflows = resent > max(LEAST_RESENT, OVERFLOW * arrived)
         longer = window[-1].least_round_trip_s < sum(each.interval_s for each in window)
         return sum(each.full for each in window) >= (WINDOW / 2 if overflows and longer else WINDOW)
+
+    def _was_full(self) -> bool:
+        """Of a burst that is over before there was a whole window of it."""
+        resent = sum(each.resent_segments for each in self._burst)
+        return resent > LEAST_RESENT and sum(each.full for each in self._burst) > len(self._burst) / 2
 
     def wait_s(self, now_s: float) -> float:
         """Seconds until something may leave."""
