@@ -163,7 +163,7 @@ def test_a_process_that_stands_still_is_silent_and_its_connection_still_stands(m
         address = processes.heard(0)
         processes.freeze(0)
         rank, loss = first.losses.get(timeout=LIMIT_S)
-        assert (rank, loss) == (1, Loss("silent", f"nothing came from {address} for 1 s"))
+        assert (rank, loss) == (1, Loss("silent", f"nothing was received from {address} for 1 s"))
         processes.thaw(0)
 
 
@@ -208,7 +208,7 @@ def test_who_was_given_up_is_told_so_and_does_not_ask_the_port(make_rank: MakeRa
     first.say(1, {"kind": "given-up"})
     rank, loss = second.losses.get(timeout=LIMIT_S)
     assert (rank, loss.kind) == (0, "cut")
-    assert "heard nothing of this process for too long and gave it up" in loss.text
+    assert "received nothing from this process for too long and dropped it" in loss.text
 
 
 def test_a_member_that_sends_what_is_no_message_is_lost(make_rank: MakeRank) -> None:
@@ -239,7 +239,7 @@ def test_a_new_connection_of_a_rank_takes_the_place_of_one_that_is_silent_which_
 def test_nobody_takes_the_place_of_a_rank_that_answers(make_rank: MakeRank) -> None:
     first, second = pair(make_rank)
     before = first.connections.get(1)
-    with pytest.raises(TransportError, match=rf"refuses: rank 1 is connected from {second.address}, and answers"):
+    with pytest.raises(TransportError, match=rf"refuses: rank 1 is connected from {second.address}, which still answers"):
         make_rank(1).reach(first)
     assert first.connections.get(1) is before
     second.say(0, {"kind": "here"})
