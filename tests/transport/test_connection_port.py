@@ -91,7 +91,7 @@ def test_a_stranger_says_little_and_a_member_may_say_much(make_rank: MakeRank) -
         stranger.sendall(pack(much))
         rank, loss = first.losses.get(timeout=LIMIT_S)
     assert rank == 5
-    assert "17026 + 0 bytes was announced; 16384 + 4096 are taken" in loss.text
+    assert "17026 + 0 bytes was announced, more than the limit of 16384 + 4096 bytes" in loss.text
     first.connections.post(first.connections.trust, [6])
     with closing(stranger_as(first, 6)) as member:
         member.sendall(pack(much, bytes(100_000)))

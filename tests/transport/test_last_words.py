@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from diloco.transport.connections.streams import hear_out
+from diloco.transport.connections.streams import drain_on_reset
 
 
 async def broken(said: bytes) -> asyncio.StreamReader:
@@ -15,7 +15,7 @@ async def broken(said: bytes) -> asyncio.StreamReader:
     listening = socket.create_server(("127.0.0.1", 0))
     reader, writer = await asyncio.open_connection(*listening.getsockname())
     other, _ = listening.accept()
-    hear_out(writer.transport)
+    drain_on_reset(writer.transport)
     writer.write(b"never read there")  # so that closing is a reset
     other.send(said)
     other.close()

@@ -246,9 +246,9 @@ def test_a_link_that_stays_broken_ends_on_both_ends(pair: tuple[End, End]) -> No
         pair[0].streams.cut()
 
     pair[0].in_loop(part)
-    with pytest.raises(TransportError, match=r"no way there, and it could not be made again in 0.9 s"):
+    with pytest.raises(TransportError, match=r"no way there, and it could not be reopened within 0.9 s"):
         wait(works[0])
-    with pytest.raises(TransportError, match=r"the other side did not come again in 0.9 s"):
+    with pytest.raises(TransportError, match=r"the other side did not reconnect within 0.9 s"):
         wait(works[1])
     first.send([OTHER], torch.empty(1), 0)
     with pytest.raises(TransportError, match="no way there"):
@@ -267,9 +267,9 @@ def test_the_kernel_of_both_ends_notices_a_dead_way(pair: tuple[End, End]) -> No
 
 @pytest.mark.parametrize("pair", [0.3], indirect=True)
 def test_nobody_at_the_other_end_is_an_error_in_time(pair: tuple[End, End]) -> None:
-    with pytest.raises(TransportError, match="could not be made: the other side did not come"):
+    with pytest.raises(TransportError, match="could not be made: the other side did not connect"):
         pair[1].open(0, timeout_s=0.2)
-    with pytest.raises(TransportError, match="the other side has no such link"):
+    with pytest.raises(TransportError, match="the other side does not know this link"):
         pair[0].open(1)
 
 
@@ -290,7 +290,7 @@ def test_a_message_of_another_size_than_its_room_ends_no_process(pair: tuple[End
     first.send([OTHER], torch.ones(1), 1)
     wait(second.receive(OTHER, room := torch.empty(1), 1))
     assert room.item() == 1
-    with pytest.raises(TransportError, match="12 bytes came instead of 16"):
+    with pytest.raises(TransportError, match="12 bytes arrived where 16 bytes were expected"):
         wait(second.receive(OTHER, torch.empty(4), 0))
 
 

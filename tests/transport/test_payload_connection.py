@@ -83,7 +83,7 @@ def test_what_comes_after_a_damaged_part_is_dropped() -> None:
         room = connection.get_buffer(-1)
         part = HEAD.pack(*Head(b"D", 1, 7, 1 << 18, 0, 1 << 18, checksum=1))
         transport.hear(connection, part + bytes(len(room) - len(part)))
-        assert connection.ended.result() == "message 1 was damaged on its way"
+        assert connection.ended.result() == "message 1 was damaged in transit"
         transport.hear(connection, bytes(3 * len(room)))
         assert transport.written == []
 

@@ -57,7 +57,7 @@ def test_who_has_another_secret_or_none_is_told_so(theirs: str, monkeypatch: pyt
     with manager(0, SECRET) as first, manager(1, theirs) as second:
         for asking in (first, second):
             there = second.address if asking is first else first.address
-            with pytest.raises(TurnedAwayError, match=r"another secret or none|asks for a secret"):
+            with pytest.raises(TurnedAwayError, match=r"a different secret or none|asks for a secret"):
                 asking.call(asyncio.wait_for(greet(asking.streams, there, LIMIT_S), LIMIT_S), LIMIT_S)
         assert not first.connected
 
@@ -99,7 +99,7 @@ def test_without_a_secret_a_hello_in_the_name_of_a_living_rank_ends_nobody(wires
     assert averages[0].contributors == (0, 1)
 
 
-@pytest.mark.parametrize(("secret", "words"), [("", "asks for a secret"), ("not the right words", "another secret")])
+@pytest.mark.parametrize(("secret", "words"), [("", "asks for a secret"), ("not the right words", "different secret")])
 def test_the_doctor_says_that_it_lacks_the_secret(secret: str, words: str) -> None:
     with manager(0, SECRET) as there:
         found = asyncio.run(examine(there.address, 1000, LIMIT_S, secret))

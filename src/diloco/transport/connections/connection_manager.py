@@ -28,7 +28,7 @@ from diloco.transport.connections.streams import (
     STRANGERS_BYTES,
     Stream,
     Streams,
-    hear_out,
+    drain_on_reset,
     pack,
     read_frame,
 )
@@ -70,7 +70,7 @@ class ConnectionManager(ControlThread):
         self.most_ranks = sys.maxsize  # only lower ranks may connect
         self.entries: Mapping[int, Entry] = {}  # known ranks; a peer with another proven identity can't claim them
         self._tell = tell
-        self._standing: dict[int, ControlConnection] = {}
+        self._connections: dict[int, ControlConnection] = {}
         self._hellos = Hellos(rank)
         self._members: frozenset[int] = frozenset()
         self._gate = Gate[asyncio.StreamWriter](MOST_OPEN, MOST_OPEN_OF_ONE)
@@ -90,15 +90,15 @@ class ConnectionManager(ControlThread):
     @property
     def connected(self) -> frozenset[int]:
         """The ranks with an open connection."""
-        return frozenset(self._standing)
+        return frozenset(self._connections)
 
     def get(self, rank: int) -> ControlConnection | None:
         """Return the open connection to ``rank``, or None."""
-        return self._standing.get(rank)
+        return self._connections.get(rank)
 
     def send(self, rank: int, message: Message, blob: bytes = b"") -> None:
         """Send a message. Without an open connection it is dropped; a receiver that reads too little is lost."""
-        if (connection := self._standing.get(rank)) is None:
+        if (connection := self._connections.get(rank)) is None:
             return
         connection.writer.write(pack(message, blob))
         most_bytes = MOST_UNSENT_BYTES if connection.trusted else MOST_UNSENT_TO_STRANGERS_BYTES
@@ -110,7 +110,7 @@ class ConnectionManager(ControlThread):
         self._members = frozenset(ranks)
         for rank in self._members:
             self._strangers.leave(rank)
-        for rank, connection in self._standing.items():
+        for rank, connection in self._connections.items():
             connection.trusted = connection.opened or rank in self._members
 
     async def open(self, address: Address) -> Stream:
@@ -129,7 +129,7 @@ class ConnectionManager(ControlThread):
             TransportError: Another process answers there, or it refuses.
         """
         reader, writer = await self.open(address)
-        if rank in self._standing:  # it has connected in the meantime
+        if rank in self._connections:  # it has connected in the meantime
             writer.close()
             return
         try:
@@ -139,7 +139,7 @@ class ConnectionManager(ControlThread):
                 self._register(rank, address, (reader, writer), opened=True, crossed=crossed)
         except BaseException as error:
             writer.close()
-            if not isinstance(error, EOFError) or rank not in self._standing:
+            if not isinstance(error, EOFError) or rank not in self._connections:
                 raise
             return  # the connection that it opened stays instead
         self.send(rank, _BEAT)  # confirms to the other end that the connection is open on this side
@@ -147,14 +147,14 @@ class ConnectionManager(ControlThread):
     def hang_up(self, rank: int) -> None:
         """End the connection to ``rank`` without reporting a loss."""
         self._strangers.leave(rank)
-        if connection := self._standing.pop(rank, None):
+        if connection := self._connections.pop(rank, None):
             if connection.task is not None:
                 connection.task.cancel()
             connection.writer.close()
 
     def give_up(self, ranks: Collection[int]) -> None:
         """Drop ranks that have been silent for too long. All connections end before the first loss is reported."""
-        given_up = [self._standing[rank] for rank in ranks]
+        given_up = [self._connections[rank] for rank in ranks]
         for connection in given_up:
             connection.writer.write(pack({"kind": "given-up"}))  # in case the other process only stalled
             self.hang_up(connection.rank)
@@ -191,7 +191,7 @@ class ConnectionManager(ControlThread):
             pass  # an unknown peer, one that left, or the end of this process; asyncio would print a traceback
         finally:
             self._gate.leave(writer)
-            if not any(connection.writer is writer for connection in self._standing.values()):
+            if not any(connection.writer is writer for connection in self._connections.values()):
                 writer.close()
 
     async def _greet(self, said: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,7 +204,7 @@ class ConnectionManager(ControlThread):
         if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks or taken:
             return
         crossed = await self._hellos.before(rank)
-        if (before := self._standing.get(rank)) is not None and before.crossed == said.get("hello"):
+        if (before := self._connections.get(rank)) is not None and before.crossed == said.get("hello"):
             return  # it said so before it answered this process's own hello, and the connection is registered
         if before is not None and not identity and await before.answers(self.timing.heartbeat_s):
             reason = f"rank {rank} is connected from {before.address}, which still answers"
@@ -215,14 +215,14 @@ class ConnectionManager(ControlThread):
             if out == rank:
                 return
             if out is not None:
-                self._drop(self._standing[out], "too many connected peers are not members")
+                self._drop(self._connections[out], "too many connected peers are not members")
         self.streams.tune(writer, self.timing.silence_s)
         writer.write(pack({"kind": "hello", "rank": self.rank, "crossed": crossed}))
         self._register(rank, address, (reader, writer), opened=False)
 
     def _drop(self, connection: ControlConnection, why: str) -> None:
         """End an open connection and report its rank as lost."""
-        if self._standing.get(connection.rank) is connection:
+        if self._connections.get(connection.rank) is connection:
             connection.writer.transport.abort()  # discards what the peer has not read
             self.hang_up(connection.rank)
             self._tell(ConnectionEnded(connection.rank))
@@ -230,31 +230,31 @@ class ConnectionManager(ControlThread):
 
     def _register(self, rank: int, address: Address, stream: Stream, *, opened: bool, crossed: str = "") -> None:
         reader, writer = stream
-        if before := self._standing.get(rank):
+        if before := self._connections.get(rank):
             before.writer.write(pack({"kind": "replaced"}))
             self.hang_up(rank)
-        hear_out(writer.transport)
+        drain_on_reset(writer.transport)
         number, trusted = next(self._numbers), opened or rank in self._members
         connection = ControlConnection(rank, number, address, writer, opened, trusted, self.loop.time(), crossed)
-        self._standing[rank] = connection
+        self._connections[rank] = connection
         self._tell(ConnectionMade(rank, number, str(address)))
         connection.task = self.begin(self._listen_to(connection, reader))
         self.arrived.set()
 
     async def _listen_to(self, connection: ControlConnection, reader: asyncio.StreamReader) -> None:
-        ended = await connection.listen(reader, self.arrived, self._hand_on)
-        if self._standing.get(connection.rank) is not connection:
+        ended = await connection.listen(reader, self.arrived, self._deliver)
+        if self._connections.get(connection.rank) is not connection:
             return
-        del self._standing[connection.rank]  # not `hang_up`, which would cancel the current task
+        del self._connections[connection.rank]  # not `hang_up`, which would cancel the current task
         self._strangers.leave(connection.rank)
         connection.writer.close()
         self._tell(ConnectionEnded(connection.rank))
         stood_still, longest_s = self.pulse.stood_still(self.loop.time()), min(2.0, self.timing.silence_s)
         loss = await connection.why_lost(ended, self.open, longest_s, stood_still=stood_still)
-        if connection.rank not in self._standing:  # else a new process of that rank has connected, and was reported
+        if connection.rank not in self._connections:  # else a new process of that rank has connected, and was reported
             self._tell(Lost(connection.rank, loss))
 
-    def _hand_on(self, received: Received) -> None:
+    def _deliver(self, received: Received) -> None:
         if latency_s := self.timing.latency_s:
             self.loop.call_later(latency_s, self._tell, received)
         else:
@@ -267,11 +267,11 @@ class ConnectionManager(ControlThread):
             await asyncio.sleep(self.timing.heartbeat_s)
             now_s = self.loop.time()
             if self.pulse.beat(now_s):  # this process itself stalled
-                for connection in self._standing.values():
+                for connection in self._connections.values():
                     connection.heard_s = now_s
-            quiet_s = {rank: now_s - each.heard_s for rank, each in self._standing.items()}
+            quiet_s = {rank: now_s - each.heard_s for rank, each in self._connections.items()}
             self.give_up(silent_ones(quiet_s, self.timing))
-            for connection in self._standing.values():
+            for connection in self._connections.values():
                 connection.writer.write(beat)
 
     async def end(self) -> None:
@@ -290,7 +290,7 @@ class ConnectionManager(ControlThread):
 
     async def _hang_up_all(self, flush_s: float) -> None:
         """End all connections. Data that the other side has not received within ``flush_s`` is discarded."""
-        flushed = [asyncio.create_task(connection.writer.wait_closed()) for connection in self._standing.values()]
+        flushed = [asyncio.create_task(connection.writer.wait_closed()) for connection in self._connections.values()]
         for rank in self.connected:
             self.hang_up(rank)
         if flushed:

@@ -34,7 +34,7 @@ class ControlThread:
         self._closing = False
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()  # of connections that are still referenced
         self.loop = asyncio.new_event_loop()
-        self.loop.set_exception_handler(self._note_failure)
+        self.loop.set_exception_handler(self._log_failure)
         self._thread = threading.Thread(target=self._run, name=f"diloco-control-{rank}", daemon=True)
         self._thread.start()
 
@@ -83,7 +83,7 @@ class ControlThread:
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run ``coroutine`` as a task, and log an error that ends it at once, as the task may never be awaited."""
         task = self.loop.create_task(coroutine)
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._log_error)
         return task
 
     def keep(self, stream: Stream) -> Stream:
@@ -123,11 +123,11 @@ class ControlThread:
             await asyncio.wait(tasks, timeout=CANCELLING_S)
             await self.release()
 
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
+    def _log_error(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._note_failure(self.loop, {"message": "it ended", "exception": error})
+            self._log_failure(self.loop, {"message": "it ended", "exception": error})
 
-    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _log_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log the failure of a task that is not awaited, such as a library's, in one line; while closing, as debug."""
         error = context.get("exception")
         said = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -40,7 +40,7 @@ class Hellos:
                 del self._said[rank]
 
     async def before(self, rank: int) -> str:
-        """Wait until a hello from ``rank`` may be answered. Return the name of this rank's own that it crosses, or ""."""
+        """Wait until a hello from ``rank`` may be answered. Return the name of the own hello that it crosses, or ""."""
         name, over = self._said.get(rank, ("", None))
         if over is not None and self._me < rank:
             await over.wait()
