@@ -81,7 +81,7 @@ def test_no_more_than_two_snapshots_of_a_fragment_are_held(asker: Asker, make_do
         offers.append(talk.hear())
     donor.held = state(numel=100, seed=2)
     talks[2].say(0)
-    assert talks[2].hear() == {"kind": "later", "reason": "it is handing over two earlier states"}
+    assert talks[2].hear() == {"kind": "later", "reason": "it is still sending two earlier states"}
     assert (donor.copies, len(donor.service.cache.snapshots)) == (2, 2)
     talks[2].say(1)
     assert talks[2].hear()["kind"] == "offer", "another fragment has room of its own"
@@ -142,5 +142,5 @@ def test_a_request_that_is_none_ends_its_connection_only(
 
 def test_a_state_that_nobody_would_take_is_refused_by_its_donor(asker: Asker, make_donor: MakeDonor) -> None:
     for value, words in [(torch.empty(1, dtype=torch.complex64), "complex"), (float("nan"), "nan"), ([1], "1")]:
-        with pytest.raises(TransportError, match=rf"replica 1: its state can't be handed over: .*{words}"):
+        with pytest.raises(TransportError, match=rf"replica 1: its state can't be sent: .*{words}"):
             asker.fetch({1: make_donor({"global_params": value})})

@@ -120,7 +120,7 @@ def test_a_dead_donor_is_survived_and_named(asker: Asker, make_donor: MakeDonor)
     dead.connections.close()
     assert same_values(asker.fetch({0: dead, 1: living}), {**state(), "fragment": 0})
     with pytest.raises(
-        TransportError, match=r"replica 0 was asked for fragment 0, and none gave it \(replica 0: .*at "
+        TransportError, match=r"replica 0 was asked for fragment 0, and none provided it \(replica 0: .*at "
     ):
         asker.fetch({0: dead})
 
@@ -147,9 +147,9 @@ def test_a_donor_that_says_nothing_is_survived_and_named(asker: Asker, make_dono
 
     silent.served_by(nothing)
     assert same_values(asker.fetch({0: silent, 1: honest}, slow_s=1.0), {**state(), "fragment": 0})
-    with pytest.raises(TransportError, match=r"replica 0: it said nothing for 0\.1 s"):
+    with pytest.raises(TransportError, match=r"replica 0: it sent nothing for 0\.1 s"):
         asker.fetch({0: silent}, slow_s=0.1)
-    with pytest.raises(TransportError, match=r"none gave it within 0\.1 s"):
+    with pytest.raises(TransportError, match=r"none provided it within 0\.1 s"):
         asker.fetch({0: silent}, timeout_s=0.1)
 
 

@@ -50,12 +50,12 @@ def other_words(message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], b
 
 
 LIES = [
-    (wrong_bytes, "block 0 is not what its snapshot's digest"),
-    (always_damaged, "were damaged on their way"),
+    (wrong_bytes, "block 0 does not match the digest"),
+    (always_damaged, "were damaged in transit"),
     (wrong_digest, "names its snapshot '0000000000000000'"),
-    (wrong_place, "bytes at here came where byte 0 was next"),
-    (too_much, "came where byte 0 was next"),
-    (huge, "it offers a tensor of the shape"),
+    (wrong_place, "bytes at here arrived where byte 0 was next"),
+    (too_much, "arrived where byte 0 was next"),
+    (huge, "it offers a tensor of the excessive shape"),
     (other_words, "it answered 'what'"),
 ]
 

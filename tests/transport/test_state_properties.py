@@ -162,10 +162,10 @@ def test_what_no_receiver_would_take_is_not_offered(value: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"bytes": 401}, "speaks of 401 bytes, and its tensors have 400"),
-        ({"blocks": []}, "no checksums of the 1 blocks"),
-        ({"blocks": ["x"]}, "no checksums"),
-        ({"blocks": [16 * "0", 16 * "0"]}, "no checksums"),
+        ({"bytes": 401}, "announces 401 bytes, but its tensors have 400"),
+        ({"blocks": []}, "does not give the checksums of the 1 blocks"),
+        ({"blocks": ["x"]}, "does not give the checksums"),
+        ({"blocks": [16 * "0", 16 * "0"]}, "does not give the checksums"),
         ({"blocks": [16 * "0"]}, "names its snapshot"),
         ({"snapshot": None}, "names its snapshot 'None'"),
     ],

@@ -1,7 +1,7 @@
-"""The second half of a reduce-scatter: each owner encodes the mean of its stretch once, and everybody decodes it alike.
+"""The second half of a reduce-scatter: each owner encodes the mean of its slice once, and all replicas decode it alike.
 
-Where the means of earlier rounds were encoded in another view, their owners first hand what was lost of them over to
-those who own the values now.
+After a change of the view, the owners of the previous view first send the residuals of earlier encoded means to the
+replicas that own the values now.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from diloco.transport.peers.round_messages import RoundMessages
 
 __all__ = ["MeanExchange"]
 
-_RESIDUALS = 1 << 16  # the number of the first piece of a residual; means have lower ones
+_RESIDUALS = 1 << 16  # piece number of the first piece of a residual; means have lower numbers
 
 
 @dataclass(frozen=True)
 class _MeanPiece:
-    """A piece of the mean of values ``start`` to ``stop``, which ``member`` owns."""
+    """A piece of the mean, of values ``start`` to ``stop``, that its owner ``member`` sends."""
 
     member: int
     start: int
@@ -39,14 +39,14 @@ class _MeanPiece:
 
 
 class MeanExchange:
-    """The means of one reduce-scatter.
+    """The exchange of means in one reduce-scatter.
 
     Args:
-        plan: who owns which stretch, and how its mean is encoded.
-        values: ``(numel,)`` float32, filled with what everybody decodes.
+        plan: The owner of each slice, and the encoding of its mean.
+        values: ``(numel,)`` float32; filled with the decoded mean, which is the same on all replicas.
 
     Raises:
-        TransportError: if a link has ended.
+        TransportError: A link has ended.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MeanExchange:
         values: Tensor,
     ) -> None:
         self._shards = dict(zip(members, plan.shards, strict=True))
-        self.owned = self._shards[contribution.replica]  # the stretch whose mean this rank sends
+        self.owned = self._shards[contribution.replica]  # the slice whose mean this rank sends
         self._shared = False
         self._encoding = plan.mean
         self._codec = plan.mean.codec
@@ -74,12 +74,12 @@ class MeanExchange:
         ]
 
     def hand_over(self, held: Mapping[int, Stretch]) -> None:
-        """Send what I hold of the residuals of others' values to them, and make room for what they hold of mine.
+        """Send the residuals that this rank holds to the owners of their values, and start receiving its own.
 
-        Only after a change of the view is there any: else each rank holds that of its own values.
+        There are such residuals only after a change of the view. Otherwise each rank holds those of its own values.
 
         Args:
-            held: replica -> the stretch of values of which it holds the residual, of all members.
+            held: replica -> the slice of values whose residual it holds, for all members.
         """
         for member in self._messages.links if self._keeps else ():
             if self._mine is not None:
@@ -95,20 +95,21 @@ class MeanExchange:
             self._handed_over.append((member, Residual(start, room), works))
 
     def share(self) -> Residual | None:
-        """Send the mean of my stretch, which ``values`` holds now, and take in the others'.
+        """Send the mean of this rank's slice, which ``values`` holds, and receive those of the others.
 
         Returns:
-            What has been lost of the means of my stretch up to this one; None where nothing is kept.
+            The residual of this rank's slice, this round included, or None if residuals are not kept.
 
         Raises:
-            TransportError: if a link ended; it names the replica.
-            CodecError: if something came in that no encoder writes, or a mean that is not finite; it names the replica.
+            TransportError: A link ended; the error names the replica.
+            CodecError: A replica, which the error names, sent an invalid payload, or a mean that is not finite or too
+                large.
         """
         left = self._send(self._residual())
         for piece in self._incoming:
             self._messages.wait(piece.member, piece.work)
             values = self._values[piece.start : piece.stop]
-            if not self._codec.exact:  # else it has arrived where it belongs
+            if not self._codec.exact:  # else it was received in place
                 self._decode(piece, values)
             if not largest_magnitude(values) <= LARGEST_MEAN:
                 words = f"replica {piece.member} sent a part of the mean that is not finite or too large"
@@ -116,7 +117,7 @@ class MeanExchange:
         return None if left is None else Residual(self.owned[0], left)
 
     def drain(self) -> None:
-        """The round is void: send zeros, if nothing was sent, and take in what the others send, who do the same."""
+        """Complete the exchange of a void round: send zeros unless a mean was sent, and receive what others send."""
         if not self._shared:
             self._values[slice(*self.owned)] = 0.0
             self._send(None)
@@ -127,7 +128,7 @@ class MeanExchange:
                 self._messages.wait(member, work)
 
     def _send(self, residual: Tensor | None) -> Tensor | None:
-        """Encode my stretch; ``residual``, of it, is overwritten by the new one and returned."""
+        """Encode and send this rank's slice. Overwrite ``residual``, its quantisation error, by the new one."""
         self._shared, first = True, self.owned[0]
         for piece, (start, stop) in enumerate(self._messages.pieces(*self.owned, self._codec)):
             lost = None if residual is None else residual[start - first : stop - first]
@@ -138,7 +139,7 @@ class MeanExchange:
         return residual
 
     def _residual(self) -> Tensor | None:
-        """What was lost of earlier means of my stretch, once all of it is here; None where nothing is kept."""
+        """Wait for the residual of this rank's slice and return it, or None if residuals are not kept."""
         if not self._keeps:
             return None
         held = [] if self._mine is None else [self._mine]
@@ -146,7 +147,7 @@ class MeanExchange:
             for work in works:
                 self._messages.wait(member, work)
             if not math.isfinite(largest_magnitude(residual.values)):
-                words = f"what replica {member} handed over of earlier means is not finite. It was refused."
+                words = f"the residual of earlier means that replica {member} sent is not finite. It was refused."
                 raise CodecError(words, replica=member)
             held.append(residual)
         return collected(held, self.owned, self._values.device)
@@ -163,7 +164,7 @@ class MeanExchange:
         return enumerate(self._messages.pieces(*stretch, PLAIN_MEAN.codec), _RESIDUALS)
 
     def _expect(self, member: int, start: int, stop: int, piece: int) -> _MeanPiece:
-        """Make room for a piece of a mean; one that is exact arrives in its place."""
+        """Start receiving a piece of a mean. An exact one is received in place."""
         if self._codec.exact:
             room = self._values[start:stop].view(torch.uint8)
         else:
