@@ -1,4 +1,4 @@
-"""Control messages on the wire: what goes in comes out, and nothing malformed costs memory."""
+"""The wire format of control messages: they survive a round trip, and malformed ones cost no memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESSAGES = st.builds(
 
 
 def read(*chunks: bytes) -> list[tuple[dict[str, Any], bytes]]:
-    """The frames of a connection on which ``chunks`` come in and that then ends."""
+    """Read the frames of a connection on which ``chunks`` arrive before it ends."""
 
     async def all_frames() -> list[tuple[dict[str, Any], bytes]]:
         reader = asyncio.StreamReader()
@@ -78,7 +78,7 @@ def test_sizes_up_to_the_limits_are_sent_and_above_are_not() -> None:
     [(MAX_JSON_BYTES + 1, 0), (0, MAX_BLOB_BYTES + 1), (0xFFFFFFFF, 0), (2, (1 << 64) - 1)],
 )
 def test_announced_sizes_above_the_limits_are_refused_by_the_head_alone(json_bytes: int, blob_bytes: int) -> None:
-    """Nothing follows the head here: a reader that wanted the body would end otherwise."""
+    """Nothing follows the header, so a reader that waited for the body would fail otherwise."""
     head = struct.pack(">4sIQ", PROTOCOL, json_bytes, blob_bytes)
     with pytest.raises(TransportError, match=rf"{json_bytes} \+ {blob_bytes} bytes was announced.*was closed"):
         read(head)
