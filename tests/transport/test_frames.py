@@ -88,7 +88,7 @@ def test_announced_sizes_above_the_limits_are_refused_by_the_head_alone(json_byt
     "opening", [b"GET / HTTP/1.1\r\nHost: x\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"DLC0"]
 )
 def test_other_protocols_are_told_apart_by_their_first_bytes(opening: bytes) -> None:
-    with pytest.raises(TransportError, match=r"no diloco of this protocol version\. The connection was closed"):
+    with pytest.raises(TransportError, match=r"version of diloco's protocol\. The connection was closed"):
         read(opening.ljust(16, b"\0"))
 
 

@@ -120,6 +120,6 @@ def test_more_than_expected_is_refused_before_it_comes(asker: Asker, make_donor:
     donor = make_donor(state())
     assert asker.fetch({0: donor}, expected_bytes=size_of(state()))
     asker.streams.received.clear()
-    with pytest.raises(TransportError, match="at most 12799999 are expected"):
+    with pytest.raises(TransportError, match="at most 12799999 bytes are expected"):
         asker.fetch({0: donor}, expected_bytes=size_of(state()) - 1)
     assert not asker.streams.received

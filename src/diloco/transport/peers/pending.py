@@ -40,9 +40,9 @@ class PeerPending:
         if not self.done.wait(min(allowed_s, threading.TIMEOUT_MAX)):
             missing = self.transport.missing(self.round)
             names = ", ".join(map(str, missing))
-            what = f"the contribution of replica {names}" if missing else "the votes of the other replicas"
+            what = f"no contribution arrived from replica {names}" if missing else "some votes did not arrive"
             raise RoundTimeoutError(
-                f"{self.round} was not decided within {allowed_s:g} s: {what} did not arrive. Nothing was applied.",
+                f"{self.round} was not decided within {allowed_s:g} s: {what}. Nothing was applied.",
                 round=str(self.round),
                 replicas=missing,
             )

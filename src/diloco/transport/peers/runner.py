@@ -123,7 +123,7 @@ class ProtocolRunner:
             )
             refusal, missing = agreement.refusal(present()), unready()
         if refusal:
-            raise ConfigurationError(f"{refusal}. All replicas must create DiLoCo with the same arguments.")
+            raise ConfigurationError(f"{refusal}. All replicas must pass the same arguments to DiLoCo.")
         if missing:
             raise RendezvousError(
                 f"replica {self.rules.replica} has waited {timeout_s:g} s for {_named(missing)}, which "
