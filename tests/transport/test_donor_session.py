@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigurationError, TransportError
-from diloco.transport.peers.donor_session import MAX_ASKERS, DonorService
+from diloco.transport.peers.donor_session import MAX_FETCHERS, DonorService
 from tests.same import same_values
 from tests.transport.state_donors import LIMIT_S, Asker, Conversation, MakeDonor, state
 from tests.transport.wires import at_once
@@ -102,11 +102,11 @@ def test_no_more_than_two_snapshots_of_a_fragment_are_held(asker: Asker, make_do
 
 def test_a_few_are_served_at_once_and_the_others_come_again(asker: Asker, make_donor: MakeDonor) -> None:
     donor = make_donor(state())
-    talks = [Conversation(asker, donor) for _ in range(MAX_ASKERS)]
+    talks = [Conversation(asker, donor) for _ in range(MAX_FETCHERS)]
     for talk in talks:
         talk.say()
         assert talk.hear()["kind"] == "offer"
-    with pytest.raises(TransportError, match=f"replica 1: it is serving {MAX_ASKERS} others"):
+    with pytest.raises(TransportError, match=f"replica 1: it is serving {MAX_FETCHERS} others"):
         asker.fetch({1: donor}, timeout_s=1.0)
     result = asker.start({1: donor})
     talks[0].end()

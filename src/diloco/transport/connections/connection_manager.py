@@ -194,9 +194,9 @@ class ConnectionManager(ControlThread):
             if not any(connection.writer is writer for connection in self._connections.values()):
                 writer.close()
 
-    async def _greet(self, said: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _greet(self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a peer that introduces itself as a rank, and register its connection unless the claim is refused."""
-        hello = Fields(said)
+        hello = Fields(message)
         rank, address = hello.rank("rank"), self.streams.address(hello.printable("address", 300))
         identity = self.streams.identity(writer)
         known = self.entries.get(rank)
@@ -204,7 +204,7 @@ class ConnectionManager(ControlThread):
         if identity not in ("", str(address)) or rank == self.rank or rank >= self.most_ranks or taken:
             return
         crossed = await self._hellos.before(rank)
-        if (before := self._connections.get(rank)) is not None and before.crossed == said.get("hello"):
+        if (before := self._connections.get(rank)) is not None and before.crossed == message.get("hello"):
             return  # it said so before it answered this process's own hello, and the connection is registered
         if before is not None and not identity and await before.answers(self.timing.heartbeat_s):
             reason = f"rank {rank} is connected from {before.address}, which still answers"

@@ -130,9 +130,9 @@ class ControlThread:
     def _log_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log the failure of a task that is not awaited, such as a library's, in one line; while closing, as debug."""
         error = context.get("exception")
-        said = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        text = context["message"] if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         level = logging.DEBUG if self._closing else logging.WARNING
-        logging.getLogger(__name__).log(level, "diloco: a task of the connections failed: %s", said)
+        logging.getLogger(__name__).log(level, "diloco: a task of the connections failed: %s", text)
         logging.getLogger(__name__).debug("its traceback", exc_info=error)
 
     def _run(self) -> None:

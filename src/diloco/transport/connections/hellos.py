@@ -25,23 +25,23 @@ class Hellos:
 
     def __init__(self, me: int) -> None:
         self._me = me
-        self._said: dict[int, tuple[str, asyncio.Event]] = {}  # rank -> name of the hello; set when it is settled
+        self._pending: dict[int, tuple[str, asyncio.Event]] = {}  # rank -> name of the hello; set when it is settled
 
     @contextmanager
     def to(self, rank: int) -> Iterator[str]:
         """Yield the name of a new hello to ``rank``, which counts as unanswered until the context ends."""
         mine = secrets.token_hex(8), asyncio.Event()
-        self._said[rank] = mine
+        self._pending[rank] = mine
         try:
             yield mine[0]
         finally:
             mine[1].set()
-            if self._said.get(rank) is mine:
-                del self._said[rank]
+            if self._pending.get(rank) is mine:
+                del self._pending[rank]
 
     async def before(self, rank: int) -> str:
         """Wait until a hello from ``rank`` may be answered. Return the name of the own hello that it crosses, or ""."""
-        name, over = self._said.get(rank, ("", None))
+        name, over = self._pending.get(rank, ("", None))
         if over is not None and self._me < rank:
             await over.wait()
         return name

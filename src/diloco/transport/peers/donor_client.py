@@ -60,7 +60,7 @@ class FetchContext:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def ask_again(self) -> None:
+    def discard_offers(self) -> None:
         """Discard the offers of all donors and ask again."""
         for donor in self.left:
             donor.offer, donor.answered = None, False
@@ -169,7 +169,7 @@ class Donor:
         writer.write(pack(self._request("")))
         message, _ = await self._read(reader)
         if message["kind"] != "offer":
-            self._excuse(message)
+            self._note_reason(message)
             return None
         try:
             offer = Description.from_message(message, self.fetch.expected_bytes)
@@ -187,7 +187,7 @@ class Donor:
         fetch = self.fetch
         return {"kind": "fetch", "fragment": fetch.fragment, "after": fetch.after, "snapshot": snapshot, **part}
 
-    def _excuse(self, message: Mapping[str, Any]) -> None:
+    def _note_reason(self, message: Mapping[str, Any]) -> None:
         """Process an answer that holds no state: note its reason, or drop the donor."""
         reason = visible(str(message.get("reason", f"it answered {message['kind']!r}")), 500)
         if message["kind"] != "later":
@@ -229,7 +229,7 @@ class Donor:
                 self.offer = None
                 self.trouble = "its state has changed in the meantime"
             else:
-                self._excuse(message)
+                self._note_reason(message)
             return False
         block.check(message, data)
         self.fetch.meter.num_bytes += len(data)

@@ -33,10 +33,10 @@ from diloco.transport.connections.streams import pack, read_frame
 from diloco.transport.peers.state_wire import Description, TensorBytes, describe
 from diloco.transport.shaping import TokenBucket
 
-__all__ = ["MAX_ASKERS", "MAX_CHUNK_BYTES", "DonorService", "Snapshot", "SnapshotCache"]
+__all__ = ["MAX_CHUNK_BYTES", "MAX_FETCHERS", "DonorService", "Snapshot", "SnapshotCache"]
 
 MAX_CHUNK_BYTES = 1 << 18
-MAX_ASKERS = 4
+MAX_FETCHERS = 4
 
 _LEAST_CHUNK_BYTES = 1 << 12
 _CHUNK_S = 0.25
@@ -136,7 +136,7 @@ class DonorService:
         limited = math.inf if limit_bytes_per_s is None else limit_bytes_per_s * _CHUNK_S
         self.chunk_bytes = int(min(MAX_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, limited)))
         self.bucket = TokenBucket(limit_bytes_per_s, self.chunk_bytes)
-        self._askers = 0
+        self._fetchers = 0
         self._copying = asyncio.Lock()  # one copy at a time, to limit the donor's memory
         self._sweeping = False
 
@@ -144,10 +144,10 @@ class DonorService:
         self, message: dict[str, Any], blob: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answer the requests of one connection until it ends."""
-        if self._askers >= MAX_ASKERS:
-            await _write(writer, pack({"kind": "later", "reason": f"it is serving {self._askers} others"}))
+        if self._fetchers >= MAX_FETCHERS:
+            await _write(writer, pack({"kind": "later", "reason": f"it is serving {self._fetchers} others"}))
             return
-        self._askers += 1
+        self._fetchers += 1
         session, broken = _DonorSession(self, writer), True
         try:
             while True:
@@ -160,7 +160,7 @@ class DonorService:
             writer.transport.abort()  # the fetcher requests again what it has not received
             raise
         finally:
-            self._askers -= 1
+            self._fetchers -= 1
             session.use(None, broken=broken)
             self._sweep()
 
@@ -219,11 +219,11 @@ class _DonorSession:
         fragment, after, digest = fields.integer("fragment"), fields.integer("after"), fields.text("snapshot")
         if not digest:
             self.use(None)
-            await self._say(await self._offer(fragment, after))
+            await self._reply(await self._offer(fragment, after))
             return
         snapshot = self._service.cache.named(fragment, digest)
         if snapshot is None:
-            await self._say({"kind": "moved"})
+            await self._reply({"kind": "moved"})
             return
         self.use(snapshot)
         offset, size_bytes = fields.integer("offset"), fields.integer("size")
@@ -258,7 +258,7 @@ class _DonorSession:
                 await asyncio.sleep(wait_s)
             await _write(self._writer, frame)
 
-    async def _say(self, message: dict[str, Any]) -> None:
+    async def _reply(self, message: dict[str, Any]) -> None:
         await _write(self._writer, pack(message))
 
 

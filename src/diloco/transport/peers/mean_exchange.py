@@ -34,7 +34,7 @@ class _MeanPiece:
     member: int
     start: int
     stop: int
-    room: Tensor
+    buffer: Tensor
     work: Future[None]
 
 
@@ -66,14 +66,14 @@ class MeanExchange:
         self._keeps = plan.keeps_residual
         self._messages = messages
         self._values = values
-        self._handed_over: list[tuple[int, Residual, list[Future[None]]]] = []
+        self._incoming_residuals: list[tuple[int, Residual, list[Future[None]]]] = []
         self._incoming = [
             self._expect(member, start, stop, piece)
             for member in messages.links
             for piece, (start, stop) in enumerate(messages.pieces(*self._shards[member], self._codec))
         ]
 
-    def hand_over(self, held: Mapping[int, Stretch]) -> None:
+    def send_residuals(self, held: Mapping[int, Stretch]) -> None:
         """Send the residuals that this rank holds to the owners of their values, and start receiving its own.
 
         There are such residuals only after a change of the view. Otherwise each rank holds those of its own values.
@@ -87,12 +87,12 @@ class MeanExchange:
                     values = self._mine.values[a - self._mine.start : b - self._mine.start]
                     self._messages.send((member,), values.cpu().view(torch.uint8), piece, second=True)
             start, stop = overlap(held[member], self.owned)
-            room = torch.zeros(stop - start)
+            buffer = torch.zeros(stop - start)
             works = [
-                self._messages.receive(member, room[a - start : b - start].view(torch.uint8), piece, second=True)
+                self._messages.receive(member, buffer[a - start : b - start].view(torch.uint8), piece, second=True)
                 for piece, (a, b) in self._residual_pieces((start, stop))
             ]
-            self._handed_over.append((member, Residual(start, room), works))
+            self._incoming_residuals.append((member, Residual(start, buffer), works))
 
     def share(self) -> Residual | None:
         """Send the mean of this rank's slice, which ``values`` holds, and receive those of the others.
@@ -123,7 +123,7 @@ class MeanExchange:
             self._send(None)
         for piece in self._incoming:
             self._messages.wait(piece.member, piece.work)
-        for member, _, works in self._handed_over:
+        for member, _, works in self._incoming_residuals:
             for work in works:
                 self._messages.wait(member, work)
 
@@ -143,7 +143,7 @@ class MeanExchange:
         if not self._keeps:
             return None
         held = [] if self._mine is None else [self._mine]
-        for member, residual, works in self._handed_over:
+        for member, residual, works in self._incoming_residuals:
             for work in works:
                 self._messages.wait(member, work)
             if not math.isfinite(largest_magnitude(residual.values)):
@@ -154,11 +154,11 @@ class MeanExchange:
 
     def _decode(self, piece: _MeanPiece, values: Tensor) -> None:
         try:
-            self._codec.validate(piece.room, len(values))
+            self._codec.validate(piece.buffer, len(values))
         except CodecError as error:
             words = f"the mean of replica {piece.member} was refused: {error}"
             raise CodecError(words, replica=piece.member) from error
-        self._codec.decode(piece.room, len(values), out=values)
+        self._codec.decode(piece.buffer, len(values), out=values)
 
     def _residual_pieces(self, stretch: Stretch) -> enumerate[Stretch]:
         return enumerate(self._messages.pieces(*stretch, PLAIN_MEAN.codec), _RESIDUALS)
@@ -166,7 +166,7 @@ class MeanExchange:
     def _expect(self, member: int, start: int, stop: int, piece: int) -> _MeanPiece:
         """Start receiving a piece of a mean. An exact one is received in place."""
         if self._codec.exact:
-            room = self._values[start:stop].view(torch.uint8)
+            buffer = self._values[start:stop].view(torch.uint8)
         else:
-            room = torch.empty(self._codec.payload_bytes(stop - start), dtype=torch.uint8)
-        return _MeanPiece(member, start, stop, room, self._messages.receive(member, room, piece, second=True))
+            buffer = torch.empty(self._codec.payload_bytes(stop - start), dtype=torch.uint8)
+        return _MeanPiece(member, start, stop, buffer, self._messages.receive(member, buffer, piece, second=True))

@@ -77,8 +77,10 @@ class PayloadExchange:
             if len(self._extras):
                 sizes[_EXTRAS] = len(self._extras)
             for member in messages.links:
-                rooms = {piece: torch.empty(num_bytes, dtype=torch.uint8) for piece, num_bytes in sizes.items()}
-                self._incoming[member] = {p: (room, messages.receive(member, room, p)) for p, room in rooms.items()}
+                buffers = {piece: torch.empty(num_bytes, dtype=torch.uint8) for piece, num_bytes in sizes.items()}
+                self._incoming[member] = {
+                    p: (buffer, messages.receive(member, buffer, p)) for p, buffer in buffers.items()
+                }
             if self.plan.pattern == "reduce-scatter":
                 self._means = MeanExchange(self.contribution, self.plan, self.members, messages, self.values)
             self._send()
@@ -139,7 +141,7 @@ class PayloadExchange:
         total = sum(weights[member] for member in contributors)
         try:
             if self._means is not None:
-                self._means.hand_over(residuals)
+                self._means.send_residuals(residuals)
             factors, moments = self._reduce_mine(weights, contributors, total)
             left = None if self._means is None else self._means.share()
             buffers, integers = self._reduce_extras(weights, contributors) if len(self._extras) else (None, None)
@@ -194,8 +196,8 @@ class PayloadExchange:
     def drain(self) -> None:
         """Receive what the others send for a void round, so that the links are clean for the next one."""
         for member, pieces in self._incoming.items():
-            for _, come in pieces.values():
-                self._messages.wait(member, come)
+            for _, received in pieces.values():
+                self._messages.wait(member, received)
         if self._means is not None:
             self._means.drain()
 
@@ -218,8 +220,8 @@ class PayloadExchange:
         if member == mine.replica:
             payload = mine.codec.cut(mine.payload, mine.numel, start, stop)
         else:
-            payload, come = self._incoming[member][piece]
-            self._messages.wait(member, come)
+            payload, received = self._incoming[member][piece]
+            self._messages.wait(member, received)
         try:
             if check:
                 mine.codec.validate(payload, stop - start)
@@ -234,8 +236,8 @@ class PayloadExchange:
         mine = self.contribution
         raw: dict[int, Tensor] = {mine.replica: self._extras}
         for member, pieces in self._incoming.items():
-            raw[member], come = pieces[_EXTRAS]
-            self._messages.wait(member, come)
+            raw[member], received = pieces[_EXTRAS]
+            self._messages.wait(member, received)
         buffers = integers = None
         if mine.buffers is not None:
             size = 4 * mine.buffers.numel()

@@ -54,9 +54,9 @@ class RoundMessages:
         """
         self._sends += self._begin(ReliableLink.send, members, payload, piece, second)
 
-    def receive(self, member: int, room: Tensor, piece: int, *, second: bool = False) -> Future[None]:
-        """Start receiving a piece from ``member`` into ``room``. Otherwise as `send`."""
-        return self._begin(ReliableLink.receive, (member,), room, piece, second)[0]
+    def receive(self, member: int, buffer: Tensor, piece: int, *, second: bool = False) -> Future[None]:
+        """Start receiving a piece from ``member`` into ``buffer``. Otherwise as `send`."""
+        return self._begin(ReliableLink.receive, (member,), buffer, piece, second)[0]
 
     def _begin(
         self,
@@ -89,14 +89,14 @@ class RoundMessages:
                 raise TransportError("a payload connection ended: the transport was closed") from error
         return list(works.values())
 
-    def wait(self, member: int, come: Future[None]) -> None:
+    def wait(self, member: int, received: Future[None]) -> None:
         """Wait until a message from ``member`` has arrived.
 
         Raises:
             TransportError: The link ended; the error names the replica.
         """
         try:
-            come.result()
+            received.result()
         except TransportError as error:
             raise TransportError(f"payloads of replica {member} can't arrive: {error}", replicas=[member]) from error
 

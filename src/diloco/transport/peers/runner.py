@@ -72,7 +72,7 @@ class ProtocolRunner:
         self._timers: dict[actions.Timer, asyncio.TimerHandle] = {}
         self._exchanges: dict[tuple[int, RoundId], PayloadExchange] = {}
         self._linked: Future[Links] = Future()
-        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._hear)
+        self.connections = ConnectionManager(rules.rank, self.timing, streams, self._on_event)
         self._links = PayloadLinks(rules, policies, self.connections, self._threads, timing.silence_s / _IDLE_PART)
 
     # For any thread.
@@ -155,7 +155,7 @@ class ProtocolRunner:
 
     # In the control thread.
 
-    def _hear(self, event: events.Event) -> None:
+    def _on_event(self, event: events.Event) -> None:
         """Process an event of a control connection."""
         match event:
             case events.Received(sender, message, blob) if message["kind"] == "store":

@@ -104,16 +104,16 @@ class StateTransfer:
         raise TransportError(" ".join(errors), replicas=there)
 
 
-def donors_in_turn(donors: Sequence[int], asker: int, fragment: int, together: int = 3) -> Iterator[tuple[int, ...]]:
+def donors_in_turn(donors: Sequence[int], fetcher: int, fragment: int, together: int = 3) -> Iterator[tuple[int, ...]]:
     """Yield the groups of donors to ask in turn until one provides the state. Each donor is in one group.
 
     Serving costs a donor a copy of its state, so different fetchers begin with different donors, and so does one
     fetcher with different fragments. Three in a group form a majority against one that has diverged.
 
-    >>> list(donors_in_turn([0, 1, 2, 3, 4], asker=6, fragment=0))
+    >>> list(donors_in_turn([0, 1, 2, 3, 4], fetcher=6, fragment=0))
     [(3, 4, 0), (1, 2)]
     """
-    start = (asker * together + fragment) % max(1, len(donors))
+    start = (fetcher * together + fragment) % max(1, len(donors))
     turned = [*donors[start:], *donors[:start]]
     for first in range(0, len(turned), together):
         yield tuple(turned[first : first + together])
@@ -182,7 +182,7 @@ async def _attempt(fetch: FetchContext, grace_s: float) -> dict[str, Any] | None
     chosen = choose(_offers(fetch), fetch.after, more_than_could_lie(len(fetch.left)) if in_time else 1)
     if chosen is None:
         if all(donor.answered for donor in fetch.left):
-            fetch.ask_again()
+            fetch.discard_offers()
         return None
     try:
         assembly = fetch.assembly = Assembly(chosen)
